@@ -1,0 +1,113 @@
+"""The eager backend: the reference's maths in blocks of query rows, on any device, in linear memory, forward and backward.
+
+Arithmetic is fp32 (fp64 for fp64 inputs). Nothing here uses atomics, so results repeat bitwise wherever torch's matrix products do:
+always on the CPU; on CUDA with cuBLAS on one stream, or on several with CUBLAS_WORKSPACE_CONFIG=:4096:8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.reference import (
+    NEG_INF,
+    Differentiable,
+    Sequences,
+    attend,
+    lse_view,
+    slice_block,
+    split_sequences,
+    token_view,
+)
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Operands, empty_outputs
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SCORE_BYTES = 64 << 20  # of one block's score matrix, over all heads; the backward holds about five such matrices
+BAND_ROWS = 128  # of a block under a band: more rows would compute more scores that the band hides
+
+
+def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    if spec.dtype not in DTYPES:
+        return f"dtype {spec.dtype} is not supported; use one of {', '.join(map(str, DTYPES))}"
+    return None
+
+
+def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, max_logit = empty_outputs(spec, x)
+    out.zero_()
+    lse.fill_(NEG_INF)
+    max_logit.fill_(NEG_INF)
+    whole = Differentiable.of(x)
+    with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
+        for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
+            block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.to(lse.dtype))
+            block_out, block_lse, row_max = attend(spec, x, sequences, rows, cols, block)
+            tokens = sequences.q[rows.start : rows.stop]
+            token_view(out, spec.q_format, sequences.batch, tokens).copy_(block_out)
+            lse_view(lse, spec.q_format, sequences.batch, tokens).copy_(block_lse)
+            if spec.return_max_logit:
+                torch.maximum(max_logit, row_max.amax((0, 2)), out=max_logit)
+    return out, lse, max_logit
+
+
+def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """Recomputes each block and differentiates it with autograd, so that only one block's graph exists at a time."""
+    whole = Differentiable.of(x)
+    # A row of dq belongs to one block; every other gradient is a sum over blocks, kept in the dtype of the arithmetic.
+    sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
+    sums = sums._replace(q=x.q.new_zeros(x.q.shape), bias=sums.bias if spec.needs_bias_grad else None)
+    with torch.autocast(x.q.device.type, enabled=False):
+        for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
+            block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.detach().to(lse.dtype).requires_grad_())
+            with torch.enable_grad():
+                block_out, block_lse, _ = attend(spec, x, sequences, rows, cols, block)
+            tokens = sequences.q[rows.start : rows.stop]
+            outputs, seeds = [block_out], [token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)]
+            if dlse is not None:
+                outputs.append(block_lse)
+                seeds.append(lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype))
+            targets = slice_block(spec, sums, sequences, rows, cols)
+            wanted = [
+                (leaf, target) for leaf, target in zip(block, targets, strict=True) if leaf is not None and target is not None
+            ]
+            grads = torch.autograd.grad(outputs, [leaf for leaf, _ in wanted], seeds)
+            for (_, target), grad in zip(wanted, grads, strict=True):
+                target += grad
+    dbias = None if x.bias is None or sums.bias is None else sums.bias.to(x.bias.dtype)
+    doffset = None if x.softmax_offset is None or sums.softmax_offset is None else sums.softmax_offset.to(x.softmax_offset.dtype)
+    return Gradients(sums.q, sums.k.to(x.k.dtype), sums.v.to(x.v.dtype), dbias, doffset)
+
+
+def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:
+    """(sequences, rows, cols): sequences together while all their scores fit SCORE_BYTES, else one at a time in chunks of rows."""
+    if spec.padding and x.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the eager backend reads cu_seqlens on the host, which a CUDA graph cannot capture; use backend='triton', or a dense "
+            "format without padding"
+        )
+    left, right, _ = spec.band
+    banded = left is not None or right is not None
+    for sequences in split_sequences(spec, x):
+        len_q, len_kv = len(sequences.q), len(sequences.kv)
+        width = len_kv if left is None or right is None else min(len_kv, left + right + BAND_ROWS)
+        row_bytes = max(1, spec.num_heads * width * itemsize)
+        together = max(1, SCORE_BYTES // max(1, row_bytes * len_q))
+        row_step = max(1, SCORE_BYTES // row_bytes)
+        row_step = min(row_step, BAND_ROWS) if banded else row_step
+        for batch in _chunks(sequences.batch, together):
+            for rows in _chunks(range(len_q), row_step):
+                yield sequences._replace(batch=batch), rows, _visible_keys(spec.band, sequences, rows)
+
+
+def _visible_keys(band: Band, sequences: Sequences, rows: range) -> range:
+    """The keys that at least one of the rows sees."""
+    shift, len_kv = sequences.shift(band), len(sequences.kv)
+    start = 0 if band.left is None else min(max(rows.start + shift - band.left, 0), len_kv)
+    stop = len_kv if band.right is None else min(max(rows.stop + shift + band.right, start), len_kv)
+    return range(start, stop)
+
+
+def _chunks(positions: range, step: int) -> list[range]:
+    return [positions[i : i + step] for i in range(0, len(positions), step)]

@@ -1,0 +1,219 @@
+"""What attention means, in plain torch: the oracle of every test, and the maths of the eager backend.
+
+`attend` computes one block of query rows against one range of keys. The oracle calls it with all of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.philox import dropout_keep
+from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
+
+NEG_INF = float("-inf")
+
+
+class Differentiable(NamedTuple):
+    """What a gradient may flow to: whole tensors in their formats, or one block of each as `slice_block` cuts it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    softmax_offset: Tensor | None
+
+    @classmethod
+    def of(cls, x: Operands) -> Differentiable:
+        return cls(x.q, x.k, x.v, x.bias, x.softmax_offset)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Differentiable:
+        bias = None if self.bias is None else function(self.bias)
+        softmax_offset = None if self.softmax_offset is None else function(self.softmax_offset)
+        return Differentiable(function(self.q), function(self.k), function(self.v), bias, softmax_offset)
+
+
+class Sequences(NamedTuple):
+    """Sequences of equal lengths, computed as one batch. `q` and `kv` are where their tokens lie along each format's token dim."""
+
+    batch: range
+    q: range
+    kv: range
+
+    def shift(self, band: Band) -> int:
+        """Where the diagonal meets query 0, in keys."""
+        return len(self.kv) - len(self.q) if band.bottom_right else 0
+
+
+def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention with every operand promoted to `dtype`: (out in q's format, lse [b, h, sq] or [h, total_q], max_logit [h]).
+
+    All three are `dtype`. The score matrices exist as a whole, so memory is quadratic. out and lse are differentiable with
+    respect to q, k, v, bias and softmax_offset. Padding is never read; its out is 0 and its lse -inf. A `dtype` of 16 bits
+    rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no oracle.
+    """
+    whole = Differentiable.of(x).map(lambda t: t.to(dtype))
+    out, lse, _ = empty_outputs(spec, x)
+    out, lse = torch.zeros_like(out, dtype=dtype), torch.full_like(lse, NEG_INF, dtype=dtype)
+    max_logit = whole.q.new_full((spec.num_heads,), NEG_INF)
+    for sequences in split_sequences(spec, x):
+        rows, cols = range(len(sequences.q)), range(len(sequences.kv))
+        if not sequences.batch or not rows:
+            continue
+        block = slice_block(spec, whole, sequences, rows, cols)
+        block_out, block_lse, row_max = attend(spec, x, sequences, rows, cols, block)
+        token_view(out, spec.q_format, sequences.batch, sequences.q).copy_(block_out)
+        lse_view(lse, spec.q_format, sequences.batch, sequences.q).copy_(block_lse)
+        max_logit = torch.maximum(max_logit, row_max.amax((0, 2)))
+    return out, lse, max_logit
+
+
+def reference_gradients(
+    spec: AttentionSpec, x: Operands, dout: Tensor, dlse: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Gradients:
+    """The gradients of `reference_attention` in `dtype`, for dout in out's layout and dlse in lse's; autograd derives them."""
+    leaves = Differentiable.of(x).map(lambda t: t.detach().to(dtype, copy=True).requires_grad_())
+    with torch.enable_grad():
+        out, lse, _ = reference_attention(spec, x._replace(**leaves._asdict()), dtype)
+    outputs, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    outputs = [t.requires_grad_() for t in outputs]  # without any query they depend on nothing, and the gradients are zeros
+    wanted = {name: leaf for name, leaf in leaves._asdict().items() if leaf is not None}
+    seeds = [t.to(dtype) for t in seeds]
+    grads = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True, materialize_grads=True)
+    named = dict(zip(wanted, grads, strict=True))
+    return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"))
+
+
+def attend(
+    spec: AttentionSpec, x: Operands, sequences: Sequences, rows: range, cols: range, block: Differentiable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One block: (out [b, h, r, d_v], lse [b, h, r], row_max [b, h, r]) in the block's dtype; row_max carries no gradient.
+
+    rows, cols: the block's query and key positions within its sequences; every key outside `cols` must be hidden from every row.
+    block: q [b, h, r, d_qk], k [b, h_kv, c, d_qk], v [b, h_kv, c, d_v], bias broadcastable to [b, h, r, c], softmax_offset [h].
+    """
+    i = torch.arange(rows.start, rows.stop, device=block.q.device)[:, None]
+    j = torch.arange(cols.start, cols.stop, device=block.q.device)
+    diagonal = i + sequences.shift(spec.band)
+
+    logits = torch.einsum("bngid,bnjd->bngij", _grouped(spec, block.q * x.softmax_scale), block.k).flatten(1, 2)
+    if spec.bias_type == "pre_scale_bias":
+        assert block.bias is not None
+        logits = logits + block.bias * x.softmax_scale
+    if spec.softcap:
+        logits = x.softcap * torch.tanh(logits / x.softcap)
+    # The scaled, capped score of query i and key j is complete here: what modifies scores goes between these lines.
+    if spec.bias_type == "post_scale_bias":
+        assert block.bias is not None
+        logits = logits + block.bias
+    if x.alibi_slopes is not None:
+        slopes = x.alibi_slopes if x.alibi_slopes.ndim == 1 else x.alibi_slopes[_slice(sequences.batch)]
+        logits = logits - slopes.to(logits.dtype)[..., None, None] * (j - diagonal).abs()
+    if spec.band.left is not None:
+        logits = logits.masked_fill(j < diagonal - spec.band.left, NEG_INF)
+    if spec.band.right is not None:
+        logits = logits.masked_fill(j > diagonal + spec.band.right, NEG_INF)
+
+    row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
+    sink = _sink(spec, block)
+    peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
+    peak = peak.masked_fill(peak == NEG_INF, 0.0)
+    weights = torch.exp(logits - peak[..., None])
+    total = weights.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink - peak)
+    # Where nothing is visible, 0 / 1 and a filled-in -inf give out 0 and zero gradients; 0 / 0 and log(0) would give NaN.
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (peak + total.log()).masked_fill(empty, NEG_INF)
+
+    if spec.dropout:
+        assert x.rng_state is not None
+        b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)[:, None]
+        h = torch.arange(spec.num_heads, device=i.device)
+        keep = dropout_keep(x.rng_state, x.dropout_p, b * spec.num_heads + h, rows, cols)
+        weights = weights.masked_fill(~keep, 0.0) / (1 - x.dropout_p)
+    out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
+    return out, lse, row_max
+
+
+def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
+    """The batch as groups of equal lengths: one group without padding, else one per sequence, its lengths read in one transfer.
+
+    Lengths or starts that do not fit the tensors are clamped to them.
+    """
+    q_total, kv_total = x.q.shape[_token_dim(spec.q_format)], x.k.shape[_token_dim(spec.kv_format)]
+    if not spec.padding:
+        return [Sequences(range(batch_size(spec, x)), range(q_total), range(kv_total))]
+    assert x.cu_seqlens_q is not None
+    assert x.cu_seqlens_kv is not None
+    q_slots = x.cu_seqlens_q if x.cu_seqlens_q_padded is None else x.cu_seqlens_q_padded
+    kv_slots = x.cu_seqlens_kv if x.cu_seqlens_kv_padded is None else x.cu_seqlens_kv_padded
+    cu_q, cu_kv, cu_q_slots, cu_kv_slots = torch.stack([x.cu_seqlens_q, x.cu_seqlens_kv, q_slots, kv_slots]).tolist()
+    return [
+        Sequences(
+            range(b, b + 1),
+            _tokens(spec.q_format, q_total, cu_q[b : b + 2], cu_q_slots[b : b + 2], x.max_seqlen_q),
+            _tokens(spec.kv_format, kv_total, cu_kv[b : b + 2], cu_kv_slots[b : b + 2], x.max_seqlen_kv),
+        )
+        for b in range(batch_size(spec, x))
+    ]
+
+
+def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences, rows: range, cols: range) -> Differentiable:
+    """Views of the block that `attend` takes; writable, so that the same cut of gradient buffers accumulates what comes back."""
+    bias = whole.bias
+    for dim, part in enumerate((sequences.batch, None, rows, cols)):
+        if bias is not None and part is not None and bias.shape[dim] != 1:
+            bias = bias.narrow(dim, part.start, len(part))
+    return Differentiable(
+        token_view(whole.q, spec.q_format, sequences.batch, sequences.q[_slice(rows)]),
+        token_view(whole.k, spec.kv_format, sequences.batch, sequences.kv[_slice(cols)]),
+        token_view(whole.v, spec.kv_format, sequences.batch, sequences.kv[_slice(cols)]),
+        bias,
+        whole.softmax_offset,
+    )
+
+
+def token_view(t: Tensor, fmt: str, batch: range, tokens: range) -> Tensor:
+    """[b, h, s, d] view of some tokens of some sequences of a tensor in format `fmt`; in thd the tokens alone say which."""
+    if fmt == "thd":
+        return t[_slice(tokens)].transpose(0, 1)[None]
+    return as_bshd(t, fmt)[_slice(batch), _slice(tokens)].transpose(1, 2)
+
+
+def lse_view(lse: Tensor, q_format: str, batch: range, tokens: range) -> Tensor:
+    """[b, h, s] view of the same tokens of an lse, which is [h, total_q] in thd and [b, h, sq] in every other format."""
+    return lse[None, :, _slice(tokens)] if q_format == "thd" else lse[_slice(batch), :, _slice(tokens)]
+
+
+def _grouped(spec: AttentionSpec, t: Tensor) -> Tensor:
+    """[b, h, ...] -> [b, h_kv, group, ...]"""
+    return t.reshape(t.shape[0], spec.num_heads_kv, spec.group_size, *t.shape[2:])
+
+
+def _sink(spec: AttentionSpec, block: Differentiable) -> Tensor | None:
+    """The logit [h, 1] of the softmax sink, which takes weight and gives no value."""
+    if spec.softmax_type == "learnable":
+        assert block.softmax_offset is not None
+        return block.softmax_offset[:, None]
+    return block.q.new_zeros(spec.num_heads, 1) if spec.softmax_type == "off-by-one" else None
+
+
+def _tokens(fmt: str, total: int, cu: list[int], slot: list[int], max_seqlen: int) -> range:
+    start, stop = slot if fmt == "thd" else (0, total)
+    start = min(max(start, 0), total)
+    stop = min(max(stop, start), total)
+    length = min(max(cu[1] - cu[0], 0), stop - start, max_seqlen)
+    return range(start, start + length)
+
+
+def _token_dim(fmt: str) -> int:
+    return fmt.index("t" if fmt == "thd" else "s")
+
+
+def _slice(positions: range) -> slice:
+    return slice(positions.start, positions.stop)

@@ -1,0 +1,180 @@
+"""What a call is, apart from its data: `AttentionSpec` is all that decides which kernel can run, `Operands` all the rest.
+
+Here mask types, windows and alignments become one thing, a `Band`, and lengths; nothing below this file knows a mask type.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Direction = Literal["forward", "backward"]
+
+FORMATS = ("bshd", "sbhd", "bhsd", "thd")
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+)
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+BACKENDS = ("triton", "cudnn", "eager")  # in order of preference; "auto" picks
+
+
+class Band(NamedTuple):
+    """Query i sees key j iff i + shift - left <= j <= i + shift + right; None leaves that side open.
+
+    shift is len_kv - len_q of the sequence with `bottom_right`, else 0. ALiBi measures its distance from the same diagonal.
+    """
+
+    left: int | None
+    right: int | None
+    bottom_right: bool
+
+
+def parse_format(qkv_format: str) -> tuple[str, str]:
+    """'bshd' -> ('bshd', 'bshd'); 'thd_2bshd' (q's format, then k's and v's) -> ('thd', 'bshd')."""
+    q_format, _, kv_format = qkv_format.partition("_2")
+    kv_format = kv_format or q_format
+    if q_format not in FORMATS or kv_format not in FORMATS or qkv_format not in (q_format, f"{q_format}_2{kv_format}"):
+        raise ValueError(
+            f"qkv_format is {qkv_format!r}; accepted: {', '.join(FORMATS)}, or a format for q and one for k and v, as 'thd_2bshd'"
+        )
+    return q_format, kv_format
+
+
+def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_diagonal: bool | None) -> Band:
+    """One band for a mask type and a window, aligned as TransformerEngine does.
+
+    The diagonal is top-left for causal and padding_causal, else bottom-right; `bottom_right_diagonal` overrides it for
+    no_mask and padding, the only types whose name does not already say which.
+    """
+    if attn_mask_type not in MASK_TYPES:
+        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
+    if (
+        not isinstance(window_size, (tuple, list))
+        or len(window_size) != 2
+        or not all(isinstance(w, int) and not isinstance(w, bool) for w in window_size)
+    ):
+        raise ValueError(f"window_size is {window_size!r}; accepted: a pair of ints (left, right), inclusive, -1 for open")
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size is {tuple(window_size)}; each side is -1 (open) or the number of tokens seen beyond the diagonal")
+    causal = "causal" in attn_mask_type
+    if causal and right > 0:
+        raise ValueError(
+            f"window_size is {tuple(window_size)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right of the "
+            "diagonal, so the right side must be 0 or -1"
+        )
+    bottom_right = attn_mask_type not in ("causal", "padding_causal")
+    if bottom_right_diagonal is not None:
+        if causal and bottom_right_diagonal != bottom_right:
+            other = attn_mask_type.removesuffix("_bottom_right") if bottom_right else f"{attn_mask_type}_bottom_right"
+            raise ValueError(
+                f"bottom_right_diagonal is {bottom_right_diagonal} with attn_mask_type {attn_mask_type!r}, whose name fixes the diagonal; "
+                f"use attn_mask_type {other!r}"
+            )
+        bottom_right = bottom_right_diagonal
+    return Band(None if left == -1 else left, 0 if causal else (None if right == -1 else right), bottom_right)
+
+
+class AttentionSpec(NamedTuple):
+    """Everything static that decides which kernel can run; frozen and hashable, no tensors, no lengths, no scalar inputs.
+
+    A NamedTuple and no dataclass: one is built and hashed on each call.
+    """
+
+    q_format: str
+    kv_format: str
+    dtype: torch.dtype
+    num_heads: int
+    num_heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    padding: bool  # the sequences' lengths come from cu_seqlens, not from the shapes
+    band: Band
+    bias_type: str
+    bias_dims: tuple[bool, bool, bool, bool] | None  # which of (b, h, sq, skv) the bias spans; it is broadcast over the others
+    softmax_type: str
+    softcap: bool
+    dropout: bool
+    return_max_logit: bool
+    needs_grad: bool
+    needs_bias_grad: bool
+    deterministic: bool
+    device_type: str
+    capability: tuple[int, int] | None  # CUDA compute capability; None off CUDA
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_heads_kv
+
+
+class Operands(NamedTuple):
+    """What varies from call to call and must never cause a rebuild: tensors, lengths and scalar inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None  # fp32, [h] or [b, h]
+    softmax_offset: Tensor | None  # [h]
+    cu_seqlens_q: Tensor | None  # int32 [b + 1]
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    rng_state: Tensor | None  # int64 [2]: Philox seed and offset
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    softmax_scale: float
+    softcap: float
+    dropout_p: float
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsoftmax_offset: Tensor | None
+
+
+def as_bshd(x: Tensor, fmt: str) -> Tensor:
+    """A dense tensor of format `fmt` as a [b, s, h, d] view; thd ([total, h, d]) is returned as it is."""
+    if fmt == "sbhd":
+        return x.transpose(0, 1)
+    return x.transpose(1, 2) if fmt == "bhsd" else x
+
+
+def from_bshd(x: Tensor, fmt: str) -> Tensor:
+    """The inverse of `as_bshd`."""
+    return as_bshd(x, fmt)  # both permutations are their own inverse
+
+
+def batch_size(spec: AttentionSpec, x: Operands) -> int:
+    if x.cu_seqlens_q is not None:
+        return x.cu_seqlens_q.shape[0] - 1
+    return x.q.shape[spec.q_format.index("b")]
+
+
+def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logit) as every backend and every fake lays them out: contiguous, out in q's format.
+
+    lse is [b, h, sq], or [h, total_q] for thd; max_logit is [h], or [0] when it is not asked for. Both are fp32 (fp64 for
+    fp64 inputs, which only the eager backend takes).
+    """
+    statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
+    out = x.q.new_empty((*x.q.shape[:-1], spec.head_dim_v))
+    if spec.q_format == "thd":
+        lse_shape: tuple[int, ...] = (spec.num_heads, x.q.shape[0])
+    else:
+        lse_shape = (batch_size(spec, x), spec.num_heads, x.q.shape[spec.q_format.index("s")])
+    lse = x.q.new_empty(lse_shape, dtype=statistics)
+    max_logit = x.q.new_empty((spec.num_heads if spec.return_max_logit else 0,), dtype=statistics)
+    return out, lse, max_logit

@@ -1,0 +1,104 @@
+"""The hand-written Triton kernels: what they take, and the way from a spec and its operands to their launchers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    """None if the kernels can run `spec` in `direction`, else why not and what to change."""
+    if spec.dtype not in _DTYPES:
+        return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
+    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
+    return _device_error(spec.device_type, spec.capability)
+
+
+@functools.cache
+def _device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'triton>=3.6'"
+    if device_type == "cuda":
+        if capability is not None and capability < (8, 0):
+            return f"compute capability {capability[0]}.{capability[1]} is older than 8.0 (Ampere), the first that the kernels run on"
+        return None
+    if device_type == "cpu":
+        from flexattn.kernels_triton.interpreter import INTERPRETED
+
+        if INTERPRETED:
+            return None
+        return "tensors on the CPU run only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is imported"
+    return f"the kernels run on CUDA devices, not on {device_type!r}"
+
+
+def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_triton.forward import attention_forward
+
+    out, lse, max_logit = empty_outputs(spec, x)
+    attention_forward(_problem(spec, x), as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
+    return out, lse, max_logit
+
+
+def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    from flexattn.kernels_triton.backward import attention_backward
+
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
+    doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
+    attention_backward(
+        _problem(spec, x),
+        as_bshd(out, spec.q_format),
+        lse,
+        as_bshd(_rows_contiguous(dout), spec.q_format),
+        dlse.contiguous() if dlse is not None else None,
+        as_bshd(dq, spec.q_format),
+        as_bshd(dk, spec.kv_format),
+        as_bshd(dv, spec.kv_format),
+        dbias,
+        doffset,
+    )
+    if doffset is not None and x.softmax_offset is not None:
+        doffset = doffset.to(x.softmax_offset.dtype)
+    return Gradients(dq, dk, dv, dbias, doffset)
+
+
+def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def]  # Problem's module imports triton
+    from flexattn.kernels_triton.problem import Problem
+
+    return Problem(
+        q=as_bshd(_rows_contiguous(x.q), spec.q_format),
+        k=as_bshd(_rows_contiguous(x.k), spec.kv_format),
+        v=as_bshd(_rows_contiguous(x.v), spec.kv_format),
+        softmax_scale=x.softmax_scale,
+        window_left=spec.band.left,
+        window_right=spec.band.right,
+        bottom_right=spec.band.bottom_right,
+        bias=x.bias,
+        bias_is_pre_scale=spec.bias_type == "pre_scale_bias",
+        alibi_slopes=x.alibi_slopes,
+        softcap=x.softcap,
+        has_sink=spec.softmax_type != "vanilla",
+        softmax_offset=x.softmax_offset,
+        dropout_p=x.dropout_p,
+        rng_state=x.rng_state,
+        cu_seqlens_q=x.cu_seqlens_q,
+        cu_seqlens_kv=x.cu_seqlens_kv,
+        cu_seqlens_q_padded=x.cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
+        max_seqlen_q=x.max_seqlen_q,
+        max_seqlen_kv=x.max_seqlen_kv,
+    )
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    # The one thing the kernels ask of strides; a dout expanded from a scalar, for one, does not have it.
+    return x if x.stride(-1) == 1 else x.contiguous()

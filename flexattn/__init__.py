@@ -1,0 +1,12 @@
+"""Fused attention for PyTorch: Triton kernels, cuDNN graphs, one reference, and a dispatcher that says what it chose and why."""
+
+from __future__ import annotations
+
+from flexattn.dispatch.context import attention_backend
+from flexattn.dispatch.select import BackendError
+from flexattn.dispatch.spec import AttentionSpec
+from flexattn.functional import attention, explain, merge_attention
+
+__version__ = "0.1.0"
+
+__all__ = ["AttentionSpec", "BackendError", "attention", "attention_backend", "explain", "merge_attention"]

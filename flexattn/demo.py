@@ -1,0 +1,294 @@
+"""`python -m flexattn demo`: documents of uneven lengths, packed and attended to, checked against the reference, timed, and priced padded."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+import flexattn
+from flexattn.dispatch.reference import reference_attention
+from flexattn.dispatch.spec import AttentionSpec, Operands
+
+VOCABULARY = 4096  # tokens are hashed into this many ids
+EMBEDDING = 256  # features of a token, before the projections to q, k and v
+BACKWARD_FLOPS = 2.5  # of the forward's: five matrix products for its two
+
+# A result passes within FACTOR times the error that the reference makes when it computes in the inputs' own dtype, as in the tests.
+FACTOR = {"out": 2, "dq": 3, "dk": 3, "dv": 3}
+ATOL = 1e-6  # where that error is 0: rounding once to fp32
+
+
+class Settings(NamedTuple):
+    tokens: int
+    longest: int  # tokens of the longest document; all are shortened in proportion
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+    repeats: int  # timed runs, of which the median counts
+
+
+LLAMA_3_8B = Settings(65536, 4096, 32, 8, 128, torch.bfloat16, 10)
+SMALL = Settings(6144, 1024, 4, 2, 64, torch.float32, 1)
+TINY = Settings(160, 40, 4, 2, 32, torch.float32, 1)  # Triton's interpreter takes seconds for what a GPU does in microseconds
+
+
+class Batch(NamedTuple):
+    """One packed batch. q, dout: [total, h, d]; k, v: [total, h_kv, d]; documents follow each other without gaps."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lengths: list[int]
+
+    def call(self) -> dict[str, Any]:
+        cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0).to(self.q.device, torch.int32)
+        longest = max(self.lengths)
+        return {
+            "qkv_format": "thd",
+            "attn_mask_type": "padding_causal",
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_kv": cu_seqlens,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+        }
+
+
+class Results(NamedTuple):
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def run(tokens: int | None, backend: str) -> int:
+    """Runs the demo, prints what it finds, and returns the exit status: 1 if a result is further from the reference than allowed."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    interpret = device == "cpu" and "triton" not in sys.modules
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    console.print(f"flexattn {flexattn.__version__} · torch {torch.__version__.partition('+')[0]} · {where}\n")
+
+    settings = LLAMA_3_8B if device == "cuda" else SMALL
+    batch = make_batch(settings._replace(tokens=tokens or settings.tokens), device)
+    describe(console, batch, "the library's own docs and sources")
+    passed = explain_and_check(console, batch, backend)
+    compare_with_padding(console, batch, backend, settings.repeats)
+
+    if interpret and backend == "auto":
+        console.print("\nNo GPU here, so the Triton kernels run in Triton's interpreter, on a batch small enough for it.\n")
+        tiny = make_batch(TINY, device)
+        describe(console, tiny, "the same")
+        passed = explain_and_check(console, tiny, "triton") and passed
+    console.print("\nEvery result is as close to the reference as it should be." if passed else "\nFAILED: see the table above.")
+    return 0 if passed else 1
+
+
+def documents() -> list[list[int]]:
+    """Token ids of each source file of the package, and of each page of documentation where the package is a checkout."""
+    package = Path(flexattn.__file__).parent
+    folders = [package, *sorted(p for p in package.iterdir() if p.is_dir())]
+    files = [p for folder in folders for p in sorted(folder.glob("*.py"))]
+    if (package.parent / "pyproject.toml").exists():
+        files += sorted([*package.parent.glob("*.md"), *package.parent.glob("docs/*.md")])
+    words = [re.findall(r"\w+|[^\w\s]", p.read_text(encoding="utf-8")) for p in files]
+    return [[zlib.crc32(word.encode()) % VOCABULARY for word in document] for document in words if document]
+
+
+def make_batch(settings: Settings, device: str) -> Batch:
+    """Packs documents, in a fixed random order, each that still fits; a random embedding and projections make q, k and v of them."""
+    generator = torch.Generator().manual_seed(0)
+    found = documents()
+    # All are cut in the same proportion, so that they stay as uneven as they are; at least four fit.
+    longest = min(settings.longest, max(1, settings.tokens // 4))
+    share = min(1.0, longest / max(len(document) for document in found))
+    packed: list[list[int]] = []
+    room = settings.tokens
+    for i in torch.randperm(len(found), generator=generator).tolist():
+        document = found[i][: max(1, int(share * len(found[i])))]
+        if len(document) <= room:
+            packed.append(document)
+            room -= len(document)
+
+    table = torch.randn(VOCABULARY, EMBEDDING, generator=generator).to(device)
+    x = table[torch.tensor(sum(packed, []), device=device)]
+
+    def project(num_heads: int) -> Tensor:
+        weight = torch.randn(EMBEDDING, num_heads * settings.head_dim, generator=generator).to(device)
+        return (x @ weight / EMBEDDING**0.5).view(len(x), num_heads, settings.head_dim).to(settings.dtype)
+
+    q, k, v = (project(h).requires_grad_() for h in (settings.num_heads, settings.num_heads_kv, settings.num_heads_kv))
+    return Batch(q, k, v, project(settings.num_heads), [len(document) for document in packed])
+
+
+def describe(console: Console, batch: Batch, source: str) -> None:
+    q, k = batch.q, batch.k
+    console.print(
+        f"{len(batch.lengths)} documents ({source}), {min(batch.lengths)} to {max(batch.lengths)} tokens each, packed: {len(q)} tokens\n"
+        f"q {list(q.shape)}, k and v {list(k.shape)}, {str(q.dtype).removeprefix('torch.')}, qkv_format='thd', "
+        "attn_mask_type='padding_causal'\n"
+    )
+
+
+def forward_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> Results:
+    out = flexattn.attention(q, k, v, **call)
+    assert isinstance(out, Tensor)
+    return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def explain_and_check(console: Console, batch: Batch, backend: str) -> bool:
+    """Runs the batch, says which backend ran it and why, and compares three documents with the reference: they are independent."""
+    call = batch.call() | {"backend": backend}
+    explanation = flexattn.explain(batch.q, batch.k, batch.v, **call)
+    console.print(f"{explanation}\n", soft_wrap=True)
+    results = forward_backward(batch.q, batch.k, batch.v, batch.dout, **call)
+
+    by_length = sorted(range(len(batch.lengths)), key=batch.lengths.__getitem__)
+    checked = sorted({by_length[0], by_length[len(by_length) // 2], by_length[-1]})
+    spec = explanation.spec
+    group = spec.group_size
+    # Heads are independent too: one group at a time bounds the reference's memory, which is quadratic.
+    one_group = spec._replace(q_format="bshd", kv_format="bshd", num_heads=group, num_heads_kv=1, padding=False)
+    steps = [(i, head_kv) for i in checked for head_kv in range(spec.num_heads_kv)]
+    errors = {name: Error() for name in Results._fields}
+    for i, head_kv in track(steps, "against the reference", console=console, transient=True, disable=not console.is_terminal):
+        start = sum(batch.lengths[:i])
+        rows = slice(start, start + batch.lengths[i])
+        of_q = rows, slice(head_kv * group, (head_kv + 1) * group)
+        of_kv = rows, slice(head_kv, head_kv + 1)
+        q, k, v, dout = batch.q[of_q], batch.k[of_kv], batch.v[of_kv], batch.dout[of_q]
+        exact = reference(one_group, q, k, v, dout, torch.float64)
+        rounded = reference(one_group, q, k, v, dout, spec.dtype)
+        got = Results(results.out[of_q], results.dq[of_q], results.dk[of_kv], results.dv[of_kv])
+        for name in Results._fields:
+            errors[name].add(getattr(got, name), getattr(rounded, name), getattr(exact, name))
+
+    lengths = ", ".join(str(batch.lengths[i]) for i in checked)
+    table = right_aligned("", "max error", "allowed", "RMS error", "allowed", "")
+    for name, error in errors.items():
+        allowed_max, allowed_rms = error.allowed(FACTOR[name])
+        numbers = (error.max, allowed_max, error.rms, allowed_rms)
+        table.add_row(name, *(f"{x:.1e}" for x in numbers), "ok" if error.passes(FACTOR[name]) else "FAILED")
+    console.print(f"Against the reference in fp64, all heads of the documents of {lengths} tokens:")
+    console.print(table)
+    return all(error.passes(FACTOR[name]) for name, error in errors.items())
+
+
+def reference(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dtype: torch.dtype) -> Results:
+    """The reference on one document ([s, h, d] each), computing in `dtype`."""
+    q, k, v = (x.detach()[None].to(dtype).requires_grad_() for x in (q, k, v))
+    no_tensors = (None,) * (Operands._fields.index("max_seqlen_q") - 3)
+    x = Operands(q, k, v, *no_tensors, q.shape[1], k.shape[1], q.shape[-1] ** -0.5, 0.0, 0.0)
+    out, _, _ = reference_attention(spec._replace(dtype=dtype), x, dtype)
+    grads = torch.autograd.grad(out, (q, k, v), dout[None].to(dtype))
+    return Results(*(result.detach()[0] for result in (out, *grads)))
+
+
+class Error:
+    """How far a result is from the exact one, beside how far the reference is when it computes in the result's own dtype."""
+
+    def __init__(self) -> None:
+        self.max = self.rounded_max = 0.0
+        self.squares = self.rounded_squares = 0.0
+        self.count = 0
+
+    def add(self, got: Tensor, rounded: Tensor, exact: Tensor) -> None:
+        error, rounded_error = got.double() - exact, rounded.double() - exact
+        # amax, unlike Python's max, keeps a NaN.
+        self.max = torch.tensor([self.max, error.abs().amax()]).amax().item()
+        self.rounded_max = max(self.rounded_max, rounded_error.abs().amax().item())
+        self.squares += error.square().sum().item()
+        self.rounded_squares += rounded_error.square().sum().item()
+        self.count += error.numel()
+
+    @property
+    def rms(self) -> float:
+        return (self.squares / self.count) ** 0.5
+
+    def allowed(self, factor: int) -> tuple[float, float]:
+        """The largest max and RMS error that pass."""
+        return factor * self.rounded_max + ATOL, factor * (self.rounded_squares / self.count) ** 0.5 + ATOL
+
+    def passes(self, factor: int) -> bool:
+        allowed_max, allowed_rms = self.allowed(factor)
+        return self.max <= allowed_max and self.rms <= allowed_rms
+
+
+def compare_with_padding(console: Console, batch: Batch, backend: str, repeats: int) -> None:
+    """Times forward and backward of the packed batch and of the same documents padded, with and without telling their lengths."""
+    call = batch.call() | {"backend": backend}
+    rows, longest = len(batch.lengths), max(batch.lengths)
+    lengths = torch.tensor(batch.lengths, device=batch.q.device)
+    is_real = torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(rows, longest, *x.shape[1:])
+        padded[is_real] = x.detach()
+        return padded.requires_grad_(x.requires_grad)
+
+    packed = [batch.q, batch.k, batch.v, batch.dout]
+    padded = [pad(x) for x in packed]
+    unaware = {"qkv_format": "bshd", "attn_mask_type": "causal", "backend": backend}
+    real_flops, padded_flops = flops(batch, batch.lengths), flops(batch, [longest] * rows)
+    cases = (
+        ("packed, thd", packed, call, real_flops),
+        ("padded, bshd, with cu_seqlens", padded, call | {"qkv_format": "bshd"}, real_flops),
+        ("padded, bshd, plain causal", padded, unaware, padded_flops),
+    )
+    table = right_aligned("forward and backward", "tokens", "MiB", "GFLOP", "ms")
+    for name, tensors, arguments, work in track(cases, "timing", console=console, transient=True, disable=not console.is_terminal):
+        milliseconds = median_time(lambda t=tensors, a=arguments: forward_backward(*t, **a), repeats) * 1e3  # type: ignore[misc]
+        q, k, v, _ = tensors
+        tokens = q.numel() // q.shape[-1] // q.shape[-2]
+        mebibytes = 2 * (2 * q.nbytes + k.nbytes + v.nbytes) / 2**20  # q, out, k, v, and the gradient of each
+        table.add_row(name, f"{tokens}", f"{mebibytes:.1f}", f"{work / 1e9:.1f}", f"{milliseconds:.1f}")
+    console.print("\nThe same batch, packed and padded:")
+    console.print(table)
+
+
+def flops(batch: Batch, lengths: list[int]) -> float:
+    """Floating-point operations of forward and backward, counted as FlashAttention does: a causal mask halves the square."""
+    _, num_heads, head_dim = batch.q.shape
+    return sum(4 * num_heads * head_dim * n * n / 2 for n in lengths) * (1 + BACKWARD_FLOPS)
+
+
+def median_time(function: Callable[[], object], repeats: int) -> float:
+    """Seconds. On a GPU one more run comes first, which may compile kernels."""
+    if torch.cuda.is_available():
+        function()
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        function()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def right_aligned(first: str, *others: str) -> Table:
+    table = Table(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,313 @@
+"""What you call: attention, the merge of two of its results, and the explanation of a choice."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import ops, validation
+from flexattn.dispatch import explain as explanations
+from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, from_bshd, make_band, parse_format
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right_diagonal: bool | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    bias_type: str = "no_bias",
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softmax_type: str = "vanilla",
+    softmax_offset: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """softmax(q k^T * softmax_scale) v, fused, for every format, mask and kind of score below, alone or combined.
+
+    b is the batch, h the query heads, h_kv the heads of k and v (h is a multiple of it: query head i reads head i // (h // h_kv)),
+    s a sequence length, t the tokens of all sequences together. Any strides are taken as they are where the last dim is contiguous.
+
+    Args:
+        q: [b, sq, h, d], [sq, b, h, d], [b, h, sq, d] or [t_q, h, d], as `qkv_format` says. float16, bfloat16 or float32
+            (float64 on the eager backend), on a CPU or CUDA device; k and v are like it in both.
+        k: as q, with h_kv heads, skv tokens and q's head dim.
+        v: as k, with a head dim d_v of its own.
+        qkv_format: "bshd", "sbhd", "bhsd" or "thd" (sequences packed one after another, without padding), or two of them, q's and
+            then k's and v's, as "thd_2bshd".
+        attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right" or
+            "padding_causal_bottom_right". causal lets query i see keys j <= i, causal_bottom_right keys j <= i + skv - sq. With
+            padding in its name each sequence has the length that cu_seqlens_q and cu_seqlens_kv give, and the diagonal follows
+            those lengths. thd needs such a type.
+        window_size: (left, right), in tokens, inclusive, -1 for open: query i sees keys i - left to i + right, both counted from
+            the diagonal. right must be 0 or -1 with a causal type.
+        bottom_right_diagonal: for no_mask and padding, whether the diagonal of the window and of ALiBi is the bottom-right (None
+            and True) or the top-left one. Other types say it in their name.
+        cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], contiguous, on q's device: 0 and then the running sum of the sequences' real
+            tokens. Sequence i of a dense format is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only: where each sequence's slot starts, if there are gaps.
+            None: where cu_seqlens says.
+        max_seqlen_q, max_seqlen_kv: int, thd only: at least the longest sequence; what lies beyond is cut off. Without it the
+            total number of tokens stands in, which costs empty programs but no synchronisation; a bias needs it.
+        bias_type: "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after softmax_scale and
+            softcap) or "alibi" (-slope * |distance from the diagonal|, at the same place).
+        bias: q's dtype or float32, [b, h, sq, skv], where any dim may be 1 instead; for thd sq and skv are max_seqlen_q and
+            max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
+        alibi_slopes: float32 [h] or [b, h], not differentiable. None takes the slopes of Press et al., "Train Short, Test Long"
+            (2022).
+        softmax_type: "vanilla"; "off-by-one" (1 is added to the denominator); "learnable" (exp(softmax_offset) is added to it).
+        softmax_offset: q's dtype or float32, [h], for softmax_type "learnable". Differentiable.
+        softmax_scale: at least 0; None is 1/sqrt(d).
+        softcap: c > 0 turns each scaled score s into c * tanh(s / c); 0 leaves it.
+        dropout_p: the probability, in [0, 1), that a softmax weight is dropped; the others are divided by 1 - dropout_p.
+        rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
+            whatever the format. None draws them from torch's generator of that device, so torch.manual_seed, checkpointing and CUDA
+            graphs apply.
+        deterministic: True makes repeated runs equal to the bit, or raises. None does as
+            torch.are_deterministic_algorithms_enabled() says.
+        return_lse: whether to return lse as well.
+        return_max_logit: whether to return max_logit as well.
+        backend: "auto", "triton", "cudnn" or "eager". A name never falls back. None takes the one of `attention_backend()`, else
+            that of FLEXATTN_BACKEND, else "auto"; `explain` says what "auto" chooses and why.
+
+    Returns:
+        out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for.
+
+        - out: q's format and dtype, contiguous, with d_v last.
+        - lse: float32 [b, h, sq], or [h, t_q] for thd: the natural logarithm of each softmax denominator, sink included.
+          Differentiable.
+        - max_logit: float32 [h], the largest visible score of each head, -inf where none is visible. Not differentiable.
+
+        A query that sees no key gets out = 0, lse = -inf (with a sink: its offset) and no gradient. Tokens beyond their
+        sequence's length are never read, and are 0 in out and in the gradients.
+
+    Raises:
+        ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
+            is accepted. The values in cu_seqlens are checked only under FLEXATTN_CHECK=1, as reading them waits for the device;
+            wrong ones give wrong results, but nothing outside the tensors is touched.
+        BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
+    """
+    validation.check_flag("return_lse", return_lse)
+    x, settings = _prepare(
+        q,
+        k,
+        v,
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=window_size,
+        bottom_right_diagonal=bottom_right_diagonal,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        bias_type=bias_type,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softmax_type=softmax_type,
+        softmax_offset=softmax_offset,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+        deterministic=deterministic,
+        return_max_logit=return_max_logit,
+        backend=backend,
+    )
+    if dropout_p > 0.0 and rng_state is None:
+        x = x._replace(rng_state=torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device))
+    out, lse, max_logit = ops.attention(x, settings)
+    if return_lse:
+        return (out, lse, max_logit) if return_max_logit else (out, lse)
+    return (out, max_logit) if return_max_logit else out
+
+
+def merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, qkv_format: str = "bshd"
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys, from the attention of the same queries over each: what split keys and rings need.
+
+    out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), as in FlashAttention (Dao et al., 2022) and ring
+    attention (Liu et al., 2023), computed in float32. Differentiable in all four. A side that saw no key has lse = -inf and
+    counts for nothing; where neither saw one, out is 0 and lse -inf. A sink (softmax_type other than "vanilla") belongs to one side
+    only, or it is counted twice; so does dropout's or max_logit's bookkeeping, which is the caller's.
+
+    Args:
+        out_a, out_b: two outputs of `attention`, of the same format, shape and dtype.
+        lse_a, lse_b: their lse, [b, h, sq], or [h, t_q] for thd.
+        qkv_format: their format, as given to `attention`.
+
+    Returns:
+        (out, lse), in the dtypes of out_a and lse_a.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit together.
+    """
+    fmt = validation.check_merge(out_a, lse_a, out_b, lse_b, qkv_format)
+    m = torch.maximum(lse_a, lse_b).detach()
+    m = torch.where(m == -math.inf, 0.0, m)  # no weight is exp(-inf - -inf)
+    weight_a, weight_b = torch.exp(lse_a - m), torch.exp(lse_b - m)
+    empty = (weight_a + weight_b) == 0.0
+    total = torch.where(empty, 1.0, weight_a + weight_b)
+    lse = torch.where(empty, -math.inf, m + torch.log(total))
+    share_a, share_b = (from_bshd((w / total).transpose(-1, -2).unsqueeze(-1), fmt) for w in (weight_a, weight_b))
+    out = share_a * out_a.to(lse.dtype) + share_b * out_b.to(lse.dtype)
+    return out.to(out_a.dtype), lse
+
+
+def explain(
+    q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
+) -> explanations.Explanation:
+    """Which backend runs a call in each direction, why, and for each other backend what is in its way.
+
+    `explain(q, k, v, **arguments)` takes what `attention` takes and runs nothing; `explain(spec, backend=...)` takes an
+    AttentionSpec. Print the result, or read its `forward` and `backward` decisions (`backward` is None where no gradient is
+    needed).
+
+    Raises:
+        ValueError, TypeError: what `attention` raises for the same arguments.
+        BackendError: likewise, with the same explanation as its text.
+    """
+    if isinstance(q, AttentionSpec):
+        extra = [*(name for name, t in (("k", k), ("v", v)) if t is not None), *(name for name in arguments if name != "backend")]
+        if extra:
+            raise TypeError(f"explain(spec) was given {', '.join(extra)}; accepted beside an AttentionSpec: backend")
+        return explanations.explain(q, requested_backend(arguments.get("backend")))
+    call = inspect.signature(attention).bind(q, k, v, **arguments)
+    call.apply_defaults()
+    del call.arguments["return_lse"]  # every backend computes it
+    x, settings = _prepare(**call.arguments)
+    return explanations.explain(ops.spec_to_run(x, settings), settings.backend)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qkv_format: str,
+    attn_mask_type: str,
+    window_size: tuple[int, int],
+    bottom_right_diagonal: bool | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+    bias_type: str,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softmax_type: str,
+    softmax_offset: Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    deterministic: bool | None,
+    return_max_logit: bool,
+    backend: str | None,
+) -> tuple[Operands, ops.Settings]:
+    """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`."""
+    q_format, kv_format = parse_format(qkv_format)
+    validation.check_name("bias_type", bias_type, BIAS_TYPES)
+    validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
+    validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
+    validation.check_flag("deterministic", deterministic, optional=True)
+    validation.check_flag("return_max_logit", return_max_logit)
+    validation.check_scalars(softmax_scale, softcap, dropout_p)
+    band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    validation.check_qkv(q, k, v, q_format, kv_format)
+    heads = q.shape[q_format.index("h")]
+    batch = validation.check_cu_seqlens(
+        q, k, q_format, kv_format, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
+    )
+    max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, needed=bias is not None)
+    max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, needed=bias is not None)
+    validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
+    validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
+    validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)
+    validation.check_rng_state(rng_state, q)
+    if bias_type == "alibi" and alibi_slopes is None:
+        alibi_slopes = _default_alibi_slopes(heads, q)
+    differentiable = [t for t in (q, k, v, bias, softmax_offset) if t is not None]
+    x = Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softmax_offset=softmax_offset,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        rng_state=rng_state if dropout_p > 0.0 else None,
+        max_seqlen_q=max_q,
+        max_seqlen_kv=max_kv,
+        softmax_scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+    )
+    settings = ops.Settings(
+        qkv_format=qkv_format,
+        padding="padding" in attn_mask_type,
+        window_left=-1 if band.left is None else band.left,
+        window_right=-1 if band.right is None else band.right,
+        bottom_right=band.bottom_right,
+        bias_type=bias_type,
+        softmax_type=softmax_type,
+        return_max_logit=return_max_logit,
+        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in differentiable),
+        needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        backend=requested_backend(backend),
+    )
+    return x, settings
+
+
+def _default_alibi_slopes(heads: int, q: Tensor) -> Tensor:
+    """The slopes of Press et al. (2022), cached except where the tensor belongs to a trace or to a CUDA graph's memory."""
+    transient = (
+        torch.compiler.is_compiling()
+        or type(q) not in (Tensor, torch.nn.Parameter)
+        or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
+    return _alibi_slopes(heads, q.device) if transient else _cached_alibi_slopes(heads, q.device)
+
+
+def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """2**(-8 i / n) for head i = 1..n where n is a power of two; else the n' < n below it, then every other one of 2 n'."""
+    power = 2 ** (heads.bit_length() - 1)
+    head = torch.arange(heads, dtype=torch.float32, device=device)
+    exponent = torch.where(head < power, (head + 1) * 8 / power, (2 * (head - power) + 1) * 4 / power)
+    return torch.exp2(-exponent)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward
+        return _alibi_slopes(heads, device)

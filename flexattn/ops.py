@@ -1,0 +1,176 @@
+"""The two operators, `flexattn::attention_forward` and `flexattn::attention_backward`, and autograd around them.
+
+They are registered when flexattn is imported, with torch alone. What a call carries is flat in their schemas: first the
+`Operands`, then the `Settings`. Each runs the backend that `select` gives for its own direction.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flexattn.dispatch import options
+from flexattn.dispatch.select import backend_module, select
+from flexattn.dispatch.spec import AttentionSpec, Band, Operands, empty_outputs, parse_format
+from flexattn.validation import check_cu_seqlens_values
+from flexattn.warn import warn_once
+
+
+class Settings(NamedTuple):
+    """The static half of a call, in types that an operator's schema has."""
+
+    qkv_format: str
+    padding: bool
+    window_left: int  # -1 for open
+    window_right: int
+    bottom_right: bool
+    bias_type: str
+    softmax_type: str
+    return_max_logit: bool
+    needs_grad: bool
+    needs_bias_grad: bool
+    deterministic: bool
+    backend: str  # "auto" or a name
+
+
+_CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, float softmax_scale, float softcap, float dropout_p,
+    str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
+    bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend"""
+
+_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
+_library.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset)"
+)
+_forward_op = torch.ops.flexattn.attention_forward.default
+_backward_op = torch.ops.flexattn.attention_backward.default
+
+
+def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
+    if settings.needs_grad:
+        return _Attention.apply(*x, *settings)  # type: ignore[no-any-return, no-untyped-call]
+    return _forward_op(*x, *settings)  # type: ignore[no-any-return]
+
+
+def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
+    q_format, kv_format = parse_format(settings.qkv_format)
+    heads_dim = q_format.index("h")
+    left, right = settings.window_left, settings.window_right
+    return AttentionSpec(
+        q_format=q_format,
+        kv_format=kv_format,
+        dtype=x.q.dtype,
+        num_heads=x.q.shape[heads_dim],
+        num_heads_kv=x.k.shape[kv_format.index("h")],
+        head_dim_qk=x.q.shape[-1],
+        head_dim_v=x.v.shape[-1],
+        padding=settings.padding,
+        band=Band(None if left == -1 else left, None if right == -1 else right, settings.bottom_right),
+        bias_type=settings.bias_type,
+        bias_dims=None if x.bias is None else tuple(size != 1 for size in x.bias.shape),  # type: ignore[arg-type]
+        softmax_type=settings.softmax_type,
+        softcap=x.softcap != 0.0,
+        dropout=x.dropout_p != 0.0,
+        return_max_logit=settings.return_max_logit,
+        needs_grad=settings.needs_grad,
+        needs_bias_grad=settings.needs_bias_grad,
+        deterministic=settings.deterministic,
+        device_type=x.q.device.type,
+        capability=capability,
+    )
+
+
+def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
+    """The spec of a call on the device that it is on; what `explain` asks about and what the operators run."""
+    return make_spec(x, settings, _capability(x.q.device))
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
+    fields = len(Operands._fields)
+    return Operands(*call[:fields]), Settings(*call[fields:])
+
+
+def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, settings = _split(call)
+    spec = spec_to_run(x, settings)
+    if spec.padding and options.check_values():
+        check_cu_seqlens_values(spec, x)
+    decision = select(spec, "forward", settings.backend)
+    if spec.needs_grad:
+        select(spec, "backward", settings.backend)  # what cannot be trained fails here, not after a forward
+    if decision.warning is not None:
+        warn_once(decision.warning, decision.warning)
+    return backend_module(decision.backend).forward(spec, x)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    x, settings = _split(call)
+    spec = spec_to_run(x, settings)
+    decision = select(spec, "backward", settings.backend)
+    if decision.warning is not None:
+        warn_once(decision.warning, decision.warning)
+    gradients = backend_module(decision.backend).backward(spec, x, out, lse, dout, dlse)
+    return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, settings = _split(call)
+    return empty_outputs(make_spec(x, settings, None), x)
+
+
+def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    x, settings = _split(call)
+    bias = x.bias if settings.needs_bias_grad else None
+    return tuple(x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, bias, x.softmax_offset))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention_forward", _forward, _key)
+    _library.impl("attention_backward", _backward, _key)
+torch.library.register_fake("flexattn::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=_library)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, max_logit = _forward_op(*call)
+        ctx.mark_non_differentiable(max_logit)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *call[:_NUM_TENSORS])
+        ctx.constants = call[_NUM_TENSORS:]
+        return out, lse, max_logit
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        if dout is None:  # only lse was used
+            dout = torch.zeros_like(out)
+        call = (*tensors, *ctx.constants)
+        dq, dk, dv, dbias, dsoftmax_offset = _backward_op(dout, dlse, out, lse, *call)
+        x, settings = _split(call)
+        gradients = {
+            "q": dq,
+            "k": dk,
+            "v": dv,
+            "bias": dbias if settings.needs_bias_grad else None,
+            "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
+        }
+        return tuple(gradients.get(name) for name in (*Operands._fields, *Settings._fields))
+
+
+_NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first

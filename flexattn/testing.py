@@ -1,0 +1,273 @@
+"""Inputs and error budgets for tests and benchmarks, flexattn's own and its users'.
+
+inputs = make_inputs("thd", lengths_q=[5, 0, 130], gap=3, dtype=torch.bfloat16)
+out = attention(**inputs._asdict(), attn_mask_type="padding_causal")
+
+spec, x = make_call(inputs, attn_mask_type="padding_causal")  # what a backend gets for the same call
+ref, _, _ = reference_attention(spec, x)
+eager, _, _ = reference_attention(spec, x, dtype=spec.dtype)
+check_close("out", out, ref, eager)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.reference import reference_attention, reference_gradients
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, make_band, parse_format
+
+__all__ = [
+    "FORWARD_FACTOR",
+    "GRADIENT_FACTOR",
+    "Inputs",
+    "check_close",
+    "make_call",
+    "make_dlse",
+    "make_dout",
+    "make_inputs",
+    "reference_attention",
+    "reference_gradients",
+]
+
+FORWARD_FACTOR = 2.0  # a fused kernel rounds in other places than eager code, not more often
+GRADIENT_FACTOR = 3.0  # and a gradient rounds twice: in the recomputed weights and in the products with them
+ROUNDING_STEPS = 4.0  # of got's own dtype, granted where same-dtype eager happens to be exact
+NAN = float("nan")
+
+
+class Inputs(NamedTuple):
+    """q, k, v and their lengths under the names of `attention`'s arguments; what the format does not need is None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    qkv_format: str
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+
+def make_inputs(
+    qkv_format: str = "bshd",
+    *,
+    lengths_q: Sequence[int],
+    lengths_kv: Sequence[int] | None = None,
+    padding: bool = False,
+    gap: int = 0,
+    num_heads: int = 4,
+    num_heads_kv: int = 2,
+    head_dim_qk: int = 16,
+    head_dim_v: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    outliers: bool = False,
+    strided: bool = False,
+    seed: int = 0,
+) -> Inputs:
+    """Standard normal q, k and v whose padding is NaN; the same numbers on every device.
+
+    lengths_q, lengths_kv: real tokens of each sequence (lengths_kv as lengths_q when None).
+    padding: give cu_seqlens for dense formats too; without it all lengths of a dense format must be equal. thd always has them.
+    gap: padding tokens after each sequence of thd (its cu_seqlens_*_padded are given then), or after the longest of a dense format.
+    outliers: one element in 64 is 16 times as large, as in the activations of trained models.
+    strided: q, k and v are views with a contiguous last dim into larger tensors, which are NaN elsewhere.
+
+    Raises ValueError for lengths that a dense format without padding cannot hold.
+    """
+    q_format, kv_format = parse_format(qkv_format)
+    lengths_kv = lengths_q if lengths_kv is None else lengths_kv
+    has_lengths = padding or "thd" in (q_format, kv_format)
+    if not has_lengths and (gap or len(set(lengths_q)) > 1 or len(set(lengths_kv)) > 1):
+        raise ValueError(
+            f"lengths_q is {list(lengths_q)}, lengths_kv {list(lengths_kv)} and gap {gap}: {qkv_format!r} holds unequal lengths or "
+            "a gap only with padding=True"
+        )
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(fmt: str, lengths: Sequence[int], heads: int, head_dim: int) -> Tensor:
+        margin = 8 if strided else 0
+        width = max(lengths, default=0) + gap
+        # One row per sequence and token, real or not; thd then drops what lies beyond each sequence's gap.
+        values = torch.randn(len(lengths), width, heads, head_dim, generator=generator, dtype=torch.float64)
+        if outliers:
+            values = torch.where(torch.rand(values.shape, generator=generator) < 1 / 64, 16 * values, values)
+        position = torch.arange(width).expand(len(lengths), width)
+        length = torch.tensor(lengths, dtype=torch.int64)[:, None]
+        values[position >= length] = NAN
+        values = values[position < length + gap] if fmt == "thd" else as_bshd(values, fmt)
+        larger = torch.full(
+            (*values.shape[:-2], values.shape[-2] + margin // 8, head_dim + margin), NAN, dtype=dtype, device=device
+        )
+        view = larger[..., : values.shape[-2], :head_dim]
+        return view.copy_(values)
+
+    def offsets(lengths: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    def padded(fmt: str, lengths: Sequence[int]) -> Tensor | None:
+        return offsets([n + gap for n in lengths]) if fmt == "thd" and gap else None
+
+    return Inputs(
+        q=tokens(q_format, lengths_q, num_heads, head_dim_qk),
+        k=tokens(kv_format, lengths_kv, num_heads_kv, head_dim_qk),
+        v=tokens(kv_format, lengths_kv, num_heads_kv, head_dim_v),
+        qkv_format=qkv_format,
+        cu_seqlens_q=offsets(lengths_q) if has_lengths else None,
+        cu_seqlens_kv=offsets(lengths_kv) if has_lengths else None,
+        cu_seqlens_q_padded=padded(q_format, lengths_q),
+        cu_seqlens_kv_padded=padded(kv_format, lengths_kv),
+        max_seqlen_q=max(lengths_q, default=0) if q_format == "thd" else None,
+        max_seqlen_kv=max(lengths_kv, default=0) if kv_format == "thd" else None,
+    )
+
+
+def make_dout(inputs: Inputs, seed: int = 1) -> Tensor:
+    """A standard normal gradient of out, contiguous in q's format; NaN at padding."""
+    generator = torch.Generator().manual_seed(seed)
+    dout = torch.randn(*inputs.q.shape[:-1], inputs.v.shape[-1], generator=generator, dtype=torch.float64).to(inputs.q)
+    return dout.masked_fill(inputs.q[..., :1].isnan(), NAN)
+
+
+def make_dlse(inputs: Inputs, seed: int = 2) -> Tensor:
+    """A standard normal gradient of lse, [b, h, sq] or [h, total_q], fp32 or for fp64 inputs fp64; NaN at padding."""
+    q_format, _ = parse_format(inputs.qkv_format)
+    token_is_nan = as_bshd(inputs.q, q_format)[..., 0].isnan().transpose(-1, -2)
+    generator = torch.Generator().manual_seed(seed)
+    dlse = torch.randn(token_is_nan.shape, generator=generator, dtype=torch.float64)
+    dtype = torch.float64 if inputs.q.dtype is torch.float64 else torch.float32
+    return dlse.to(inputs.q.device, dtype).masked_fill(token_is_nan, NAN)
+
+
+def make_call(
+    inputs: Inputs,
+    *,
+    attn_mask_type: str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right_diagonal: bool | None = None,
+    bias_type: str = "no_bias",
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softmax_type: str = "vanilla",
+    softmax_offset: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    deterministic: bool = False,
+    return_max_logit: bool = True,
+) -> tuple[AttentionSpec, Operands]:
+    """What a backend gets for `attention(**inputs._asdict(), ...)`: for tests of one backend. Nothing is validated.
+
+    The arguments mean what they mean to `attention`; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
+    Every gradient is asked for.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    q_format, kv_format = parse_format(inputs.qkv_format)
+    padding = inputs.cu_seqlens_q is not None
+    sq = inputs.max_seqlen_q if inputs.max_seqlen_q is not None else q.shape[q_format.index("s")]
+    skv = inputs.max_seqlen_kv if inputs.max_seqlen_kv is not None else k.shape[kv_format.index("s")]
+    bias_dims = None if bias is None else tuple(size != 1 for size in bias.shape)
+    spec = AttentionSpec(
+        q_format=q_format,
+        kv_format=kv_format,
+        dtype=q.dtype,
+        num_heads=q.shape[q_format.index("h")],
+        num_heads_kv=k.shape[kv_format.index("h")],
+        head_dim_qk=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        padding=padding,
+        band=make_band(attn_mask_type or ("padding" if padding else "no_mask"), window_size, bottom_right_diagonal),
+        bias_type=bias_type,
+        bias_dims=bias_dims,  # type: ignore[arg-type]  # a bias has four dims
+        softmax_type=softmax_type,
+        softcap=softcap != 0.0,
+        dropout=dropout_p != 0.0,
+        return_max_logit=return_max_logit,
+        needs_grad=True,
+        needs_bias_grad=bias is not None,
+        deterministic=deterministic,
+        device_type=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+    )
+    operands = Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softmax_offset=softmax_offset,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_kv=inputs.cu_seqlens_kv,
+        cu_seqlens_q_padded=inputs.cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=inputs.cu_seqlens_kv_padded,
+        rng_state=rng_state,
+        max_seqlen_q=sq,
+        max_seqlen_kv=skv,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
+    return spec, operands
+
+
+def check_close(
+    name: str, got: Tensor, ref: Tensor, same_dtype_eager: Tensor, *, factor: float = FORWARD_FACTOR, atol: float | None = None
+) -> None:
+    """Asserts err(got, ref) <= factor * err(same_dtype_eager, ref) + atol, for the largest error and for the root mean square.
+
+    got: the result under test.
+    ref: the same in fp64, as `reference_attention` gives it.
+    same_dtype_eager: the same by plain torch in the inputs' dtype, as `reference_attention(spec, x, dtype=spec.dtype)` gives it;
+    its error is the budget.
+    factor: FORWARD_FACTOR, or GRADIENT_FACTOR for a gradient.
+    atol: None grants 4 roundings of got's dtype, relative to the largest value of ref and to its root mean square.
+
+    Infinities must agree exactly; a NaN anywhere fails. The AssertionError shows the worst elements. The rule is FlashAttention's.
+    """
+    assert got.shape == ref.shape == same_dtype_eager.shape, (
+        f"{name}: got has shape {tuple(got.shape)}, ref {tuple(ref.shape)}, same_dtype_eager {tuple(same_dtype_eager.shape)}"
+    )
+    if got.numel() == 0:
+        return
+    got64, ref64, eager64 = (t.detach().to(ref.device, torch.float64) for t in (got, ref, same_dtype_eager))
+    errors, eager_errors = _errors(got64, ref64), _errors(eager64, ref64)
+    scale = ref64[ref64.isfinite()]
+    rounding = ROUNDING_STEPS * torch.finfo(got.dtype).eps
+    for kind, norm in (("max", _max), ("rms", _rms)):
+        error, budget = norm(errors), norm(eager_errors)
+        assert budget < float("inf"), f"{name}: same_dtype_eager is no budget: it is NaN, or infinite where ref is not"
+        limit = factor * budget + (rounding * norm(scale.abs()) if atol is None else atol)
+        if not error <= limit:
+            raise AssertionError(
+                f"{name}: {kind} error {error:.3e} > {limit:.3e} (same-dtype eager {budget:.3e}, factor {factor:g}); worst:\n"
+                + _worst(errors, got64, ref64, eager64)
+            )
+
+
+def _errors(values: Tensor, ref: Tensor) -> Tensor:
+    difference = torch.where(values == ref, 0.0, (values - ref).abs())
+    return difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _max(t: Tensor) -> float:
+    return float(t.max()) if t.numel() else 0.0
+
+
+def _rms(t: Tensor) -> float:
+    return float(t.square().mean().sqrt()) if t.numel() else 0.0
+
+
+def _worst(errors: Tensor, got: Tensor, ref: Tensor, eager: Tensor, count: int = 5) -> str:
+    lines = []
+    for flat in errors.flatten().topk(min(count, errors.numel())).indices.tolist():
+        at = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), errors.shape))
+        lines.append(f"  {list(at)}: got {float(got[at]):.6g}, ref {float(ref[at]):.6g}, same-dtype eager {float(eager[at]):.6g}")
+    return "\n".join(lines)

@@ -1,0 +1,296 @@
+"""The checks of attention()'s arguments, in the order in which they are made.
+
+Each needs types, shapes, dtypes and devices only, so none waits for a device and torch.compile traces them all away; the one that
+reads values, `check_cu_seqlens_values`, runs where FLEXATTN_CHECK=1 asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size, parse_format
+from flexattn.warn import warn_once
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DEVICES = ("cpu", "cuda", "meta")
+DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
+MAX_DROPOUT = 1 - 2**-32  # an element is kept iff its 32 random bits reach dropout_p * 2**32
+
+
+def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in accepted:
+        raise ValueError(f"{argument} is {value!r}; accepted: {', '.join(accepted)}")
+
+
+def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
+    if not (isinstance(value, bool) or (optional and value is None)):
+        raise TypeError(f"{argument} is {describe(value)}; accepted: True, False{', None' if optional else ''}")
+
+
+def check_number(argument: str, value: Any, limit: float, accepted: str) -> None:
+    """0 <= value <= limit; a tensor is refused, as reading it would wait for its device."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        hint = "; reading a tensor would wait for its device, so pass its value" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}{hint}")
+    if not 0.0 <= value <= limit:
+        raise ValueError(f"{argument} is {value}; accepted: {accepted}")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
+    for name, x, fmt in (("q", q, q_format), ("k", k, kv_format), ("v", v, kv_format)):
+        _check_tensor(name, x, DTYPES, None if name == "q" else q.device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v")
+        if x.dim() != len(fmt):
+            dims = ", ".join(DIMS[dim] for dim in fmt)
+            raise ValueError(f"{name} has {x.dim()} dims, shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt} ({dims})")
+        if x.shape[fmt.index("h")] == 0 or x.shape[-1] == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} in format {fmt}; accepted: at least one head and a head dim of at least 1"
+            )
+    for dim in kv_format[:-1]:
+        axis = kv_format.index(dim)
+        if k.shape[axis] != v.shape[axis]:
+            raise ValueError(
+                f"v has {DIMS[dim]} {v.shape[axis]} and k has {k.shape[axis]} (format {kv_format}); accepted: the same for both"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head dim {k.shape[-1]} and q has {q.shape[-1]}; accepted: the same for both (v's may differ)")
+    heads, heads_kv = q.shape[q_format.index("h")], k.shape[kv_format.index("h")]
+    if heads % heads_kv != 0:
+        raise ValueError(f"q has {heads} heads and k and v have {heads_kv}; accepted: a multiple of the heads of k and v")
+
+
+def check_cu_seqlens(
+    q: Tensor,
+    k: Tensor,
+    q_format: str,
+    kv_format: str,
+    attn_mask_type: str,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+) -> int:
+    """The batch size, once all that gives it agrees."""
+    padding = "padding" in attn_mask_type
+    if not padding and "thd" in (q_format, kv_format):
+        instead = f"padding_{attn_mask_type}" if "causal" in attn_mask_type else "padding"
+        raise ValueError(
+            f"attn_mask_type is {attn_mask_type!r} with thd, whose sequences have lengths of their own; accepted: a type with "
+            f"padding in its name, as {instead!r}"
+        )
+    batches: list[tuple[str, int]] = []
+    for name, cu_seqlens, padded_name, padded, x, fmt in (
+        ("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_q_padded", cu_seqlens_q_padded, q, q_format),
+        ("cu_seqlens_kv", cu_seqlens_kv, "cu_seqlens_kv_padded", cu_seqlens_kv_padded, k, kv_format),
+    ):
+        if fmt != "thd":
+            batches.append(("the batch of q" if x is q else "the batch of k", x.shape[fmt.index("b")]))
+            if padded is not None:
+                raise ValueError(
+                    f"{padded_name} is given with format {fmt}; accepted: None, as only thd has gaps between sequences "
+                    f"(a dense format's lengths are in {name})"
+                )
+        if not padding:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    f"{name} is given with attn_mask_type {attn_mask_type!r}; accepted: None, or a mask type with padding in "
+                    "its name, which takes its lengths from it"
+                )
+            continue
+        if cu_seqlens is None:
+            raise ValueError(
+                f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the "
+                "cumulative sequence lengths"
+            )
+        for label, cu in ((name, cu_seqlens), (padded_name, padded)):
+            if cu is not None:
+                _check_tensor(label, cu, (torch.int32,), q.device)
+                if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
+                    raise ValueError(f"{label} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
+                batches.append((f"the length of {label} less one", cu.shape[0] - 1))
+    source, batch = batches[0]
+    for other, size in batches[1:]:
+        if size != batch:
+            raise ValueError(f"{other} is {size} and {source} is {batch}; accepted: one batch size for all of them")
+    return batch
+
+
+def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, needed: bool) -> int:
+    """The length that a call plans for: a dense format's sequence dim; for thd the argument, else the total number of tokens."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+        hint = (
+            "; reading a tensor would wait for its device, so keep the lengths on the host as well"
+            if isinstance(value, Tensor)
+            else ""
+        )
+        raise TypeError(f"{argument} is {describe(value)}; accepted: an int or None{hint}")
+    if fmt != "thd":
+        length = x.shape[fmt.index("s")]
+        if value is not None and value != length:
+            raise ValueError(
+                f"{argument} is {value} and the sequence dim is {length}; accepted with format {fmt}: None or that length"
+            )
+        return length
+    if value is None:
+        if needed:
+            raise ValueError(f"{argument} is None with a bias and thd; accepted: the int that is in the bias' shape")
+        if not torch.compiler.is_compiling():
+            warn_once(
+                argument,
+                f"{argument} is None with thd, and finding it would wait for the device, so the total number of tokens stands in "
+                "for it: the kernels' grid is sized for batch x total tokens, and those beyond each sequence's end exit at once. "
+                f"Pass {argument} (an int, at least the longest sequence) to launch only what is needed.",
+            )
+        return x.shape[0]
+    if value < 0:
+        raise ValueError(f"{argument} is {value}; accepted: an int of at least the longest sequence, or None")
+    return value  # type: ignore[return-value]  # a SymInt is an int to all that follows
+
+
+def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int, int, int, int]) -> None:
+    if bias_type not in ("pre_scale_bias", "post_scale_bias"):
+        if bias is not None:
+            raise ValueError(
+                f"bias is given with bias_type {bias_type!r}; accepted: None, or bias_type pre_scale_bias or post_scale_bias"
+            )
+        return
+    if bias is None:
+        raise ValueError(
+            f"bias is None with bias_type {bias_type!r}; accepted: a tensor that broadcasts to [b, h, sq, skv] = {list(shape)}"
+        )
+    _check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
+    if bias.dim() != 4 or any(size not in (1, full) for size, full in zip(bias.shape, shape, strict=True)):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead"
+        )
+
+
+def check_alibi_slopes(bias_type: str, slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> None:
+    if slopes is None:
+        return
+    if bias_type != "alibi":
+        raise ValueError(f"alibi_slopes is given with bias_type {bias_type!r}; accepted: None, or bias_type alibi")
+    _check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: [h] = [{heads}] or [b, h] = [{batch}, {heads}]")
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "alibi_slopes requires a gradient; accepted: slopes that do not (detach them), as they are not differentiable"
+        )
+
+
+def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, heads: int) -> None:
+    if softmax_type != "learnable":
+        if offset is not None:
+            raise ValueError(
+                f"softmax_offset is given with softmax_type {softmax_type!r}; accepted: None, or softmax_type learnable"
+            )
+        return
+    if offset is None:
+        raise ValueError(f"softmax_offset is None with softmax_type 'learnable'; accepted: a tensor of shape [h] = [{heads}]")
+    _check_tensor("softmax_offset", offset, (q.dtype, torch.float32), q.device)
+    if tuple(offset.shape) != (heads,):
+        raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
+
+
+def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
+    if rng_state is not None:
+        _check_tensor("rng_state", rng_state, (torch.int64,), q.device)
+        if tuple(rng_state.shape) != (2,) or not rng_state.is_contiguous():
+            raise ValueError(
+                f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset"
+            )
+
+
+def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:
+    largest = torch.finfo(torch.float32).max
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale, largest, "a finite number, at least 0, or None for 1/sqrt(head dim)")
+    check_number("softcap", softcap, largest, "a finite number, at least 0 (0 for none)")
+    check_number("dropout_p", dropout_p, MAX_DROPOUT, "a number in [0, 1), at most 1 - 2**-32")
+
+
+def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
+    """q's format, once the four tensors of merge_attention() fit together and it."""
+    fmt, _ = parse_format(qkv_format)
+    _check_tensor("out_a", out_a, DTYPES, None)
+    _check_tensor("out_b", out_b, (out_a.dtype,), out_a.device)
+    if out_a.dim() != len(fmt):
+        raise ValueError(f"out_a has shape {tuple(out_a.shape)}; accepted: the {len(fmt)} dims of {fmt}")
+    if out_b.shape != out_a.shape:
+        raise ValueError(f"out_b has shape {tuple(out_b.shape)} and out_a has {tuple(out_a.shape)}; accepted: the same for both")
+    lse_shape = tuple(out_a.shape[fmt.index(dim)] for dim in ("ht" if fmt == "thd" else "bhs"))
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check_tensor(name, lse, (torch.float64,) if out_a.dtype is torch.float64 else (torch.float32,), out_a.device)
+        if tuple(lse.shape) != lse_shape:
+            raise ValueError(
+                f"{name} has shape {tuple(lse.shape)}; accepted for out_a's shape {tuple(out_a.shape)} in {fmt}: {lse_shape}"
+            )
+    return fmt
+
+
+def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
+    """What FLEXATTN_CHECK=1 adds: a ValueError that names the entry which is decreasing, past the end or too long.
+
+    Reads all of the tensors in one transfer, and waits for it.
+    """
+    sides = (
+        ("cu_seqlens_q", x.cu_seqlens_q, x.cu_seqlens_q_padded, x.q, spec.q_format, "max_seqlen_q", x.max_seqlen_q),
+        ("cu_seqlens_kv", x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.k, spec.kv_format, "max_seqlen_kv", x.max_seqlen_kv),
+    )
+    read = iter(torch.stack([cu for side in sides for cu in side[1:3] if cu is not None]).tolist())
+    for name, _, padded, tensor, fmt, max_name, max_seqlen in sides:
+        ends = next(read)
+        starts = ends if padded is None else next(read)
+        total = tensor.shape[0] if fmt == "thd" else None
+        _check_cumulative(name, ends, total if padded is None else None)
+        if padded is not None:
+            _check_cumulative(f"{name}_padded", starts, total)
+        for i in range(batch_size(spec, x)):
+            length, slot = ends[i + 1] - ends[i], starts[i + 1] - starts[i]
+            if padded is not None and length > slot:
+                raise ValueError(
+                    f"{name}[{i + 1}] - {name}[{i}] is {length}, and {name}_padded leaves {slot} tokens for that sequence; "
+                    "accepted: a length that fits"
+                )
+            if length > max_seqlen:
+                room = max_name if fmt == "thd" else f"the sequence dim of {fmt}"
+                raise ValueError(f"{name}[{i + 1}] - {name}[{i}] is {length}; accepted: at most {room}, {max_seqlen}")
+
+
+def _check_cumulative(name: str, values: list[int], total: int | None) -> None:
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] is {values[0]}; accepted: 0")
+    for i, (before, after) in enumerate(pairwise(values), start=1):
+        if after < before:
+            raise ValueError(f"{name}[{i}] is {after} after {name}[{i - 1}] = {before}; accepted: values that do not decrease")
+        if total is not None and after > total:
+            raise ValueError(f"{name}[{i}] is {after}; accepted: at most the total number of tokens, {total}")
+
+
+def describe(value: object) -> str:
+    """A value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})"
+    strides = "" if value.is_contiguous() else f" with strides {value.stride()}"
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
+
+
+def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {describe(x)}; accepted: a tensor")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; accepted: torch.strided (pack sequences of uneven lengths as thd)")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted: {', '.join(dict.fromkeys(map(str, dtypes)))}")
+    if device is None and x.device.type not in DEVICES:
+        raise ValueError(f"{name} is on {x.device}; accepted: a tensor on {', '.join(DEVICES)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} is on {x.device} and q is on {device}; accepted: the same device for both")

@@ -1,0 +1,609 @@
+"""Backward attention: dq with delta and the sink's gradient, dk with dv, and dbias; their launcher.
+
+Each output element is summed by one program in a fixed order, so the gradients are bitwise repeatable without atomics and
+without a workspace that grows with sq * skv. The price is that the scores are recomputed in each kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.bias_gradient import bias_gradient
+from flexattn.kernels_triton.configs import Tile, dkdv_tile, dq_tile
+from flexattn.kernels_triton.launch import launch
+from flexattn.kernels_triton.primitives import (
+    dropout_keep,
+    head_base,
+    load_head,
+    load_lse,
+    load_sequence,
+    load_sink,
+    load_tile,
+    padding_rows,
+    score_gradient,
+    store_tile,
+    store_zeros,
+    visible_range,
+)
+from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, row_strides
+
+
+@triton.jit
+def _attn_bwd_dq_loop(
+    dq0,
+    dq1,
+    q0,
+    q1,
+    dout0,
+    dout1,
+    lse,
+    delta,
+    k_base,
+    v_base,
+    bias_base,
+    rng_state_ptr,
+    begin,
+    end,
+    first_row,
+    len_q,
+    len_kv,
+    shift,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    alibi_slope,
+    dropout_threshold,
+    b_h,
+    stride_ks,
+    stride_vs,
+    stride_bias_m,
+    stride_bias_n,
+    IS_MASKED: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    i = first_row + tl.arange(0, BLOCK_M)[:, None]
+    for n in tl.range(begin, end, BLOCK_N):
+        columns = n + tl.arange(0, BLOCK_N)
+        k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+        v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+        qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
+        if META.QK1 > 0:
+            k1 = load_tile(k_base, columns, len_kv, stride_ks, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+            qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+        if META.V1 > 0:
+            v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+            dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+        keep = True
+        if META.HAS_DROPOUT:
+            keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
+        _, _, ds = score_gradient(
+            qk,
+            dp,
+            lse[:, None],
+            delta[:, None],
+            i,
+            columns[None, :],
+            keep,
+            len_q,
+            len_kv,
+            shift,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            keep_scale,
+            bias_base,
+            stride_bias_m,
+            stride_bias_n,
+            alibi_slope,
+            IS_MASKED,
+            META,
+        )
+        ds = ds.to(k0.dtype)
+        dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
+        if META.QK1 > 0:
+            dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
+    return dq0, dq1
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _attn_bwd_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    softmax_offset_ptr,
+    rng_state_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    dropout_threshold,
+    batch,
+    num_heads,
+    group_size,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    dq_ptr,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    lse_ptr,
+    dlse_ptr,  # None: 0
+    delta_ptr,  # written here for the other kernels: sum(out * dout) - dlse, laid out as lse
+    dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    QK0: tl.constexpr = META.QK0
+    QK1: tl.constexpr = META.QK1
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    block = blocks - 1 - pid % blocks
+    h = pid // blocks % num_heads
+    b = pid // blocks // num_heads
+    b_h = b * num_heads + h
+    start_q, len_q, slot_q = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    start_kv, len_kv, _ = load_sequence(
+        cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, b, batch, num_tokens_kv, max_seqlen_kv, META.IS_RAGGED_KV, META.HAS_GAPS_KV, META
+    )
+    first_row = block * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    dq_base = head_base(dq_ptr, b, h, start_q, stride_dqb, stride_dqs, stride_dqh, META.ALIGN)
+    if META.HAS_LENGTHS:
+        begin, end = padding_rows(first_row, len_q, slot_q, block == blocks - 1, BLOCK_M)
+        store_zeros(dq_base, begin, end, stride_dqs, META.HEAD_DIM_QK, QK0, QK1, BLOCK_M, META.ALIGN)
+        if first_row >= len_q:
+            if META.HAS_OFFSET:
+                tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
+            return
+
+    row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
+    q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
+    k_base = head_base(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
+    v_base = head_base(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
+    out_base = head_base(out_ptr, b, h, start_q, stride_ob, stride_os, stride_oh, META.ALIGN)
+    dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META.ALIGN)
+    bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    shift = (len_kv - len_q) * bottom_right
+
+    dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
+    out0 = load_tile(out_base, rows, len_q, stride_os, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
+    delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
+    dout1 = dout0
+    if META.V1 > 0:
+        dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
+        out1 = load_tile(out_base, rows, len_q, stride_os, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
+        delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row_base + rows, mask=rows < len_q, other=0.0)
+    tl.store(delta_ptr + row_base + rows, delta, mask=rows < len_q)
+    lse = load_lse(lse_ptr + row_base, rows, len_q)
+    if META.HAS_OFFSET:
+        dsink = -tl.sum(tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse) * delta, 0)
+        tl.store(dsink_ptr + (h * batch + b) * blocks + block, dsink)
+
+    q0 = load_tile(q_base, rows, len_q, stride_qs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+    dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
+    q1 = q0
+    dq1 = dq0
+    if QK1 > 0:
+        q1 = load_tile(q_base, rows, len_q, stride_qs, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+        dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
+    begin, full_begin, full_end, end = visible_range(
+        first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
+    )
+    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):  # as in the forward
+        dq0, dq1 = _attn_bwd_dq_loop(
+            dq0,
+            dq1,
+            q0,
+            q1,
+            dout0,
+            dout1,
+            lse,
+            delta,
+            k_base,
+            v_base,
+            bias_base,
+            rng_state_ptr,
+            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            full_begin if phase == 0 else (full_end if phase == 1 else end),
+            first_row,
+            len_q,
+            len_kv,
+            shift,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            keep_scale,
+            alibi_slope,
+            dropout_threshold,
+            b_h,
+            stride_ks,
+            stride_vs,
+            stride_bias_m,
+            stride_bias_n,
+            phase != 1,
+            META,
+        )
+    is_real = (rows < len_q)[:, None]
+    store_tile(
+        dq_base, tl.where(is_real, dq0 * softmax_scale, 0.0), rows, slot_q, stride_dqs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN
+    )
+    if QK1 > 0:
+        store_tile(
+            dq_base, tl.where(is_real, dq1 * softmax_scale, 0.0), rows, slot_q, stride_dqs, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN
+        )
+
+
+@triton.jit
+def _attn_bwd_dkdv_loop(
+    dk0,
+    dk1,
+    dv0,
+    dv1,
+    k0,
+    k1,
+    v0,
+    v1,
+    q_base,
+    dout_base,
+    lse_base,
+    delta_base,
+    bias_base,
+    rng_state_ptr,
+    begin,
+    end,
+    first_column,
+    len_q,
+    len_kv,
+    shift,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    alibi_slope,
+    dropout_threshold,
+    b_h,
+    stride_qs,
+    stride_dos,
+    stride_bias_m,
+    stride_bias_n,
+    IS_MASKED: tl.constexpr,
+    META: tl.constexpr,
+):
+    # All score tiles are transposed here, [BLOCK_N, BLOCK_M], so that p and ds are the left operands of the two products.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    j = first_column + tl.arange(0, BLOCK_N)[:, None]
+    for m in tl.range(begin, end, BLOCK_M):
+        rows = m + tl.arange(0, BLOCK_M)
+        q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+        dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+        lse = load_lse(lse_base, rows, len_q)
+        delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
+        kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
+        dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
+        if META.QK1 > 0:
+            q1 = load_tile(q_base, rows, len_q, stride_qs, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+            kq = tl.dot(k1, tl.trans(q1), kq, input_precision=META.PRECISION)
+        if META.V1 > 0:
+            dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+            dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
+        keep = True
+        if META.HAS_DROPOUT:
+            keep = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, b_h, m, first_column, META))
+        p, _, ds = score_gradient(
+            kq,
+            dp,
+            lse[None, :],
+            delta[None, :],
+            rows[None, :],
+            j,
+            keep,
+            len_q,
+            len_kv,
+            shift,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            keep_scale,
+            bias_base,
+            stride_bias_m,
+            stride_bias_n,
+            alibi_slope,
+            IS_MASKED,
+            META,
+        )
+        p = p.to(dout0.dtype)
+        ds = ds.to(q0.dtype)
+        dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
+        dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
+        if META.V1 > 0:
+            dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
+        if META.QK1 > 0:
+            dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
+    return dk0, dk1, dv0, dv1
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _attn_bwd_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    softmax_offset_ptr,
+    rng_state_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    dropout_threshold,
+    batch,
+    num_heads,
+    group_size,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    dk_ptr,  # with num_splits > 1, one dk and one dv per split of the group's query heads
+    stride_dkb,
+    stride_dks,
+    stride_dkh,
+    dv_ptr,
+    stride_dvb,
+    stride_dvs,
+    stride_dvh,
+    stride_dk_split,
+    stride_dv_split,
+    num_splits,
+    lse_ptr,
+    delta_ptr,
+    META: tl.constexpr,
+):
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    QK0: tl.constexpr = META.QK0
+    QK1: tl.constexpr = META.QK1
+    V0: tl.constexpr = META.V0
+    V1: tl.constexpr = META.V1
+    blocks = tl.cdiv(max_seqlen_kv, BLOCK_N)
+    num_heads_kv = num_heads // group_size
+    pid = tl.program_id(0)
+    block = pid % blocks
+    split = pid // blocks % num_splits
+    h_kv = pid // blocks // num_splits % num_heads_kv
+    b = pid // blocks // num_splits // num_heads_kv
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    start_kv, len_kv, slot_kv = load_sequence(
+        cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, b, batch, num_tokens_kv, max_seqlen_kv, META.IS_RAGGED_KV, META.HAS_GAPS_KV, META
+    )
+    first_column = block * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    dk_base = head_base(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META.ALIGN)
+    dv_base = head_base(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META.ALIGN)
+    dk_base += tl.cast(split, tl.int64) * stride_dk_split * META.ALIGN
+    dv_base += tl.cast(split, tl.int64) * stride_dv_split * META.ALIGN
+    if META.HAS_LENGTHS:
+        begin, end = padding_rows(first_column, len_kv, slot_kv, block == blocks - 1, BLOCK_N)
+        store_zeros(dk_base, begin, end, stride_dks, META.HEAD_DIM_QK, QK0, QK1, BLOCK_N, META.ALIGN)
+        store_zeros(dv_base, begin, end, stride_dvs, META.HEAD_DIM_V, V0, V1, BLOCK_N, META.ALIGN)
+        if first_column >= len_kv:
+            return
+
+    k_base = head_base(k_ptr, b, h_kv, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
+    v_base = head_base(v_ptr, b, h_kv, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
+    k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+    v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, V0, META.HEAD_DIM_V, META.ALIGN, True)
+    dk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
+    dv0 = tl.zeros([BLOCK_N, V0], tl.float32)
+    k1 = k0
+    dk1 = dk0
+    if QK1 > 0:
+        k1 = load_tile(k_base, columns, len_kv, stride_ks, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+        dk1 = tl.zeros([BLOCK_N, QK1], tl.float32)
+    v1 = v0
+    dv1 = dv0
+    if V1 > 0:
+        v1 = load_tile(v_base, columns, len_kv, stride_vs, V0, V1, META.HEAD_DIM_V, META.ALIGN, True)
+        dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
+
+    shift = (len_kv - len_q) * bottom_right
+    begin, full_begin, full_end, end = visible_range(
+        first_column, BLOCK_N, META.BLOCK_M, len_q, -shift, window_right, window_left, META.HAS_RIGHT, META.HAS_LEFT
+    )
+    heads_per_split = tl.cdiv(group_size, num_splits)
+    first_head = h_kv * group_size + split * heads_per_split
+    last_head = tl.minimum(first_head + heads_per_split, (h_kv + 1) * group_size)
+    for h in range(first_head, last_head):
+        b_h = b * num_heads + h
+        row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
+        q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
+        dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META.ALIGN)
+        bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        # Phase 0: queries that the right side of the band cuts (causal: the diagonal); 1: those that see every key here;
+        # 2: those cut by its left side or by the end.
+        for phase in tl.static_range(0 if META.HAS_RIGHT else 1, 3):
+            dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
+                dk0,
+                dk1,
+                dv0,
+                dv1,
+                k0,
+                k1,
+                v0,
+                v1,
+                q_base,
+                dout_base,
+                lse_ptr + row_base,
+                delta_ptr + row_base,
+                bias_base,
+                rng_state_ptr,
+                begin if phase == 0 else (full_begin if phase == 1 else full_end),
+                full_begin if phase == 0 else (full_end if phase == 1 else end),
+                first_column,
+                len_q,
+                len_kv,
+                shift,
+                window_left,
+                window_right,
+                softmax_scale,
+                softcap,
+                keep_scale,
+                alibi_slope,
+                dropout_threshold,
+                b_h,
+                stride_qs,
+                stride_dos,
+                stride_bias_m,
+                stride_bias_n,
+                phase != 1,
+                META,
+            )
+    is_real = (columns < len_kv)[:, None]
+    dk0 = tl.where(is_real, dk0 * softmax_scale, 0.0)
+    store_tile(dk_base, dk0, columns, slot_kv, stride_dks, 0, QK0, META.HEAD_DIM_QK, META.ALIGN)
+    store_tile(dv_base, tl.where(is_real, dv0, 0.0), columns, slot_kv, stride_dvs, 0, V0, META.HEAD_DIM_V, META.ALIGN)
+    if QK1 > 0:
+        dk1 = tl.where(is_real, dk1 * softmax_scale, 0.0)
+        store_tile(dk_base, dk1, columns, slot_kv, stride_dks, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN)
+    if V1 > 0:
+        store_tile(dv_base, tl.where(is_real, dv1, 0.0), columns, slot_kv, stride_dvs, V0, V1, META.HEAD_DIM_V, META.ALIGN)
+
+
+def attention_backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None = None,
+    dsoftmax_offset: Tensor | None = None,
+    tile_dq: Tile | None = None,
+    tile_dkdv: Tile | None = None,
+) -> None:
+    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]).
+
+    `out` and `lse` are the forward's; `dout` is laid out as `out` in any view with a contiguous last dim; `dlse`, contiguous, as
+    `lse`; each gradient as its input.
+    """
+    x = problem
+    if x.batch == 0:  # no program to write the padding
+        for gradient in (dq, dk, dv, dbias, dsoftmax_offset):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    delta = torch.empty_like(lse)
+
+    tile = tile_dq or dq_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    meta = x.meta(tile, (out, dout, dq))
+    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
+    arguments = (
+        *x.arguments(meta),
+        *(out, *row_strides(out, meta)),
+        *(dout, *row_strides(dout, meta)),
+        *(dq, *row_strides(dq, meta)),
+        *(lse, dlse, delta, dsink, meta),
+    )
+    launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
+    if dsoftmax_offset is not None and dsink is not None:
+        torch.sum(dsink, 1, out=dsoftmax_offset)
+
+    tile = tile_dkdv or dkdv_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    # A program does all the query heads that share its keys, up to 8 of them; past that there would be too few programs.
+    num_splits = triton.cdiv(x.group_size, 8)
+    dk_parts = dk if num_splits == 1 else torch.empty((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
+    dv_parts = dv if num_splits == 1 else torch.empty((num_splits, *dv.shape), dtype=torch.float32, device=x.device)
+    dk_one, dv_one = (dk, dv) if num_splits == 1 else (dk_parts[0], dv_parts[0])
+    meta = x.meta(tile, (dout, dk_one, dv_one))
+    blocks = triton.cdiv(x.longest_kv, tile.block_n)
+    arguments = (
+        *x.arguments(meta),
+        *(dout, *row_strides(dout, meta)),
+        *(dk_parts, *row_strides(dk_one, meta)),
+        *(dv_parts, *row_strides(dv_one, meta)),
+        *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
+        *(lse, delta, meta),
+    )
+    launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
+    if num_splits > 1:
+        dk.copy_(dk_parts.sum(0))
+        dv.copy_(dv_parts.sum(0))
+
+    if dbias is not None:
+        bias_gradient(x, lse, delta, dout, dbias)

@@ -1,0 +1,216 @@
+"""The gradient of a bias of any broadcast shape: one kernel that owns a tile of it and adds up all that it was broadcast over."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.configs import Tile, bias_gradient_tile
+from flexattn.kernels_triton.launch import launch, num_processors
+from flexattn.kernels_triton.primitives import (
+    dropout_keep,
+    head_base,
+    load_head,
+    load_lse,
+    load_sequence,
+    load_tile,
+    score_gradient,
+)
+from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, row_strides
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _attn_bwd_dbias_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    softmax_offset_ptr,
+    rng_state_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    dropout_threshold,
+    batch,
+    num_heads,
+    group_size,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    dbias_ptr,  # fp32 [num_splits, bias_b, bias_h, bias_q, bias_kv], contiguous
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_kv,
+    num_splits,
+    lse_ptr,
+    delta_ptr,
+    SPANS_Q: tl.constexpr,
+    SPANS_KV: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    blocks_m = tl.cdiv(bias_q, BLOCK_M)
+    blocks_n = tl.cdiv(bias_kv, BLOCK_N)
+    pid = tl.program_id(0)
+    tile_n = pid % blocks_n
+    tile_m = pid // blocks_n % blocks_m
+    split = pid // blocks_n // blocks_m % num_splits
+    tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
+    tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
+    # what this tile was broadcast over: (batch, head, query block, key block), each 1 where the bias spans that dim
+    over_b = batch // bias_b
+    over_h = num_heads // bias_h
+    over_m = 1 if SPANS_Q else tl.cdiv(max_seqlen_q, BLOCK_M)
+    over_n = 1 if SPANS_KV else tl.cdiv(max_seqlen_kv, BLOCK_N)
+    over = over_b * over_h * over_m * over_n
+
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for t in range(split, over, num_splits):
+        n = tile_n + t % over_n
+        m = tile_m + t // over_n % over_m
+        h = tile_h + t // over_n // over_m % over_h
+        b = tile_b + t // over_n // over_m // over_h
+        start_q, len_q, _ = load_sequence(
+            cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        )
+        start_kv, len_kv, _ = load_sequence(
+            cu_seqlens_kv_ptr,
+            cu_seqlens_kv_padded_ptr,
+            b,
+            batch,
+            num_tokens_kv,
+            max_seqlen_kv,
+            META.IS_RAGGED_KV,
+            META.HAS_GAPS_KV,
+            META,
+        )
+        shift = (len_kv - len_q) * bottom_right
+        first_row = m * BLOCK_M
+        first_column = n * BLOCK_N
+        is_visible = (first_row < len_q) & (first_column < len_kv)
+        if META.HAS_LEFT:
+            is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -window_left)
+        if META.HAS_RIGHT:
+            is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= window_right)
+        if is_visible:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            columns = first_column + tl.arange(0, BLOCK_N)
+            b_h = b * num_heads + h
+            row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
+            q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
+            k_base = head_base(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
+            v_base = head_base(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
+            dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META.ALIGN)
+            bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+            q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+            k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
+            if META.QK1 > 0:
+                q1 = load_tile(q_base, rows, len_q, stride_qs, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+                k1 = load_tile(k_base, columns, len_kv, stride_ks, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+                qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+            dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
+            v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
+            dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
+            if META.V1 > 0:
+                dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
+                v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
+                dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+            lse = load_lse(lse_ptr + row_base, rows, len_q)
+            delta = tl.load(delta_ptr + row_base + rows, mask=rows < len_q, other=0.0)
+            keep = True
+            if META.HAS_DROPOUT:
+                keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
+            p, dlogit, ds = score_gradient(
+                qk,
+                dp,
+                lse[:, None],
+                delta[:, None],
+                rows[:, None],
+                columns[None, :],
+                keep,
+                len_q,
+                len_kv,
+                shift,
+                window_left,
+                window_right,
+                softmax_scale,
+                softcap,
+                keep_scale,
+                bias_base,
+                stride_bias_m,
+                stride_bias_n,
+                alibi_slope,
+                True,
+                META,
+            )
+            total += ds * softmax_scale if META.HAS_PRE_SCALE_BIAS else dlogit
+
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = dbias_ptr + ((tl.cast(split, tl.int64) * bias_b + tile_b) * bias_h + tile_h) * bias_q * bias_kv
+    if SPANS_Q and SPANS_KV:
+        inside = (row < bias_q)[:, None] & (column < bias_kv)[None, :]
+        tl.store(base + row.to(tl.int64)[:, None] * bias_kv + column[None, :], total, mask=inside)
+    elif SPANS_Q:
+        tl.store(base + row, tl.sum(total, 1), mask=row < bias_q)
+    elif SPANS_KV:
+        tl.store(base + column, tl.sum(total, 0), mask=column < bias_kv)
+    else:
+        tl.store(base, tl.sum(tl.sum(total, 1), 0))
+
+
+def bias_gradient(problem: Problem, lse: Tensor, delta: Tensor, dout: Tensor, dbias: Tensor, tile: Tile | None = None) -> None:
+    """Write `dbias`, shaped as the bias. `delta` is the one that the dq kernel wrote; deterministic whatever the bias spans."""
+    x = problem
+    if x.bias is None:
+        raise ValueError("bias_gradient needs a problem with a bias")
+    tile = tile or bias_gradient_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    meta = x.meta(tile, (dout,))
+    bias_b, bias_h, bias_q, bias_kv = x.bias.shape
+    tiles = bias_b * bias_h * triton.cdiv(bias_q, tile.block_m) * triton.cdiv(bias_kv, tile.block_n)
+    over = (x.batch // max(1, bias_b)) * (x.num_heads // bias_h)
+    over *= 1 if bias_q > 1 else triton.cdiv(x.longest_q, tile.block_m)
+    over *= 1 if bias_kv > 1 else triton.cdiv(x.longest_kv, tile.block_n)
+    # enough programs to fill the device, where the bias itself is too small for that
+    num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
+    parts = torch.empty((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
+    arguments = (
+        *x.arguments(meta),
+        *(dout, *row_strides(dout, meta)),
+        *(parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
+        *(lse, delta, bias_q > 1, bias_kv > 1, meta),
+    )
+    launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)
+    dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

@@ -1,0 +1,267 @@
+"""Forward attention: one kernel for every format, band, bias and softmax type, and its launcher."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.configs import Tile, forward_tile
+from flexattn.kernels_triton.launch import launch
+from flexattn.kernels_triton.primitives import (
+    LN2,
+    dropout_keep,
+    head_base,
+    in_band,
+    load_head,
+    load_sequence,
+    load_sink,
+    load_tile,
+    logits,
+    padding_rows,
+    store_tile,
+    store_zeros,
+    visible_range,
+)
+from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, row_strides
+
+
+@triton.jit
+def _attn_fwd_loop(
+    acc0,
+    acc1,
+    row_sum,
+    row_max,
+    q0,
+    q1,
+    k_base,
+    v_base,
+    bias_base,
+    rng_state_ptr,
+    begin,
+    end,
+    first_row,
+    len_q,
+    len_kv,
+    shift,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    alibi_slope,
+    dropout_threshold,
+    b_h,
+    stride_ks,
+    stride_vs,
+    stride_bias_m,
+    stride_bias_n,
+    IS_MASKED: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    i = first_row + tl.arange(0, BLOCK_M)[:, None]
+    for n in tl.range(begin, end, BLOCK_N):
+        columns = n + tl.arange(0, BLOCK_N)
+        j = columns[None, :]
+        k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+        qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
+        if META.QK1 > 0:
+            k1 = load_tile(k_base, columns, len_kv, stride_ks, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+            qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+        s, factor, _ = logits(
+            qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
+        )
+        if IS_MASKED:
+            s = tl.where((j < len_kv) & in_band(i, j, shift, window_left, window_right, META), s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+        origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+        p = tl.exp2(s * factor - origin[:, None])
+        decay = tl.exp2(row_max - origin)
+        row_sum = row_sum * decay + tl.sum(p, 1)
+        row_max = new_max
+        if META.HAS_DROPOUT:
+            p = tl.where(dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META), p, 0.0)
+        v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+        p = p.to(v0.dtype)
+        acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
+        if META.V1 > 0:
+            v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+            acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
+    return acc0, acc1, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def _attn_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    softmax_offset_ptr,
+    rng_state_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    dropout_threshold,
+    batch,
+    num_heads,
+    group_size,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    lse_ptr,
+    max_logit_ptr,  # [h, b * blocks] or None: the largest logit that each block of queries saw
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    V0: tl.constexpr = META.V0
+    V1: tl.constexpr = META.V1
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    block = blocks - 1 - pid % blocks  # under a causal band the last block has the most to do: start with it
+    h = pid // blocks % num_heads
+    b = pid // blocks // num_heads
+    b_h = b * num_heads + h
+    start_q, len_q, slot_q = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    start_kv, len_kv, _ = load_sequence(
+        cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, b, batch, num_tokens_kv, max_seqlen_kv, META.IS_RAGGED_KV, META.HAS_GAPS_KV, META
+    )
+    first_row = block * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    out_base = head_base(out_ptr, b, h, start_q, stride_ob, stride_os, stride_oh, META.ALIGN)
+    lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
+
+    if META.HAS_LENGTHS:
+        begin, end = padding_rows(first_row, len_q, slot_q, block == blocks - 1, BLOCK_M)
+        store_zeros(out_base, begin, end, stride_os, META.HEAD_DIM_V, V0, V1, BLOCK_M, META.ALIGN)
+        for row in range(begin, end, BLOCK_M):
+            padding = row + tl.arange(0, BLOCK_M)
+            tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end)
+        if first_row >= len_q:
+            if max_logit_ptr is not None:
+                tl.store(max_logit_ptr + (h * batch + b) * blocks + block, float("-inf"))
+            return
+
+    q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
+    k_base = head_base(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
+    v_base = head_base(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
+    bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    shift = (len_kv - len_q) * bottom_right
+    q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+    q1 = q0
+    if META.QK1 > 0:
+        q1 = load_tile(q_base, rows, len_q, stride_qs, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+    acc1 = acc0
+    if V1 > 0:
+        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
+
+    begin, full_begin, full_end, end = visible_range(
+        first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
+    )
+    # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
+    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):
+        acc0, acc1, row_sum, row_max = _attn_fwd_loop(
+            acc0,
+            acc1,
+            row_sum,
+            row_max,
+            q0,
+            q1,
+            k_base,
+            v_base,
+            bias_base,
+            rng_state_ptr,
+            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            full_begin if phase == 0 else (full_end if phase == 1 else end),
+            first_row,
+            len_q,
+            len_kv,
+            shift,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            alibi_slope,
+            dropout_threshold,
+            b_h,
+            stride_ks,
+            stride_vs,
+            stride_bias_m,
+            stride_bias_n,
+            phase != 1,
+            META,
+        )
+
+    is_real = rows < len_q
+    if max_logit_ptr is not None:
+        largest = tl.max(tl.where(is_real, row_max, float("-inf")), 0) * LN2
+        tl.store(max_logit_ptr + (h * batch + b) * blocks + block, largest)
+    rescale = tl.zeros([BLOCK_M], tl.float32) + (keep_scale if META.HAS_DROPOUT else 1.0)
+    if META.HAS_SINK:
+        sink = load_sink(softmax_offset_ptr, h, META)
+        new_max = tl.maximum(row_max, sink)
+        origin = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(row_max - origin)
+        row_sum = row_sum * decay + tl.exp2(sink - origin)
+        rescale *= decay
+        row_max = new_max
+    rescale = rescale / tl.where(row_sum == 0.0, 1.0, row_sum)
+    lse = (row_max + tl.log2(row_sum)) * LN2
+    tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
+    out0 = tl.where(is_real[:, None], acc0 * rescale[:, None], 0.0)
+    store_tile(out_base, out0, rows, slot_q, stride_os, 0, V0, META.HEAD_DIM_V, META.ALIGN)
+    if V1 > 0:
+        out1 = tl.where(is_real[:, None], acc1 * rescale[:, None], 0.0)
+        store_tile(out_base, out1, rows, slot_q, stride_os, V0, V1, META.HEAD_DIM_V, META.ALIGN)
+
+
+def attention_forward(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: Tile | None = None) -> None:
+    """Write out, laid out as q with v's head dim; lse, fp32 [b, h, sq] or [h, total_q]; and max_logit, fp32 [h], unless it is None."""
+    x = problem
+    if x.batch == 0:  # no program to write the padding
+        out.zero_()
+        lse.fill_(float("-inf"))
+        if max_logit is not None:
+            max_logit.fill_(float("-inf"))
+        return
+    tile = tile or forward_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    meta = x.meta(tile, (out,))
+    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None
+    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, meta)
+    launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch, out.device, tile, arguments)
+    if max_logit is not None and partial is not None:
+        torch.amax(partial, 1, out=max_logit)

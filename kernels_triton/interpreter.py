@@ -1,0 +1,179 @@
+"""Triton's interpreter (TRITON_INTERPRET=1) with right bf16 and fp8: the arithmetic of the compiled kernel, on the CPU.
+
+Triton's interpreter keeps a bf16 or fp8 value as an unsigned integer of its width and mostly computes on that integer: sums and
+products of bf16 are nonsense, casts to bf16 truncate, casts to fp8 lose the carry. It is known and not planned upstream
+(triton-lang/triton issues 10945, 11584 and 11585). `right_arithmetic` mends it for the launches made inside it:
+
+    with right_arithmetic():
+        kernel[grid](...)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton interprets this process's kernels. It decides when it decorates one, so this is read when kernels are imported."""
+
+if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and may find none installed
+    import numpy as np
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
+_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
+
+_lock = threading.Lock()
+_open_contexts = 0
+_originals: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def right_arithmetic() -> Iterator[None]:
+    """Inside, interpreted kernels compute on bf16 and fp8 (e4m3fn, e5m2) as compiled ones do on sm_90 and later.
+
+    - A cast rounds to nearest even (toward zero where the kernel asks), bit for bit as torch casts. Past its range bf16 becomes
+      infinite; fp8 saturates at 448 (e4m3fn) or 57344 (e5m2), infinities too, as `cvt.rn.satfinite` of the PTX ISA does and torch
+      does not. Not imitated: sm_89 takes fp32 to fp8 through fp16, rounding toward zero on the way.
+    - + - * and fma round the fp32 result once, as torch does; / and % give fp32; comparisons compare values. (On fp8 Triton compiles
+      none of these: cast first.)
+    - tl.dot multiplies exactly and adds in the accumulator's dtype. fp32 operands are not rounded to tf32.
+    - tl.sum over bf16 adds in fp32 and rounds once, as torch does. A compiled kernel rounds after each addition, in an order of its
+      own: cast to fp32 first where that matters.
+    - tl.minimum and tl.maximum pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
+    - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
+
+    The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. The context may be nested and entered from
+    several threads; after the last one is left the interpreter is as it was. Where nothing is interpreted it does nothing.
+    """
+    global _open_contexts
+    if not INTERPRETED:
+        yield
+        return
+    with _lock:
+        if _open_contexts == 0:
+            _install()
+        _open_contexts += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_contexts -= 1
+            if _open_contexts == 0:
+                _restore()
+
+
+def _install() -> None:
+    for owner, name, replacement in (
+        (InterpreterBuilder, "get_bf16", _get_bf16),
+        (InterpreterBuilder, "cast_impl", _cast_impl),
+        (InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
+        (InterpreterBuilder, "binary_op", _binary_op),
+        (InterpreterBuilder, "create_fma", _create_fma),
+        (InterpreterBuilder, "create_dot", _create_dot),
+        (InterpreterBuilder, "create_minnumf", _create_minnumf),
+        (InterpreterBuilder, "create_maxnumf", _create_maxnumf),
+        (ReduceOps, "sum", _sum),
+        (interpreter, "_patch_lang_tensor", _patch_lang_tensor),
+    ):
+        original = vars(owner).get(name)  # Triton has no get_bf16
+        _originals.append((owner, name, original))
+        setattr(owner, name, _bind(replacement, original))
+
+
+def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+    return lambda *args, **kwargs: replacement(original, *args, **kwargs)
+
+
+def _restore() -> None:
+    while _originals:
+        owner, name, original = _originals.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _widen(handle: TensorHandle) -> TensorHandle:
+    """The same values in fp32, or the handle itself where its dtype needs no mending."""
+    dtype = _TORCH_DTYPES.get(handle.dtype.scalar.name)
+    if dtype is None:
+        return handle
+    bits = torch.from_numpy(np.require(handle.data, requirements="CW"))
+    return TensorHandle(bits.view(dtype).float().numpy(), tl.float32)
+
+
+def _narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> TensorHandle:
+    exact = torch.from_numpy(np.require(values, np.float32, "CW"))
+    if dtype.name in _LARGEST:
+        exact = exact.clamp(-_LARGEST[dtype.name], _LARGEST[dtype.name])
+    rounded = exact.to(_TORCH_DTYPES[dtype.name])
+    bits = rounded.view(torch.uint16 if dtype.primitive_bitwidth == 16 else torch.uint8).numpy()
+    if toward_zero:  # sign and magnitude: one less in the bits is one step nearer to 0
+        bits = bits - (rounded.float().abs() > exact.abs()).numpy()
+    return TensorHandle(bits, dtype)
+
+
+def _get_bf16(_original, _builder, value):
+    return _narrow(np.array([value]), tl.bfloat16)
+
+
+def _cast_impl(original, builder, src, dst_type):
+    dtype = dst_type.scalar
+    if dtype.name in _TORCH_DTYPES:
+        return _narrow(_widen(src).data, dtype)
+    return original(builder, _widen(src), dst_type)
+
+
+def _create_fp_to_fp(original, builder, src, dst_type, rounding_mode):
+    dtype = dst_type.scalar
+    if dtype.name in _TORCH_DTYPES:
+        return _narrow(_widen(src).data, dtype, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
+    if src.dtype.scalar.name in _TORCH_DTYPES:
+        return builder.cast_impl(src, dst_type)
+    return original(builder, src, dst_type, rounding_mode)
+
+
+def _binary_op(original, builder, lhs, rhs, op):
+    dtype = lhs.dtype.scalar
+    if dtype.name not in _TORCH_DTYPES:
+        return original(builder, lhs, rhs, op)
+    result = op(_widen(lhs).data, _widen(rhs).data)
+    return TensorHandle(result, tl.int1) if result.dtype == np.bool_ else _narrow(result, dtype)
+
+
+def _create_fma(original, builder, x, y, z):
+    dtype = z.dtype.scalar
+    result = original(builder, _widen(x), _widen(y), _widen(z))
+    return _narrow(result.data, dtype) if dtype.name in _TORCH_DTYPES else result
+
+
+def _create_dot(original, builder, a, b, *accumulator_and_options):
+    return original(builder, _widen(a), _widen(b), *accumulator_and_options)
+
+
+def _create_minnumf(original, builder, lhs, rhs):
+    return builder.binary_op(lhs, rhs, np.fmin)
+
+
+def _create_maxnumf(original, builder, lhs, rhs):
+    return builder.binary_op(lhs, rhs, np.fmax)
+
+
+def _sum(original, reduction, input):
+    if input.dtype.name not in _TORCH_DTYPES:
+        return original(reduction, input)
+    return original(reduction, input.to(tl.float32)).to(input.dtype)
+
+
+def _patch_lang_tensor(original, tensor, scope):
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))

@@ -1,0 +1,294 @@
+"""What every kernel shares, once: addressing, the band, the logits and their derivative, dropout.
+
+Tiles are either [queries, keys] or [keys, queries]; what takes `i` and `j` (positions within their sequence, shaped to broadcast
+against the tile) works for both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_sequence(
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
+    b,
+    batch,
+    num_tokens,
+    max_seqlen,
+    IS_RAGGED: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    META: tl.constexpr,
+):
+    # (start, length, slot): first row, real tokens, and rows that are this sequence's or follow it before the next one.
+    # Clamped: whatever cu_seqlens holds, rows start .. start + slot are inside the tensor.
+    start = tl.zeros([], tl.int32)
+    slot = num_tokens
+    if IS_RAGGED:
+        offsets_ptr = cu_seqlens_padded_ptr if HAS_GAPS else cu_seqlens_ptr
+        start = tl.minimum(tl.maximum(tl.load(offsets_ptr + b), 0), num_tokens)
+        end = tl.minimum(tl.maximum(tl.load(offsets_ptr + b + 1), start), num_tokens)
+        slot = tl.where(b == batch - 1, num_tokens, end) - start
+    length = slot
+    if META.HAS_LENGTHS:
+        length = tl.load(cu_seqlens_ptr + b + 1) - tl.load(cu_seqlens_ptr + b)
+        length = tl.minimum(tl.maximum(length, 0), tl.minimum(slot, max_seqlen))
+    return start, length, slot
+
+
+@triton.jit
+def head_base(ptr, b, h, start, stride_b, stride_s, stride_h, ALIGN: tl.constexpr):
+    # Strides come divided by ALIGN, so that the compiler knows what they are a multiple of without compiling for their values.
+    offset = tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+    return ptr + offset * ALIGN
+
+
+@triton.jit
+def load_head(
+    bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META: tl.constexpr
+):
+    # What `logits` needs of one head: where its bias begins, and its ALiBi slope.
+    bias_base = tl.zeros([], tl.float32)  # never used
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
+        bias_base = bias_ptr + tl.cast(b, tl.int64) * stride_bias_b + tl.cast(h, tl.int64) * stride_bias_h
+    alibi_slope = tl.zeros([], tl.float32)
+    if META.HAS_ALIBI:
+        alibi_slope = tl.load(alibi_slopes_ptr + b * stride_alibi_b + h)
+    return bias_base, alibi_slope
+
+
+@triton.jit
+def load_sink(softmax_offset_ptr, h, META: tl.constexpr):
+    # in units of log2
+    sink = tl.zeros([], tl.float32)
+    if META.HAS_OFFSET:
+        sink = tl.load(softmax_offset_ptr + h).to(tl.float32) * LOG2E
+    return sink
+
+
+@triton.jit
+def tile_pointers(base, rows, columns, stride_s, ALIGN: tl.constexpr):
+    return base + (rows.to(tl.int64) * stride_s)[:, None] * ALIGN + columns[None, :]
+
+
+@triton.jit
+def load_tile(
+    base,
+    rows,
+    num_rows,
+    stride_s,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    # Columns COLUMN .. COLUMN + WIDTH of `rows`; 0 past HEAD_DIM and, with CHECK_ROWS, past num_rows.
+    columns = COLUMN + tl.arange(0, WIDTH)
+    pointers = tile_pointers(base, rows, columns, stride_s, ALIGN)
+    if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+    elif COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    base, tile, rows, num_rows, stride_s, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr
+):
+    columns = COLUMN + tl.arange(0, WIDTH)
+    pointers = tile_pointers(base, rows, columns, stride_s, ALIGN)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def store_zeros(
+    base,
+    begin,
+    end,
+    stride_s,
+    HEAD_DIM: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    for row in range(begin, end, BLOCK):
+        rows = row + tl.arange(0, BLOCK)
+        store_tile(base, tl.zeros([BLOCK, WIDTH0], tl.float32), rows, end, stride_s, 0, WIDTH0, HEAD_DIM, ALIGN)
+        if WIDTH1 > 0:
+            store_tile(base, tl.zeros([BLOCK, WIDTH1], tl.float32), rows, end, stride_s, WIDTH0, WIDTH1, HEAD_DIM, ALIGN)
+
+
+@triton.jit
+def padding_rows(first, length, slot, is_last, BLOCK: tl.constexpr):
+    # The rows that this block of rows must write as 0 on its own account: all of them where none holds a token, and for the
+    # last block what is left of the slot. (A block with some tokens masks the rest of its rows itself.)
+    begin = tl.where(first < length, first + BLOCK, first)
+    end = tl.where(is_last, slot, tl.minimum(slot, first + BLOCK))
+    return begin, end
+
+
+@triton.jit
+def visible_range(
+    first,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    length,
+    shift,
+    before,
+    after,
+    HAS_BEFORE: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+):
+    # Rows first .. first + BLOCK of one side see, on the other side, row + shift - before .. row + shift + after.
+    # Returns begin <= full_begin <= full_end, end: in full_begin .. full_end every row sees everything. All but end are
+    # multiples of STEP. For keys seen by queries pass the band as it is; for queries that see keys, -shift and the band swapped.
+    begin = 0
+    full_begin = 0
+    end = length
+    full_end = length
+    if HAS_BEFORE:
+        begin = tl.maximum(first + shift - before, 0) // STEP * STEP
+        full_begin = tl.maximum(first + BLOCK - 1 + shift - before, 0)
+    if HAS_AFTER:
+        end = tl.minimum(length, first + BLOCK + shift + after)
+        full_end = tl.minimum(length, first + 1 + shift + after)
+    end = tl.maximum(end, begin)
+    full_begin = tl.minimum(tl.cdiv(full_begin, STEP), tl.cdiv(end, STEP)) * STEP
+    full_end = tl.maximum(tl.maximum(full_end, 0) // STEP * STEP, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def in_band(i, j, shift, window_left, window_right, META: tl.constexpr):
+    distance = j - i - shift
+    visible = distance == distance
+    if META.HAS_LEFT:
+        visible = visible & (distance >= -window_left)
+    if META.HAS_RIGHT:
+        visible = visible & (distance <= window_right)
+    return visible
+
+
+@triton.jit
+def tanh(x):
+    # 1 - 2 / (1 + e^2x) is exact to 6e-8 absolute, which is no longer small beside x near 0; there the Taylor series is.
+    x2 = x * x
+    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    far = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
+    return tl.where(x2 < 0.0625, near, far)
+
+
+@triton.jit
+def load_bias(base, i, j, len_q, len_kv, stride_m, stride_n):
+    offsets = i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
+    return tl.load(base + offsets, mask=(i < len_q) & (j < len_kv), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def logits(
+    qk,
+    i,
+    j,
+    len_q,
+    len_kv,
+    shift,
+    softmax_scale,
+    softcap,
+    bias_base,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slope,
+    META: tl.constexpr,
+):
+    # (s, factor, slope): s * factor is the logit in units of log2, before the mask; slope is d logit / d scaled score.
+    # With nothing to add, s stays the raw product and the scale is folded into the exponent's multiply-add.
+    s = qk
+    factor = softmax_scale * LOG2E
+    slope = 1.0
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP:
+        factor = LOG2E
+        if META.HAS_PRE_SCALE_BIAS:
+            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n)
+        s *= softmax_scale
+        if META.HAS_SOFTCAP:
+            t = tanh(s / softcap)
+            s = softcap * t
+            slope = 1 - t * t
+        if META.HAS_POST_SCALE_BIAS:
+            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n)
+        if META.HAS_ALIBI:
+            s -= alibi_slope * tl.abs(j - i - shift).to(tl.float32)
+    return s, factor, slope
+
+
+@triton.jit
+def dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META: tl.constexpr):
+    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 4, i, b_h, offset), its four words for four neighbouring columns.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    seed = tl.load(rng_state_ptr)
+    offset = tl.load(rng_state_ptr + 1)
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
+    c0 = zero + (first_column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    c1 = zero + (first_row + tl.arange(0, BLOCK_M))[:, None]
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 4, 2, 2], the last two in column order
+    return tl.reshape(words, [BLOCK_M, BLOCK_N]) >= dropout_threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def load_lse(lse_base, rows, len_q):
+    # in units of log2; +inf makes every probability of a row exactly 0: rows past the end, and rows that see nothing
+    lse = tl.load(lse_base + rows, mask=rows < len_q, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+
+
+@triton.jit
+def score_gradient(
+    qk,
+    dp,
+    lse,
+    delta,
+    i,
+    j,
+    keep,
+    len_q,
+    len_kv,
+    shift,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    bias_base,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slope,
+    IS_MASKED: tl.constexpr,
+    META: tl.constexpr,
+):
+    # From the products q.k and dout.v: (probabilities that multiplied v, d loss / d logit, d loss / d scaled score).
+    s, factor, slope = logits(
+        qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
+    )
+    p = tl.exp2(s * factor - lse)
+    if IS_MASKED:
+        p = tl.where((j < len_kv) & in_band(i, j, shift, window_left, window_right, META), p, 0.0)
+    p_dropped = p
+    if META.HAS_DROPOUT:
+        p_dropped = tl.where(keep, p * keep_scale, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    dlogit = p * (dp - delta)
+    return p_dropped, dlogit, dlogit * slope

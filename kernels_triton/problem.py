@@ -1,0 +1,235 @@
+"""One attention problem as the kernels see it: tensors in, a band, lengths; and what of it a kernel is compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.kernels_triton.configs import Tile, split_head_dim
+from flexattn.kernels_triton.launch import capability_of
+
+# Kernels are never compiled for the value of an integer: a new length, batch size or stride must not compile anything.
+# Every kernel begins with these arguments, in this order; `Problem.arguments` gives them.
+SCALARS = (
+    "dropout_threshold",
+    "batch",
+    "num_heads",
+    "group_size",
+    "num_tokens_q",
+    "num_tokens_kv",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "window_left",
+    "window_right",
+    "bottom_right",
+    "stride_bias_b",
+    "stride_bias_h",
+    "stride_bias_m",
+    "stride_bias_n",
+    "stride_alibi_b",
+)
+STRIDES = tuple(f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bsh")
+UNSPECIALIZED = [*SCALARS, *STRIDES, "num_splits"]
+# Nor for the address of a small tensor, which may be a view at any element.
+UNALIGNED = [
+    "bias_ptr",
+    "alibi_slopes_ptr",
+    "softmax_offset_ptr",
+    "rng_state_ptr",
+    "cu_seqlens_q_ptr",
+    "cu_seqlens_kv_ptr",
+    "cu_seqlens_q_padded_ptr",
+    "cu_seqlens_kv_padded_ptr",
+]
+
+_OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
+_TINY = 1.2e-38  # stands for a softmax_scale of 0: -inf * 0 in a masked entry would be NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """What a kernel is compiled for. Hashable; its repr is part of Triton's on-disk key."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    HAS_SINK: bool
+    HAS_OFFSET: bool
+    HAS_DROPOUT: bool
+    HEAD_DIM_QK: int
+    HEAD_DIM_V: int
+    QK0: int  # head dims are taken in one or two parts, each a power of two
+    QK1: int
+    V0: int
+    V1: int
+    ALIGN: int  # all strides are multiples of this many elements
+    PRECISION: str  # of a dot product of two fp32 tiles
+    BLOCK_M: int
+    BLOCK_N: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The inputs of one attention call, in any layout that is a strided view.
+
+    q is [b, sq, h, d_qk], k [b, skv, h_kv, d_qk] and v [b, skv, h_kv, d_v] (views: any strides but a contiguous last dim), or
+    [total, h, d] with `cu_seqlens_*` saying where each sequence lies; q may be of one kind and k, v of the other. The rest is
+    as in `flexattn.attention`, with one band instead of a mask type: query i sees key j iff
+    -window_left <= j - i - shift <= window_right, None leaving a side open, shift = len_kv - len_q with `bottom_right` else 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax_scale: float
+    window_left: int | None = None
+    window_right: int | None = None
+    bottom_right: bool = False
+    bias: Tensor | None = None  # [b | 1, h | 1, sq | 1, skv | 1]
+    bias_is_pre_scale: bool = False
+    alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h]
+    softcap: float = 0.0
+    has_sink: bool = False
+    softmax_offset: Tensor | None = None  # [h]; None with a sink: 0
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None  # int64 [2]
+    cu_seqlens_q: Tensor | None = None  # int32 [b + 1]; None: each sequence is as long as its dim
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
+    max_seqlen_kv: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else self.q.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def num_heads_kv(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_heads_kv
+
+    # At least 1, so that there is always a block to zero the padding.
+    @property
+    def longest_q(self) -> int:
+        return max(1, self.max_seqlen_q if self.q.dim() == 3 else self.q.shape[1])
+
+    @property
+    def longest_kv(self) -> int:
+        return max(1, self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def capability(self) -> int:
+        return capability_of(self.q.device)
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The wider of q's and v's head dims as the tiles hold them."""
+        return max(sum(split_head_dim(self.q.shape[-1])), sum(split_head_dim(self.v.shape[-1])))
+
+    def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
+        """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
+        qk0, qk1 = split_head_dim(self.q.shape[-1])
+        v0, v1 = split_head_dim(self.v.shape[-1])
+        return Meta(
+            IS_RAGGED_Q=self.q.dim() == 3,
+            IS_RAGGED_KV=self.k.dim() == 3,
+            HAS_LENGTHS=self.cu_seqlens_q is not None,
+            HAS_GAPS_Q=self.cu_seqlens_q_padded is not None,
+            HAS_GAPS_KV=self.cu_seqlens_kv_padded is not None,
+            HAS_LEFT=self.window_left is not None,
+            HAS_RIGHT=self.window_right is not None,
+            HAS_PRE_SCALE_BIAS=self.bias is not None and self.bias_is_pre_scale,
+            HAS_POST_SCALE_BIAS=self.bias is not None and not self.bias_is_pre_scale,
+            HAS_ALIBI=self.alibi_slopes is not None,
+            HAS_SOFTCAP=self.softcap > 0,
+            HAS_SINK=self.has_sink,
+            HAS_OFFSET=self.softmax_offset is not None,
+            HAS_DROPOUT=self.dropout_p > 0,
+            HEAD_DIM_QK=self.q.shape[-1],
+            HEAD_DIM_V=self.v.shape[-1],
+            QK0=qk0,
+            QK1=qk1,
+            V0=v0,
+            V1=v1,
+            ALIGN=_alignment((self.q, self.k, self.v, *others)),
+            PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+        )
+
+    def arguments(self, meta: Meta) -> tuple[Any, ...]:
+        """The arguments every kernel begins with: tensors, floats, then `SCALARS`, then the strides of q, k and v."""
+        bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
+        slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
+        threshold = round(self.dropout_p * 2**32)
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.bias,
+            self.alibi_slopes,
+            self.softmax_offset,
+            self.rng_state,
+            self.cu_seqlens_q,
+            self.cu_seqlens_kv,
+            self.cu_seqlens_q_padded,
+            self.cu_seqlens_kv_padded,
+            max(float(self.softmax_scale), _TINY),
+            float(self.softcap),
+            1.0 / (1.0 - self.dropout_p),
+            threshold - 2**32 if threshold >= 2**31 else threshold,  # the same 32 bits as an int32
+            self.batch,
+            self.num_heads,
+            self.group_size,
+            self.q.shape[-3],
+            self.k.shape[-3],
+            self.longest_q,
+            self.longest_kv,
+            min(self.window_left, _OPEN) if self.window_left is not None else 0,
+            min(self.window_right, _OPEN) if self.window_right is not None else 0,
+            int(self.bottom_right),
+            *bias_strides,
+            slopes_stride,
+            *row_strides(self.q, meta),
+            *row_strides(self.k, meta),
+            *row_strides(self.v, meta),
+        )
+
+
+def row_strides(x: Tensor, meta: Meta) -> tuple[int, int, int]:
+    """(batch, sequence, head) strides in units of meta.ALIGN; the batch stride of [total, h, d] is 0."""
+    stride_b, stride_s, stride_h = (0, *_strides(x, 2)) if x.dim() == 3 else _strides(x, 3)
+    return stride_b // meta.ALIGN, stride_s // meta.ALIGN, stride_h // meta.ALIGN
+
+
+def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride()[:dims], strict=True))
+
+
+def _alignment(tensors: Iterable[Tensor]) -> int:
+    # 8 elements are 16 bytes of a half type, the widest load there is
+    return 8 if all(stride % 8 == 0 for x in tensors for stride in _strides(x, x.dim() - 1)) else 1

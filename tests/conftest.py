@@ -1,0 +1,81 @@
+"""What every test runs under: Triton's interpreter without a GPU, poisoned uninitialised memory, one thread per worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch and numpy read it: workers already fill the cores.
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any test imports triton, which reads it once per kernel
+
+ROOT = Path(__file__).parent.parent
+
+# What a fresh process must not inherit: this process's own settings above, and the user's.
+SETTINGS = ("TRITON_INTERPRET", "FLEXATTN_", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
+
+FreshPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def fresh_python() -> FreshPython:
+    """run(*args, env=..., cwd=...): `python *args` in a new process, with this checkout importable and no settings inherited."""
+
+    def run(*args: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+        clean |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"} | (env or {})
+        return subprocess.run([sys.executable, *args], env=clean, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tracked_files() -> list[Path]:
+    """Every file of the checkout that git does not ignore, relative to its root."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"not a git checkout, so which files are the project's own is not known: {e}")
+    return [path for path in map(Path, listing.split("\0")[:-1]) if (ROOT / path).exists()]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An element that a kernel forgets to write is NaN, or an absurd integer, and never a 0 that happens to be right."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = make(*args, **kwargs)
+            with torch.no_grad():
+                if out.is_floating_point() or out.is_complex():
+                    out.fill_(float("nan"))
+                else:
+                    out.fill_(True if out.dtype is torch.bool else torch.iinfo(out.dtype).max)
+            return out
+
+        return wrapper
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

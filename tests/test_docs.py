@@ -1,0 +1,45 @@
+"""Every example in the documentation runs, and prints what the page says that it prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+from conftest import ROOT, FreshPython
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+COMMAND = "$ python -m flexattn "
+
+BLOCKS = [
+    pytest.param(language, text, id=f"{page.name}-{language}-{number}")
+    for page in PAGES
+    for number, (language, text) in enumerate(re.findall(r"^```(python|console)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
+]
+
+
+def shape_of(output: str) -> list[str]:
+    """Lines with what varies taken out: numbers, and the spaces and rules that follow their widths."""
+    words = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", output)
+    return [re.sub(r"[\s─━]+", " ", line).strip() for line in words.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("language", "text"), BLOCKS)
+def test_example_runs(language: str, text: str, fresh_python: FreshPython) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": ""}  # pages show what a machine without a GPU prints
+    if language == "python":
+        ran = fresh_python("-c", text, env=environment)
+        assert ran.returncode == 0, ran.stderr
+        return
+    command, _, expected = text.partition("\n")
+    if not command.startswith(COMMAND):
+        pytest.skip(f"not a command of flexattn: {command}")
+    ran = fresh_python("-m", "flexattn", *shlex.split(command.removeprefix(COMMAND)), env=environment)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert shape_of(ran.stdout) == shape_of(expected)
+
+
+def test_there_are_examples() -> None:
+    languages = [block.values[0] for block in BLOCKS]
+    assert "python" in languages
+    assert "console" in languages
