@@ -1,7 +1,7 @@
 """The eager backend: the reference's maths in blocks of query rows, on any device, in linear memory, forward and backward.
 
 Arithmetic is fp32 (fp64 for fp64 inputs). Nothing here uses atomics, so results repeat bitwise wherever torch's matrix products do:
-always on the CPU; on CUDA with cuBLAS on one stream, or on several with CUBLAS_WORKSPACE_CONFIG=:4096:8.
+on the CPU for one number of threads; on CUDA on one stream, or on several with CUBLAS_WORKSPACE_CONFIG=:4096:8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexattn.dispatch.reference import (
 from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Operands, empty_outputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SCORE_BYTES = 64 << 20  # of one block's score matrix, over all heads; the backward holds about five such matrices
+SCORE_BYTES = 16 << 20  # of one block's scores over all heads; a CPU slows down above it, and the backward holds about five such
 BAND_ROWS = 128  # of a block under a band: more rows would compute more scores that the band hides
 
 
@@ -69,9 +69,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
                 outputs.append(block_lse)
                 seeds.append(lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype))
             targets = slice_block(spec, sums, sequences, rows, cols)
-            wanted = [
-                (leaf, target) for leaf, target in zip(block, targets, strict=True) if leaf is not None and target is not None
-            ]
+            pairs = zip(block, targets, strict=True)
+            wanted = [(leaf, target) for leaf, target in pairs if leaf is not None and target is not None]
             grads = torch.autograd.grad(outputs, [leaf for leaf, _ in wanted], seeds)
             for (_, target), grad in zip(wanted, grads, strict=True):
                 target += grad

@@ -109,7 +109,6 @@ def attention(
             wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
-    validation.check_flag("return_lse", return_lse)
     x, settings = _prepare(
         q,
         k,
@@ -134,6 +133,7 @@ def attention(
         dropout_p=dropout_p,
         rng_state=rng_state,
         deterministic=deterministic,
+        return_lse=return_lse,
         return_max_logit=return_max_logit,
         backend=backend,
     )
@@ -153,7 +153,7 @@ def merge_attention(
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), as in FlashAttention (Dao et al., 2022) and ring
     attention (Liu et al., 2023), computed in float32. Differentiable in all four. A side that saw no key has lse = -inf and
     counts for nothing; where neither saw one, out is 0 and lse -inf. A sink (softmax_type other than "vanilla") belongs to one side
-    only, or it is counted twice; so does dropout's or max_logit's bookkeeping, which is the caller's.
+    only, or it is counted twice. The whole's max_logit is the larger of the two.
 
     Args:
         out_a, out_b: two outputs of `attention`, of the same format, shape and dtype.
@@ -198,7 +198,6 @@ def explain(
         return explanations.explain(q, requested_backend(arguments.get("backend")))
     call = inspect.signature(attention).bind(q, k, v, **arguments)
     call.apply_defaults()
-    del call.arguments["return_lse"]  # every backend computes it
     x, settings = _prepare(**call.arguments)
     return explanations.explain(ops.spec_to_run(x, settings), settings.backend)
 
@@ -228,15 +227,17 @@ def _prepare(
     dropout_p: float,
     rng_state: Tensor | None,
     deterministic: bool | None,
+    return_lse: bool,
     return_max_logit: bool,
     backend: str | None,
 ) -> tuple[Operands, ops.Settings]:
     """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`."""
-    q_format, kv_format = parse_format(qkv_format)
+    q_format, kv_format = parse_format(str(qkv_format))
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
     validation.check_flag("deterministic", deterministic, optional=True)
+    validation.check_flag("return_lse", return_lse)
     validation.check_flag("return_max_logit", return_max_logit)
     validation.check_scalars(softmax_scale, softcap, dropout_p)
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)

@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
-    SymInt max_seqlen_q, SymInt max_seqlen_kv, float softmax_scale, float softcap, float dropout_p,
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend"""
 
@@ -55,20 +55,23 @@ _backward_op = torch.ops.flexattn.attention_backward.default
 
 def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
-    if settings.needs_grad:
-        return _Attention.apply(*x, *settings)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward_op(*x, *settings)  # type: ignore[no-any-return]
+    call: tuple[Any, ...] = (*x, *settings)
+    if not settings.needs_grad:
+        return _forward_op(*call)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        # Dynamo refuses a Function that gets one tensor twice, as self-attention's cu_seqlens are; a view is another tensor.
+        call = tuple(t.view_as(t) if isinstance(t, Tensor) else t for t in call)
+    return _Attention.apply(*call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
     q_format, kv_format = parse_format(settings.qkv_format)
-    heads_dim = q_format.index("h")
     left, right = settings.window_left, settings.window_right
     return AttentionSpec(
         q_format=q_format,
         kv_format=kv_format,
         dtype=x.q.dtype,
-        num_heads=x.q.shape[heads_dim],
+        num_heads=x.q.shape[q_format.index("h")],
         num_heads_kv=x.k.shape[kv_format.index("h")],
         head_dim_qk=x.q.shape[-1],
         head_dim_v=x.v.shape[-1],
@@ -122,7 +125,9 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
     decision = select(spec, "backward", settings.backend)
     if decision.warning is not None:
         warn_once(decision.warning, decision.warning)
-    gradients = backend_module(decision.backend).backward(spec, x, out, lse, dout, dlse)
+    # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        gradients = backend_module(decision.backend).backward(spec, x, out, lse, dout, dlse)
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

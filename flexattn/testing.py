@@ -219,7 +219,14 @@ def make_call(
 
 
 def check_close(
-    name: str, got: Tensor, ref: Tensor, same_dtype_eager: Tensor, *, factor: float = FORWARD_FACTOR, atol: float | None = None
+    name: str,
+    got: Tensor,
+    ref: Tensor,
+    same_dtype_eager: Tensor,
+    *,
+    factor: float = FORWARD_FACTOR,
+    largest_score: float = 0.0,
+    atol: float | None = None,
 ) -> None:
     """Asserts err(got, ref) <= factor * err(same_dtype_eager, ref) + atol, for the largest error and for the root mean square.
 
@@ -228,7 +235,10 @@ def check_close(
     same_dtype_eager: the same by plain torch in the inputs' dtype, as `reference_attention(spec, x, dtype=spec.dtype)` gives it;
     its error is the budget.
     factor: FORWARD_FACTOR, or GRADIENT_FACTOR for a gradient.
-    atol: None grants 4 roundings of got's dtype, relative to the largest value of ref and to its root mean square.
+    largest_score: max_logit where it is far above 1, as with outliers: rounding a score s moves its weight by |s| roundings, and
+        by chance more in one order of summation than in another.
+    atol: None grants 4 roundings of got's dtype and largest_score roundings of the arithmetic (fp32, fp64 for an fp64 got),
+        relative to the largest value of ref and to its root mean square.
 
     Infinities must agree exactly; a NaN anywhere fails. The AssertionError shows the worst elements. The rule is FlashAttention's.
     """
@@ -240,7 +250,8 @@ def check_close(
     got64, ref64, eager64 = (t.detach().to(ref.device, torch.float64) for t in (got, ref, same_dtype_eager))
     errors, eager_errors = _errors(got64, ref64), _errors(eager64, ref64)
     scale = ref64[ref64.isfinite()]
-    rounding = ROUNDING_STEPS * torch.finfo(got.dtype).eps
+    arithmetic = torch.float64 if got.dtype is torch.float64 else torch.float32
+    rounding = ROUNDING_STEPS * torch.finfo(got.dtype).eps + largest_score * torch.finfo(arithmetic).eps
     for kind, norm in (("max", _max), ("rms", _rms)):
         error, budget = norm(errors), norm(eager_errors)
         assert budget < float("inf"), f"{name}: same_dtype_eager is no budget: it is NaN, or infinite where ref is not"

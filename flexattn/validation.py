@@ -86,15 +86,15 @@ def check_cu_seqlens(
             f"padding in its name, as {instead!r}"
         )
     batches: list[tuple[str, int]] = []
-    for name, cu_seqlens, padded_name, padded, x, fmt in (
-        ("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_q_padded", cu_seqlens_q_padded, q, q_format),
-        ("cu_seqlens_kv", cu_seqlens_kv, "cu_seqlens_kv_padded", cu_seqlens_kv_padded, k, kv_format),
+    for name, cu_seqlens, padded, of, x, fmt in (
+        ("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_padded, "q", q, q_format),
+        ("cu_seqlens_kv", cu_seqlens_kv, cu_seqlens_kv_padded, "k", k, kv_format),
     ):
         if fmt != "thd":
-            batches.append(("the batch of q" if x is q else "the batch of k", x.shape[fmt.index("b")]))
+            batches.append((f"the batch of {of}", x.shape[fmt.index("b")]))
             if padded is not None:
                 raise ValueError(
-                    f"{padded_name} is given with format {fmt}; accepted: None, as only thd has gaps between sequences "
+                    f"{name}_padded is given with format {fmt}; accepted: None, as only thd has gaps between sequences "
                     f"(a dense format's lengths are in {name})"
                 )
         if not padding:
@@ -109,7 +109,7 @@ def check_cu_seqlens(
                 f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the "
                 "cumulative sequence lengths"
             )
-        for label, cu in ((name, cu_seqlens), (padded_name, padded)):
+        for label, cu in ((name, cu_seqlens), (f"{name}_padded", padded)):
             if cu is not None:
                 _check_tensor(label, cu, (torch.int32,), q.device)
                 if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
@@ -219,7 +219,7 @@ def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:
 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
     """q's format, once the four tensors of merge_attention() fit together and it."""
-    fmt, _ = parse_format(qkv_format)
+    fmt, _ = parse_format(str(qkv_format))
     _check_tensor("out_a", out_a, DTYPES, None)
     _check_tensor("out_b", out_b, (out_a.dtype,), out_a.device)
     if out_a.dim() != len(fmt):
@@ -279,7 +279,7 @@ def describe(value: object) -> str:
     """A value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
     if not isinstance(value, Tensor):
         return f"{value!r} ({type(value).__name__})"
-    strides = "" if value.is_contiguous() else f" with strides {value.stride()}"
+    strides = "" if value.layout is not torch.strided or value.is_contiguous() else f" with strides {value.stride()}"
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
 
 

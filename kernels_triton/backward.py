@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.bias_gradient import bias_gradient
-from flexattn.kernels_triton.configs import Tile, dkdv_tile, dq_tile
+from flexattn.kernels_triton.configs import DKDV, DQ, Tile, select_tile
 from flexattn.kernels_triton.launch import launch
 from flexattn.kernels_triton.primitives import (
+    LOG2E,
     dropout_keep,
     head_base,
     load_head,
-    load_lse,
+    load_row_statistics,
     load_sequence,
     load_sink,
     load_tile,
@@ -35,11 +36,12 @@ from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, r
 def _attn_bwd_dq_loop(
     dq0,
     dq1,
+    row_sum,
     q0,
     q1,
     dout0,
     dout1,
-    lse,
+    lse_log2,
     delta,
     k_base,
     v_base,
@@ -84,11 +86,12 @@ def _attn_bwd_dq_loop(
         keep = True
         if META.HAS_DROPOUT:
             keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
-        _, _, ds = score_gradient(
+        p, _, _, ds = score_gradient(
             qk,
             dp,
-            lse[:, None],
+            lse_log2[:, None],
             delta[:, None],
+            1.0,
             i,
             columns[None, :],
             keep,
@@ -107,11 +110,13 @@ def _attn_bwd_dq_loop(
             IS_MASKED,
             META,
         )
+        if META.RENORMALIZE:
+            row_sum += tl.sum(p, 1)
         ds = ds.to(k0.dtype)
         dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
         if META.QK1 > 0:
             dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
-    return dq0, dq1
+    return dq0, dq1, row_sum
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -169,7 +174,9 @@ def _attn_bwd_dq_kernel(
     stride_dqh,
     lse_ptr,
     dlse_ptr,  # None: 0
-    delta_ptr,  # written here for the other kernels: sum(out * dout) - dlse, laid out as lse
+    lse_log2_ptr,  # written here for the other kernels, laid out as lse: lse in units of log2, +inf for a row that sees nothing
+    delta_ptr,  # sum(out * dout) - dlse
+    p_scale_ptr,  # and, with RENORMALIZE, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
     META: tl.constexpr,
 ):
@@ -218,14 +225,14 @@ def _attn_bwd_dq_kernel(
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row_base + rows, mask=rows < len_q, other=0.0)
+    lse = tl.load(lse_ptr + row_base + rows, mask=rows < len_q, other=float("inf"))
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    tl.store(lse_log2_ptr + row_base + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row_base + rows, delta, mask=rows < len_q)
-    lse = load_lse(lse_ptr + row_base, rows, len_q)
-    if META.HAS_OFFSET:
-        dsink = -tl.sum(tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse) * delta, 0)
-        tl.store(dsink_ptr + (h * batch + b) * blocks + block, dsink)
 
     q0 = load_tile(q_base, rows, len_q, stride_qs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN, True)
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     q1 = q0
     dq1 = dq0
     if QK1 > 0:
@@ -235,14 +242,15 @@ def _attn_bwd_dq_kernel(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
     for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):  # as in the forward
-        dq0, dq1 = _attn_bwd_dq_loop(
+        dq0, dq1, row_sum = _attn_bwd_dq_loop(
             dq0,
             dq1,
+            row_sum,
             q0,
             q1,
             dout0,
             dout1,
-            lse,
+            lse_log2,
             delta,
             k_base,
             v_base,
@@ -269,13 +277,25 @@ def _attn_bwd_dq_kernel(
             phase != 1,
             META,
         )
+    dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
+    p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
+    if META.RENORMALIZE:
+        # An lse of 200 is exact only to 1e-5, and so is a probability computed from it: not what fp32 promises.
+        if META.HAS_SINK:
+            row_sum += p_sink
+        p_scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+        tl.store(p_scale_ptr + row_base + rows, p_scale, mask=rows < len_q)
+        dq_scale *= p_scale
+        p_sink *= p_scale
+    if META.HAS_OFFSET:
+        tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
     is_real = (rows < len_q)[:, None]
     store_tile(
-        dq_base, tl.where(is_real, dq0 * softmax_scale, 0.0), rows, slot_q, stride_dqs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN
+        dq_base, tl.where(is_real, dq0 * dq_scale[:, None], 0.0), rows, slot_q, stride_dqs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN
     )
     if QK1 > 0:
         store_tile(
-            dq_base, tl.where(is_real, dq1 * softmax_scale, 0.0), rows, slot_q, stride_dqs, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN
+            dq_base, tl.where(is_real, dq1 * dq_scale[:, None], 0.0), rows, slot_q, stride_dqs, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN
         )
 
 
@@ -291,8 +311,9 @@ def _attn_bwd_dkdv_loop(
     v1,
     q_base,
     dout_base,
-    lse_base,
+    lse_log2_base,
     delta_base,
+    p_scale_base,
     bias_base,
     rng_state_ptr,
     begin,
@@ -324,8 +345,7 @@ def _attn_bwd_dkdv_loop(
         rows = m + tl.arange(0, BLOCK_M)
         q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
         dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
-        lse = load_lse(lse_base, rows, len_q)
-        delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
+        lse_log2, delta, p_scale = load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, IS_MASKED, META)
         kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
@@ -337,11 +357,12 @@ def _attn_bwd_dkdv_loop(
         keep = True
         if META.HAS_DROPOUT:
             keep = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, b_h, m, first_column, META))
-        p, _, ds = score_gradient(
+        _, p, _, ds = score_gradient(
             kq,
             dp,
-            lse[None, :],
+            lse_log2[None, :],
             delta[None, :],
+            p_scale[None, :],
             rows[None, :],
             j,
             keep,
@@ -427,8 +448,9 @@ def _attn_bwd_dkdv_kernel(
     stride_dk_split,
     stride_dv_split,
     num_splits,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
+    p_scale_ptr,
     META: tl.constexpr,
 ):
     BLOCK_N: tl.constexpr = META.BLOCK_N
@@ -506,8 +528,9 @@ def _attn_bwd_dkdv_kernel(
                 v1,
                 q_base,
                 dout_base,
-                lse_ptr + row_base,
+                lse_log2_ptr + row_base,
                 delta_ptr + row_base,
+                p_scale_ptr + row_base,
                 bias_base,
                 rng_state_ptr,
                 begin if phase == 0 else (full_begin if phase == 1 else full_end),
@@ -567,9 +590,9 @@ def attention_backward(
             if gradient is not None:
                 gradient.zero_()
         return
-    delta = torch.empty_like(lse)
+    statistics = torch.empty((3, *lse.shape), dtype=torch.float32, device=x.device)  # lse_log2, delta, p_scale
 
-    tile = tile_dq or dq_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    tile = tile_dq or select_tile(DQ, x.capability, x.q.element_size(), x.head_dims)
     meta = x.meta(tile, (out, dout, dq))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
@@ -578,13 +601,13 @@ def attention_backward(
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
         *(dq, *row_strides(dq, meta)),
-        *(lse, dlse, delta, dsink, meta),
+        *(lse, dlse, *statistics, dsink, meta),
     )
     launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)
 
-    tile = tile_dkdv or dkdv_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    tile = tile_dkdv or select_tile(DKDV, x.capability, x.q.element_size(), x.head_dims)
     # A program does all the query heads that share its keys, up to 8 of them; past that there would be too few programs.
     num_splits = triton.cdiv(x.group_size, 8)
     dk_parts = dk if num_splits == 1 else torch.empty((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
@@ -598,7 +621,7 @@ def attention_backward(
         *(dk_parts, *row_strides(dk_one, meta)),
         *(dv_parts, *row_strides(dv_one, meta)),
         *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
-        *(lse, delta, meta),
+        *(*statistics, meta),
     )
     launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
     if num_splits > 1:
@@ -606,4 +629,4 @@ def attention_backward(
         dv.copy_(dv_parts.sum(0))
 
     if dbias is not None:
-        bias_gradient(x, lse, delta, dout, dbias)
+        bias_gradient(x, statistics, dout, dbias)

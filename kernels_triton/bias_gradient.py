@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import Tile, bias_gradient_tile
+from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile, select_tile
 from flexattn.kernels_triton.launch import launch, num_processors
 from flexattn.kernels_triton.primitives import (
     dropout_keep,
     head_base,
     load_head,
-    load_lse,
+    load_row_statistics,
     load_sequence,
     load_tile,
     score_gradient,
@@ -72,8 +72,9 @@ def _attn_bwd_dbias_kernel(
     bias_q,
     bias_kv,
     num_splits,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
+    p_scale_ptr,
     SPANS_Q: tl.constexpr,
     SPANS_KV: tl.constexpr,
     META: tl.constexpr,
@@ -147,16 +148,18 @@ def _attn_bwd_dbias_kernel(
                 dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
                 v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
                 dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
-            lse = load_lse(lse_ptr + row_base, rows, len_q)
-            delta = tl.load(delta_ptr + row_base + rows, mask=rows < len_q, other=0.0)
+            lse_log2, delta, p_scale = load_row_statistics(
+                lse_log2_ptr + row_base, delta_ptr + row_base, p_scale_ptr + row_base, rows, len_q, True, META
+            )
             keep = True
             if META.HAS_DROPOUT:
                 keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
-            p, dlogit, ds = score_gradient(
+            p, p_dropped, dlogit, ds = score_gradient(
                 qk,
                 dp,
-                lse[:, None],
+                lse_log2[:, None],
                 delta[:, None],
+                p_scale[:, None],
                 rows[:, None],
                 columns[None, :],
                 keep,
@@ -191,12 +194,12 @@ def _attn_bwd_dbias_kernel(
         tl.store(base, tl.sum(tl.sum(total, 1), 0))
 
 
-def bias_gradient(problem: Problem, lse: Tensor, delta: Tensor, dout: Tensor, dbias: Tensor, tile: Tile | None = None) -> None:
-    """Write `dbias`, shaped as the bias. `delta` is the one that the dq kernel wrote; deterministic whatever the bias spans."""
+def bias_gradient(problem: Problem, statistics: Tensor, dout: Tensor, dbias: Tensor, tile: Tile | None = None) -> None:
+    """Write `dbias`, shaped as the bias. `statistics` is what the dq kernel wrote; deterministic whatever the bias spans."""
     x = problem
     if x.bias is None:
         raise ValueError("bias_gradient needs a problem with a bias")
-    tile = tile or bias_gradient_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    tile = tile or select_tile(BIAS_GRADIENT, x.capability, x.q.element_size(), x.head_dims)
     meta = x.meta(tile, (dout,))
     bias_b, bias_h, bias_q, bias_kv = x.bias.shape
     tiles = bias_b * bias_h * triton.cdiv(bias_q, tile.block_m) * triton.cdiv(bias_kv, tile.block_n)
@@ -210,7 +213,7 @@ def bias_gradient(problem: Problem, lse: Tensor, delta: Tensor, dout: Tensor, db
         *x.arguments(meta),
         *(dout, *row_strides(dout, meta)),
         *(parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
-        *(lse, delta, bias_q > 1, bias_kv > 1, meta),
+        *(*statistics, bias_q > 1, bias_kv > 1, meta),
     )
     launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)
     dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import Tile, forward_tile
+from flexattn.kernels_triton.configs import FORWARD, Tile, select_tile
 from flexattn.kernels_triton.launch import launch
 from flexattn.kernels_triton.primitives import (
     LN2,
     dropout_keep,
     head_base,
-    in_band,
+    is_visible,
     load_head,
     load_sequence,
     load_sink,
@@ -74,10 +74,14 @@ def _attn_fwd_loop(
             qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
         )
         if IS_MASKED:
-            s = tl.where((j < len_kv) & in_band(i, j, shift, window_left, window_right, META), s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+            visible = is_visible(i, j, len_kv, shift, window_left, window_right, META)
+            new_max = tl.maximum(row_max, tl.max(tl.where(visible, s * factor, float("-inf")), 1))
+        else:
+            new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-        p = tl.exp2(s * factor - origin[:, None])
+        p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
+        if IS_MASKED:
+            p = tl.where(visible, p, 0.0)
         decay = tl.exp2(row_max - origin)
         row_sum = row_sum * decay + tl.sum(p, 1)
         row_max = new_max
@@ -257,7 +261,7 @@ def attention_forward(problem: Problem, out: Tensor, lse: Tensor, max_logit: Ten
         if max_logit is not None:
             max_logit.fill_(float("-inf"))
         return
-    tile = tile or forward_tile(x.capability, x.q.element_size(), x.padded_head_dim)
+    tile = tile or select_tile(FORWARD, x.capability, x.q.element_size(), x.head_dims)
     meta = x.meta(tile, (out,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None

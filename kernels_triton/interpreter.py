@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and may find none installed
     import numpy as np
     from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
 
 _lock = threading.Lock()
 _open_contexts = 0
-_originals: list[tuple[Any, str, Any]] = []
+_undo = ExitStack()
 
 
 @contextmanager
@@ -43,16 +44,18 @@ def right_arithmetic() -> Iterator[None]:
     - A cast rounds to nearest even (toward zero where the kernel asks), bit for bit as torch casts. Past its range bf16 becomes
       infinite; fp8 saturates at 448 (e4m3fn) or 57344 (e5m2), infinities too, as `cvt.rn.satfinite` of the PTX ISA does and torch
       does not. Not imitated: sm_89 takes fp32 to fp8 through fp16, rounding toward zero on the way.
-    - + - * and fma round the fp32 result once, as torch does; / and % give fp32; comparisons compare values. (On fp8 Triton compiles
-      none of these: cast first.)
-    - tl.dot multiplies exactly and adds in the accumulator's dtype. fp32 operands are not rounded to tf32.
-    - tl.sum over bf16 adds in fp32 and rounds once, as torch does. A compiled kernel rounds after each addition, in an order of its
-      own: cast to fp32 first where that matters.
-    - tl.minimum and tl.maximum pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
+    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too; / and % give fp32; comparisons compare values. (Triton compiles none
+      of these for fp8: cast first.)
+    - tl.dot multiplies exactly, and rounds once where the accumulator is fp32, so that a product and its transpose are equal to the
+      bit. fp32 operands are not rounded to tf32.
+    - tl.sum, tl.cumsum and tl.cumprod over bf16 compute in fp32 and round once, as torch does. A compiled tl.sum rounds after each
+      addition, in an order of its own: cast to fp32 first where that matters.
+    - tl.minimum, tl.maximum and tl.clamp pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
 
-    The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. The context may be nested and entered from
-    several threads; after the last one is left the interpreter is as it was. Where nothing is interpreted it does nothing.
+    The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Device functions are called several times
+    faster. The context may be nested and entered from several threads; when the last one is left the interpreter is as it was. Only
+    launches belong in it: triton.language is patched inside. Where nothing is interpreted it does nothing.
     """
     global _open_contexts
     if not INTERPRETED:
@@ -68,38 +71,42 @@ def right_arithmetic() -> Iterator[None]:
         with _lock:
             _open_contexts -= 1
             if _open_contexts == 0:
-                _restore()
+                _undo.close()
 
 
 def _install() -> None:
+    # Triton patches triton.language for each launch and again for each call of a device function, which takes longer than most
+    # operations on a tile. Once is enough, before `_patch_lang` is replaced.
+    language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    _undo.callback(language.restore)
+    language.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     for owner, name, replacement in (
         (InterpreterBuilder, "get_bf16", _get_bf16),
         (InterpreterBuilder, "cast_impl", _cast_impl),
         (InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
+        (InterpreterBuilder, "unary_op", _unary_op),
         (InterpreterBuilder, "binary_op", _binary_op),
         (InterpreterBuilder, "create_fma", _create_fma),
         (InterpreterBuilder, "create_dot", _create_dot),
         (InterpreterBuilder, "create_minnumf", _create_minnumf),
         (InterpreterBuilder, "create_maxnumf", _create_maxnumf),
-        (ReduceOps, "sum", _sum),
-        (interpreter, "_patch_lang_tensor", _patch_lang_tensor),
+        (InterpreterBuilder, "create_clampf", _create_clampf),
+        (ReduceOps, "sum", _reduce),
+        (ReduceOps, "min_max", _reduce),
+        (ScanOps, "cumsum", _scan),
+        (ScanOps, "cumprod", _scan),
+        (interpreter, "_patch_lang", _patch_lang),
     ):
-        original = vars(owner).get(name)  # Triton has no get_bf16
-        _originals.append((owner, name, original))
+        original = vars(owner).get(name)
+        if original is None:  # get_bf16, which triton 3.6 and 3.7 lack
+            _undo.callback(delattr, owner, name)
+        else:
+            _undo.callback(setattr, owner, name, original)
         setattr(owner, name, _bind(replacement, original))
 
 
 def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
     return lambda *args, **kwargs: replacement(original, *args, **kwargs)
-
-
-def _restore() -> None:
-    while _originals:
-        owner, name, original = _originals.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
 
 
 def _widen(handle: TensorHandle) -> TensorHandle:
@@ -122,6 +129,12 @@ def _narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> T
     return TensorHandle(bits, dtype)
 
 
+def _narrow_like(operand: TensorHandle, result: TensorHandle) -> TensorHandle:
+    """`result` in `operand`'s dtype, if that is one that `_widen` widened."""
+    dtype = operand.dtype.scalar
+    return _narrow(result.data, dtype) if dtype.name in _TORCH_DTYPES else result
+
+
 def _get_bf16(_original, _builder, value):
     return _narrow(np.array([value]), tl.bfloat16)
 
@@ -142,6 +155,10 @@ def _create_fp_to_fp(original, builder, src, dst_type, rounding_mode):
     return original(builder, src, dst_type, rounding_mode)
 
 
+def _unary_op(original, builder, arg, op):
+    return _narrow_like(arg, original(builder, _widen(arg), op))
+
+
 def _binary_op(original, builder, lhs, rhs, op):
     dtype = lhs.dtype.scalar
     if dtype.name not in _TORCH_DTYPES:
@@ -151,13 +168,17 @@ def _binary_op(original, builder, lhs, rhs, op):
 
 
 def _create_fma(original, builder, x, y, z):
-    dtype = z.dtype.scalar
-    result = original(builder, _widen(x), _widen(y), _widen(z))
-    return _narrow(result.data, dtype) if dtype.name in _TORCH_DTYPES else result
+    exact = (_widen(t).data.astype(np.float64) for t in (x, y, z))  # a product of two fp32 numbers is exact in fp64
+    result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
+    return builder.cast_impl(result, z.dtype)
 
 
-def _create_dot(original, builder, a, b, *accumulator_and_options):
-    return original(builder, _widen(a), _widen(b), *accumulator_and_options)
+def _create_dot(original, builder, a, b, accumulator, *options):
+    if accumulator.dtype.scalar.name != "fp32":
+        return original(builder, _widen(a), _widen(b), accumulator, *options)
+    # In fp64, for BLAS adds up a product and its transpose in different orders, and kernels count on the two being equal.
+    exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
+    return TensorHandle(exact.astype(np.float32), tl.float32)
 
 
 def _create_minnumf(original, builder, lhs, rhs):
@@ -168,12 +189,27 @@ def _create_maxnumf(original, builder, lhs, rhs):
     return builder.binary_op(lhs, rhs, np.fmax)
 
 
-def _sum(original, reduction, input):
+def _create_clampf(original, builder, x, low, high, propagate_nans):
+    if propagate_nans == ir.PROPAGATE_NAN.NONE:
+        return builder.create_minnumf(builder.create_maxnumf(x, low), high)
+    return _narrow_like(x, original(builder, _widen(x), _widen(low), _widen(high), propagate_nans))
+
+
+def _reduce(original, reduction, input, **operators):
     if input.dtype.name not in _TORCH_DTYPES:
-        return original(reduction, input)
-    return original(reduction, input.to(tl.float32)).to(input.dtype)
+        return original(reduction, input, **operators)
+    out = original(reduction, input.to(tl.float32), **operators)
+    if isinstance(out, tuple):
+        value, index = out
+        return value.to(input.dtype), index
+    return out.to(input.dtype)
 
 
-def _patch_lang_tensor(original, tensor, scope):
-    original(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def _scan(original, scan, input):
+    if input.dtype.name not in _TORCH_DTYPES:
+        return original(scan, input)
+    return [out.to(input.dtype) for out in original(scan, input.to(tl.float32))]
+
+
+def _patch_lang(_original, _fn):
+    return interpreter._LangPatchScope()

@@ -72,6 +72,23 @@ def load_sink(softmax_offset_ptr, h, META: tl.constexpr):
 
 
 @triton.jit
+def load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, CHECK_ROWS: tl.constexpr, META: tl.constexpr):
+    # What the dq kernel left for the others. An lse of +inf makes every probability of its row exactly 0.
+    p_scale = tl.full([1], 1.0, tl.float32)
+    if CHECK_ROWS:
+        lse_log2 = tl.load(lse_log2_base + rows, mask=rows < len_q, other=float("inf"))
+        delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
+        if META.RENORMALIZE:
+            p_scale = tl.load(p_scale_base + rows, mask=rows < len_q, other=1.0)
+    else:
+        lse_log2 = tl.load(lse_log2_base + rows)
+        delta = tl.load(delta_base + rows)
+        if META.RENORMALIZE:
+            p_scale = tl.load(p_scale_base + rows)
+    return lse_log2, delta, p_scale
+
+
+@triton.jit
 def tile_pointers(base, rows, columns, stride_s, ALIGN: tl.constexpr):
     return base + (rows.to(tl.int64) * stride_s)[:, None] * ALIGN + columns[None, :]
 
@@ -171,13 +188,14 @@ def visible_range(
 
 
 @triton.jit
-def in_band(i, j, shift, window_left, window_right, META: tl.constexpr):
-    distance = j - i - shift
-    visible = distance == distance
-    if META.HAS_LEFT:
-        visible = visible & (distance >= -window_left)
+def is_visible(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
+    # one comparison an element for the end and the right side together: the smaller bound is found per row
+    last = len_kv - 1
     if META.HAS_RIGHT:
-        visible = visible & (distance <= window_right)
+        last = tl.minimum(last, i + shift + window_right)
+    visible = j <= last
+    if META.HAS_LEFT:
+        visible = visible & (j >= i + shift - window_left)
     return visible
 
 
@@ -249,18 +267,12 @@ def dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column,
 
 
 @triton.jit
-def load_lse(lse_base, rows, len_q):
-    # in units of log2; +inf makes every probability of a row exactly 0: rows past the end, and rows that see nothing
-    lse = tl.load(lse_base + rows, mask=rows < len_q, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-
-
-@triton.jit
 def score_gradient(
     qk,
     dp,
-    lse,
+    lse_log2,
     delta,
+    p_scale,
     i,
     j,
     keep,
@@ -279,16 +291,18 @@ def score_gradient(
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
-    # From the products q.k and dout.v: (probabilities that multiplied v, d loss / d logit, d loss / d scaled score).
+    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score).
     s, factor, slope = logits(
         qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
     )
-    p = tl.exp2(s * factor - lse)
+    p = tl.exp2(tl.fma(s, factor, -lse_log2))
+    if META.RENORMALIZE:
+        p *= p_scale
     if IS_MASKED:
-        p = tl.where((j < len_kv) & in_band(i, j, shift, window_left, window_right, META), p, 0.0)
+        p = tl.where(is_visible(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
     p_dropped = p
     if META.HAS_DROPOUT:
         p_dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     dlogit = p * (dp - delta)
-    return p_dropped, dlogit, dlogit * slope
+    return p, p_dropped, dlogit, dlogit * slope

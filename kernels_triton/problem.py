@@ -47,7 +47,6 @@ UNALIGNED = [
 ]
 
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
-_TINY = 1.2e-38  # stands for a softmax_scale of 0: -inf * 0 in a masked entry would be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +75,7 @@ class Meta:
     V1: int
     ALIGN: int  # all strides are multiples of this many elements
     PRECISION: str  # of a dot product of two fp32 tiles
+    RENORMALIZE: bool  # whether the backward makes probabilities, computed from an lse that is fp32 too, sum to exactly 1
     BLOCK_M: int
     BLOCK_N: int
 
@@ -146,9 +146,9 @@ class Problem:
         return capability_of(self.q.device)
 
     @property
-    def padded_head_dim(self) -> int:
-        """The wider of q's and v's head dims as the tiles hold them."""
-        return max(sum(split_head_dim(self.q.shape[-1])), sum(split_head_dim(self.v.shape[-1])))
+    def head_dims(self) -> int:
+        """d_qk + d_v as the tiles hold them: what registers and shared memory go with."""
+        return sum(split_head_dim(self.q.shape[-1])) + sum(split_head_dim(self.v.shape[-1]))
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
@@ -177,6 +177,7 @@ class Problem:
             V1=v1,
             ALIGN=_alignment((self.q, self.k, self.v, *others)),
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
+            RENORMALIZE=self.q.dtype is torch.float32,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
         )
@@ -198,7 +199,7 @@ class Problem:
             self.cu_seqlens_kv,
             self.cu_seqlens_q_padded,
             self.cu_seqlens_kv_padded,
-            max(float(self.softmax_scale), _TINY),
+            float(self.softmax_scale),
             float(self.softcap),
             1.0 / (1.0 - self.dropout_p),
             threshold - 2**32 if threshold >= 2**31 else threshold,  # the same 32 bits as an int32

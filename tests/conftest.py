@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).parent.parent
 
-# What a fresh process must not inherit: this process's own settings above, and the user's.
-SETTINGS = ("TRITON_INTERPRET", "FLEXATTN_", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
+# What a fresh process must not inherit: the interpreter, which is set above, and the user's settings.
+SETTINGS = ("TRITON_INTERPRET", "FLEXATTN_", "PYTHONPATH")
 
 FreshPython = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -18,10 +18,16 @@ BLOCKS = [
 ]
 
 
-def shape_of(output: str) -> list[str]:
-    """Lines with what varies taken out: numbers, and the spaces and rules that follow their widths."""
-    words = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", output)
-    return [re.sub(r"[\s─━]+", " ", line).strip() for line in words.strip().splitlines()]
+def shape_of(output: str) -> str:
+    """The text without what varies: numbers, and the spaces and rules that follow their widths."""
+    words = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", output.strip())
+    return "\n".join(re.sub(r"[ ─━]+", " ", line).strip() for line in words.splitlines())
+
+
+def printed_as_shown(printed: str, shown: str) -> bool:
+    """A line of `...` on the page stands for any lines."""
+    parts = shape_of(shown).split("\n...\n")
+    return re.fullmatch("\n(?s:.*)\n".join(map(re.escape, parts)), shape_of(printed)) is not None
 
 
 @pytest.mark.parametrize(("language", "text"), BLOCKS)
@@ -36,7 +42,15 @@ def test_example_runs(language: str, text: str, fresh_python: FreshPython) -> No
         pytest.skip(f"not a command of flexattn: {command}")
     ran = fresh_python("-m", "flexattn", *shlex.split(command.removeprefix(COMMAND)), env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert shape_of(ran.stdout) == shape_of(expected)
+    assert printed_as_shown(ran.stdout, expected), ran.stdout
+
+
+def test_a_page_that_shows_something_else_fails() -> None:
+    printed = "2 documents\n│ dq │ 1.2e-06 │ ok │\ndone\n"
+    assert printed_as_shown(printed, "11 documents\n...\ndone\n")
+    assert printed_as_shown(printed, "2 documents\n│ dq │     9 │ ok │\ndone\n")
+    assert not printed_as_shown(printed, "2 documents\n│ dq │ 1.2e-06 │ FAILED │\ndone\n")
+    assert not printed_as_shown(printed, "2 documents\n...\n│ dk │ 1.2e-06 │ ok │\ndone\n")
 
 
 def test_there_are_examples() -> None:

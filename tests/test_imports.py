@@ -5,38 +5,28 @@ from __future__ import annotations
 import pytest
 from conftest import FreshPython
 
-# The module looks as if it were not installed.
-BLOCK = """
-import sys
+# As if it were not installed: importing it raises ModuleNotFoundError, and find_spec() finds nothing.
+BLOCK = "import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
 
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Block())
-"""
-
-# Padded bshd and thd through the eager backend, forward and backward, against the reference.
+# thd through the eager backend, forward and backward, against the reference.
 USE_EAGER = """
 import torch
 import flexattn
-from flexattn.dispatch.reference import reference_attention
-from flexattn.dispatch.spec import Operands
+from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dout, make_inputs
+from flexattn.dispatch.reference import reference_attention, reference_gradients
 
-q, k, v, dout = torch.randn(4, 1, 9, 2, 8).unbind()
-q.requires_grad_()
-call = dict(attn_mask_type="causal", return_lse=True)
-explanation = flexattn.explain(q, k, v, **call)
+inputs = make_inputs("thd", lengths_q=[9, 0, 5], gap=2)
+dout = make_dout(inputs)
+inputs.q.requires_grad_()
+call = inputs._asdict() | dict(attn_mask_type="padding_causal")
+explanation = flexattn.explain(**call)
 assert explanation.forward.backend == explanation.backward.backend == "eager", explanation
-out, lse = flexattn.attention(q, k, v, **call)
+out = flexattn.attention(**call)
 out.backward(dout)
-x = Operands(q.detach().double().requires_grad_(), k, v, *[None] * 8, 9, 9, 8 ** -0.5, 0.0, 0.0)
-exact, exact_lse, _ = reference_attention(explanation.spec, x)
-exact.backward(dout.double())
-torch.testing.assert_close(out.double(), exact)
-torch.testing.assert_close(lse.double(), exact_lse)
-torch.testing.assert_close(q.grad.double(), x.q.grad)
+spec, x = make_call(inputs, attn_mask_type="padding_causal")
+check_close("out", out, reference_attention(spec, x)[0], reference_attention(spec, x, spec.dtype)[0])
+dq, eager_dq = (reference_gradients(spec, x, dout, dtype=dtype).dq for dtype in (torch.float64, spec.dtype))
+check_close("dq", inputs.q.grad, dq, eager_dq, factor=GRADIENT_FACTOR)
 print("right")
 """
 

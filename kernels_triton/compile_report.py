@@ -1,0 +1,256 @@
+"""Compile Triton kernels for a GPU that need not be there, and read what the compiler made.
+
+    request = CompileRequest("flexattn.kernels_triton.forward", "_attn_fwd_kernel", signature={"q_ptr": "*bf16", "seqlen": "i32"},
+                             constexprs={"BLOCK_M": 128}, sm=90, num_warps=8, num_stages=2)
+    [report] = compile_many([request])
+
+`compile_many` compiles in processes of its own, so that it works in one whose kernels are interpreted (TRITON_INTERPRET=1), where
+they cannot be compiled. `python -m flexattn.kernels_triton.compile_report` is that process: requests in, reports out, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
+Capabilities", technical specifications per compute capability, "Maximum amount of shared memory per thread block"."""
+
+PTXAS_LOG = "ptxas.log"
+PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+PTXAS_WARNING = re.compile(r"warning|\(C75\d\d\)")
+SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
+
+Constant = None | bool | int | float | str
+
+
+class CompileError(RuntimeError):
+    """Kernels that do not compile: each one's request and the compiler's message."""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A kernel by name and what it is specialised on: plain data, so that it can go to another process or into a file.
+
+    module, kernel: where the @triton.jit function is; the module must be importable in a new process.
+    signature: Triton's type of each argument that is no constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>" a
+        host tensor descriptor.
+    constexprs: the value of each constexpr argument; a dtype by its name in the language, "tl.bfloat16".
+    sm: compute capability, 90 for 9.0.
+    aligned: integer arguments to take as divisible by 16. Pointers always are.
+    """
+
+    module: str
+    kernel: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Constant]
+    sm: int
+    num_warps: int
+    num_stages: int
+    aligned: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        constants = ", ".join(f"{name}={value!r}" for name, value in self.constexprs.items())
+        return (
+            f"{self.module}:{self.kernel} for sm_{self.sm}, num_warps={self.num_warps}, num_stages={self.num_stages}, {constants}"
+        )
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What the compiler made of one kernel.
+
+    registers: 32-bit registers per thread at entry (a warp-specialised kernel moves them later), from the cubin.
+    stack_bytes: local memory per thread for spills and for arrays that found no registers, from the cubin.
+    spill_store_bytes, spill_load_bytes: bytes per thread that ptxas spilled, each spill counted once wherever it is in a loop.
+    shared_bytes: shared memory per block; to compare with SHARED_MEMORY_LIMIT.
+    instructions: how often each SASS operation stands in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static, not
+        executed, counts.
+    warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
+    compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int] = field(repr=False)
+    warnings: tuple[str, ...]
+    compile_seconds: float
+
+    @property
+    def matrix_instructions(self) -> dict[str, int]:
+        """The tensor core operations: HMMA and QMMA (fp8), on sm_90 HGMMA and QGMMA (wgmma), on 100 UTCHMMA and UTCQMMA."""
+        return {name: count for name, count in self.instructions.items() if name.endswith("MMA")}
+
+    @property
+    def spill_instructions(self) -> int:
+        """Stores to and loads from local memory in the code."""
+        return self.instructions.get("STL", 0) + self.instructions.get("LDL", 0)
+
+
+def compile_for(
+    kernel: JITFunction[Any],
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    sm: int,
+    num_warps: int,
+    num_stages: int,
+    aligned: Sequence[str] = (),
+) -> CompileReport:
+    """Compile `kernel` in this process, whose kernels must not be interpreted; the arguments are those of `CompileRequest`.
+
+    Raises TypeError for an interpreted kernel, ValueError where signature and constexprs do not name each argument once or
+    aligned names another, and what Triton raises for a kernel that does not compile.
+    """
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(
+            f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
+        )
+    names = kernel.arg_names
+    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned) - set(signature)):
+        raise ValueError(
+            f"signature and constexprs together must name each argument of {kernel.__name__} once, and aligned some of those in "
+            f"signature; wrong or missing: {', '.join(sorted(wrong))}"
+        )
+    types = {name: signature.get(name, "constexpr") for name in names}
+    source = ASTSource(  # attrs in the arguments' order, which is part of Triton's cache key
+        fn=kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constexprs.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*") or name in aligned},
+    )
+    target, options = GPUTarget("cuda", sm, 32), {"num_warps": num_warps, "num_stages": num_stages}
+    start = time.perf_counter()
+    compiled, ptxas_log = _compile(source, target, options)
+    seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin))
+        sass = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin))
+    entry = re.search(rf"Function {compiled.metadata.name}:\s+REG:(\d+) STACK:(\d+)", usage)
+    if entry is None:
+        raise RuntimeError(f"cuobjdump does not report {compiled.metadata.name}: {usage}")
+    stores, loads = zip(*PTXAS_SPILLS.findall(ptxas_log), strict=True)  # one pair per function of the kernel
+    return CompileReport(
+        registers=int(entry[1]),
+        stack_bytes=int(entry[2]),
+        spill_store_bytes=sum(map(int, stores)),
+        spill_load_bytes=sum(map(int, loads)),
+        shared_bytes=compiled.metadata.shared,
+        instructions=dict(Counter(SASS_OPERATION.findall(sass))),
+        warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
+        compile_seconds=seconds,
+    )
+
+
+def _compile(source: ASTSource, target: GPUTarget, options: dict[str, int]) -> tuple[CompiledKernel, str]:
+    """The kernel, and what ptxas said when it was made, which is kept beside it in Triton's cache."""
+    for always in (False, True):  # a kernel may be in the cache without the log
+        log = io.StringIO()
+        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+            triton.knobs.nvidia.dump_ptxas_log = True
+            triton.knobs.compilation.always_compile = always
+            compiled = triton.compile(source, target=target, options=options)
+        cache = get_cache_manager(compiled.hash)
+        if PTXAS_SPILLS.search(log.getvalue()):
+            cache.put(log.getvalue(), PTXAS_LOG, binary=False)
+        if path := cache.get_file(PTXAS_LOG):
+            return compiled, Path(path).read_text()
+    raise RuntimeError(f"triton {triton.__version__} does not print what ptxas says; {__name__} must learn where it goes")
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def compile_many(requests: Sequence[CompileRequest], workers: int | None = None) -> list[CompileReport]:
+    """Compile `requests`, `workers` at a time (all cores by default), and return their reports in the same order.
+
+    Raises CompileError once all are tried if any failed. Triton's cache on disk (TRITON_CACHE_DIR) makes repeats cheap.
+    """
+    if not requests:
+        return []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    job = {"workers": workers or os.cpu_count(), "requests": [dataclasses.asdict(request) for request in requests]}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(job),
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise CompileError(f"the compiling process ended with {done.returncode}: {done.stderr[-4000:]}")
+    answers = json.loads(done.stdout.splitlines()[-1])
+    if failures := [f"{request}\n{answer}" for request, answer in zip(requests, answers, strict=True) if isinstance(answer, str)]:
+        raise CompileError(
+            f"{len(failures)} of {len(requests)} kernels do not compile\n\n" + "\n\n".join([*failures, done.stderr[-4000:]])
+        )
+    return [CompileReport(**answer | {"warnings": tuple(answer["warnings"])}) for answer in answers]
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    requests = [CompileRequest(**request) for request in job["requests"]]
+    # Forked, so that torch and triton are imported once.
+    with ProcessPoolExecutor(job["workers"], mp_context=multiprocessing.get_context("fork")) as pool:
+        futures = [pool.submit(_answer, request) for request in requests]
+        answers = [_outcome(future) for future in futures]
+    sys.stdout.write("\n" + json.dumps(answers))
+
+
+def _answer(request: CompileRequest) -> dict[str, Any] | str:
+    """The report, or the message of what went wrong."""
+    try:
+        kernel = getattr(importlib.import_module(request.module), request.kernel)
+        constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
+        report = compile_for(
+            kernel, request.signature, constexprs, request.sm, request.num_warps, request.num_stages, request.aligned
+        )
+    except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others' reports
+        return f"{type(error).__name__}: {error}"
+    return dataclasses.asdict(report)
+
+
+def _outcome(future: Future[dict[str, Any] | str]) -> dict[str, Any] | str:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return "a compiling process died on this kernel or on one that was compiled beside it"
+
+
+def _constant(value: Constant) -> Any:
+    return getattr(tl, value.removeprefix("tl.")) if isinstance(value, str) and value.startswith("tl.") else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Compiling for GPUs that need not be there, from a process whose own kernels may be interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileError, CompileRequest, compile_for, compile_many
+
+MATRIX_INSTRUCTIONS = {
+    ("bf16", 80): "HMMA",
+    ("bf16", 89): "HMMA",
+    ("bf16", 90): "HGMMA",
+    ("bf16", 100): "UTCHMMA",
+    ("fp8e4nv", 89): "QMMA",
+    ("fp8e4nv", 90): "QGMMA",
+    ("fp8e4nv", 100): "UTCQMMA",
+}
+STAGES = 3
+TOO_LARGE = 256  # 256 x 256 fp32 accumulators are 512 registers a thread with 4 warps; a thread has 255
+
+
+@triton.jit
+def _load_tile(ptr, rows, columns, stride, DTYPE: tl.constexpr):
+    return tl.load(ptr + rows * stride + columns).to(DTYPE)
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, out_ptr, num_tiles, stride, SIZE: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr):
+    m = tl.arange(0, SIZE)
+    k = tl.arange(0, INNER)
+    out = tl.zeros([SIZE, SIZE], tl.float32)
+    for tile in range(num_tiles):
+        columns = tile * INNER + k[None, :]
+        a = _load_tile(a_ptr, m[:, None], columns, stride, DTYPE)
+        b = _load_tile(b_ptr, m[:, None], columns, stride, DTYPE)
+        out = tl.dot(a, b.T, out)
+    tl.store(out_ptr + m[:, None] * SIZE + m[None, :], out)
+
+
+def _request(sm: int, dtype: str = "bf16", size: int = 64, inner: int = 64) -> CompileRequest:
+    return CompileRequest(
+        module=__name__,
+        kernel="dot_kernel",
+        signature={"a_ptr": f"*{dtype}", "b_ptr": f"*{dtype}", "out_ptr": "*fp32", "num_tiles": "i32", "stride": "i32"},
+        constexprs={"SIZE": size, "INNER": inner, "DTYPE": {"bf16": "tl.bfloat16", "fp8e4nv": "tl.float8e4nv"}[dtype]},
+        sm=sm,
+        num_warps=4,
+        num_stages=STAGES,
+        aligned=("stride",),
+    )
+
+
+def test_reports_in_the_order_of_the_requests():
+    reports = compile_many([_request(sm, dtype) for dtype, sm in MATRIX_INSTRUCTIONS])
+    for ((dtype, sm), instruction), report in zip(MATRIX_INSTRUCTIONS.items(), reports, strict=True):
+        assert list(report.matrix_instructions) == [instruction]
+        assert report.instructions["LDGSTS"] > 0  # what an aligned stride makes possible
+        assert 0 < report.registers <= 255
+        assert report.stack_bytes == report.spill_store_bytes == report.spill_load_bytes == report.spill_instructions == 0
+        assert report.warnings == ()
+        # sm_100 adds a few bytes of barriers to the tiles in flight
+        tiles = 2 * 64 * 64 * (1 if dtype == "fp8e4nv" else 2) * (STAGES - 1)
+        assert tiles <= report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
+        assert report.compile_seconds > 0
+
+
+def test_spills_and_warnings_are_seen():
+    [report] = compile_many([_request(90, size=TOO_LARGE, inner=16)])
+    assert report.registers == 255
+    assert report.stack_bytes > 0
+    assert report.spill_store_bytes > 0
+    assert report.spill_load_bytes > 0
+    assert report.instructions["STL"] + report.instructions["LDL"] == report.spill_instructions > 0
+    assert [warning for warning in report.warnings if "C7511" in warning]  # wgmma is serialised for want of registers
+
+
+def test_a_cached_kernel_gives_the_same_report(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = compile_many([_request(90)])
+    cached = compile_many([_request(90)])
+    [log] = tmp_path.rglob("ptxas.log")
+    log.unlink()  # as where the kernel was compiled for a launch
+    made_again = compile_many([_request(90)])
+    assert len({str(dataclasses.replace(report, compile_seconds=0.0)) for [report] in (made, cached, made_again)}) == 1
+    assert made[0].instructions == cached[0].instructions == made_again[0].instructions
+
+
+def test_failures_name_their_requests_with_the_compilers_message():
+    wrong_size = _request(90, size=96)
+    unsupported = _request(80, "fp8e4nv")
+    missing = dataclasses.replace(_request(90), kernel="no_such_kernel")
+    with pytest.raises(CompileError) as failure:
+        compile_many([wrong_size, _request(90), unsupported, missing])
+    message = str(failure.value)
+    assert "3 of 4" in message
+    for request, reason in ((wrong_size, "power of 2"), (unsupported, "fp8e4nv not supported"), (missing, "no_such_kernel")):
+        assert f"{request}\n" in message
+        assert reason in message
+    assert f"{_request(90)}\n" not in message
+
+
+def test_arguments_are_checked():
+    request = _request(90)
+    unnamed = dataclasses.replace(request, signature={"a_ptr": "*bf16"})
+    misaligned = dataclasses.replace(request, aligned=("a_stride",))
+    with pytest.raises(CompileError, match=r"(?s)wrong or missing: b_ptr, num_tiles, out_ptr, stride.*wrong or missing: a_stride"):
+        compile_many([unnamed, misaligned])
+
+
+def test_an_interpreted_kernel_is_refused():
+    with pytest.raises(TypeError, match="compile_many"):
+        compile_for(dot_kernel.fn, {}, {}, sm=90, num_warps=4, num_stages=1)
+
+
+def test_no_requests_start_no_process(monkeypatch):
+    monkeypatch.setattr("subprocess.run", None)
+    assert compile_many([]) == []
