@@ -64,20 +64,22 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
         raise ValueError(f"window_size is {window_size!r}; accepted: a pair of ints (left, right), inclusive, -1 for open")
     left, right = window_size
     if left < -1 or right < -1:
-        raise ValueError(f"window_size is {tuple(window_size)}; each side is -1 (open) or the number of tokens seen beyond the diagonal")
+        raise ValueError(
+            f"window_size is {tuple(window_size)}; each side is -1 (open) or the number of tokens seen beyond the diagonal"
+        )
     causal = "causal" in attn_mask_type
     if causal and right > 0:
         raise ValueError(
-            f"window_size is {tuple(window_size)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right of the "
-            "diagonal, so the right side must be 0 or -1"
+            f"window_size is {tuple(window_size)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right of "
+            "the diagonal, so the right side must be 0 or -1"
         )
     bottom_right = attn_mask_type not in ("causal", "padding_causal")
     if bottom_right_diagonal is not None:
         if causal and bottom_right_diagonal != bottom_right:
             other = attn_mask_type.removesuffix("_bottom_right") if bottom_right else f"{attn_mask_type}_bottom_right"
             raise ValueError(
-                f"bottom_right_diagonal is {bottom_right_diagonal} with attn_mask_type {attn_mask_type!r}, whose name fixes the diagonal; "
-                f"use attn_mask_type {other!r}"
+                f"bottom_right_diagonal is {bottom_right_diagonal} with attn_mask_type {attn_mask_type!r}, whose name fixes the "
+                f"diagonal; use attn_mask_type {other!r}"
             )
         bottom_right = bottom_right_diagonal
     return Band(None if left == -1 else left, 0 if causal else (None if right == -1 else right), bottom_right)

@@ -29,7 +29,9 @@ def _device_error(device_type: str, capability: tuple[int, int] | None) -> str |
         return "triton is not installed; pip install 'triton>=3.6'"
     if device_type == "cuda":
         if capability is not None and capability < (8, 0):
-            return f"compute capability {capability[0]}.{capability[1]} is older than 8.0 (Ampere), the first that the kernels run on"
+            return (
+                f"compute capability {capability[0]}.{capability[1]} is older than 8.0 (Ampere), the first that the kernels run on"
+            )
         return None
     if device_type == "cpu":
         from flexattn.kernels_triton.interpreter import INTERPRETED

@@ -6,6 +6,7 @@ reads values, `check_cu_seqlens_values`, runs where FLEXATTN_CHECK=1 asks for it
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -63,7 +64,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         raise ValueError(f"k has head dim {k.shape[-1]} and q has {q.shape[-1]}; accepted: the same for both (v's may differ)")
     heads, heads_kv = q.shape[q_format.index("h")], k.shape[kv_format.index("h")]
     if heads % heads_kv != 0:
-        raise ValueError(f"q has {heads} heads and k and v have {heads_kv}; accepted: a multiple of the heads of k and v")
+        raise ValueError(
+            f"q has {heads} heads and k and v have {heads_kv}, as shape {tuple(q.shape)} is {q_format} and {tuple(k.shape)} is "
+            f"{kv_format}; accepted: a multiple of the heads of k and v (qkv_format says which dim has them)"
+        )
 
 
 def check_cu_seqlens(
@@ -212,9 +216,9 @@ def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
 def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:
     largest = torch.finfo(torch.float32).max
     if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale, largest, "a finite number, at least 0, or None for 1/sqrt(head dim)")
-    check_number("softcap", softcap, largest, "a finite number, at least 0 (0 for none)")
-    check_number("dropout_p", dropout_p, MAX_DROPOUT, "a number in [0, 1), at most 1 - 2**-32")
+        check_number("softmax_scale", softmax_scale, largest, "a finite Python number, at least 0, or None for 1/sqrt(head dim)")
+    check_number("softcap", softcap, largest, "a finite Python number, at least 0 (0 for none)")
+    check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-32")
 
 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
@@ -278,7 +282,7 @@ def _check_cumulative(name: str, values: list[int], total: int | None) -> None:
 def describe(value: object) -> str:
     """A value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
     if not isinstance(value, Tensor):
-        return f"{value!r} ({type(value).__name__})"
+        return f"{reprlib.repr(value)} ({type(value).__name__})"
     strides = "" if value.layout is not torch.strided or value.is_contiguous() else f" with strides {value.stride()}"
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
 
@@ -286,8 +290,11 @@ def describe(value: object) -> str:
 def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {describe(x)}; accepted: a tensor")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name} has layout {x.layout}; accepted: torch.strided (pack sequences of uneven lengths as thd)")
+    if x.is_nested or x.layout is not torch.strided:
+        nested = "is nested and " if x.is_nested else ""
+        raise TypeError(
+            f"{name} {nested}has layout {x.layout}; accepted: a plain torch.strided tensor (uneven lengths are packed as thd)"
+        )
     if x.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; accepted: {', '.join(dict.fromkeys(map(str, dtypes)))}")
     if device is None and x.device.type not in DEVICES:

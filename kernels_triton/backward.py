@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.bias_gradient import bias_gradient
-from flexattn.kernels_triton.configs import DKDV, DQ, Tile, select_tile
-from flexattn.kernels_triton.launch import launch
+from flexattn.kernels_triton.configs import DKDV, DQ, Tile
+from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LOG2E,
     dropout_keep,
@@ -29,7 +29,7 @@ from flexattn.kernels_triton.primitives import (
     store_zeros,
     visible_range,
 )
-from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, row_strides
+from flexattn.kernels_triton.problem import Problem, row_strides
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _attn_bwd_dq_loop(
     return dq0, dq1, row_sum
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+@kernel
 def _attn_bwd_dq_kernel(
     q_ptr,
     k_ptr,
@@ -193,7 +193,15 @@ def _attn_bwd_dq_kernel(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     start_kv, len_kv, _ = load_sequence(
-        cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, b, batch, num_tokens_kv, max_seqlen_kv, META.IS_RAGGED_KV, META.HAS_GAPS_KV, META
+        cu_seqlens_kv_ptr,
+        cu_seqlens_kv_padded_ptr,
+        b,
+        batch,
+        num_tokens_kv,
+        max_seqlen_kv,
+        META.IS_RAGGED_KV,
+        META.HAS_GAPS_KV,
+        META,
     )
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -295,7 +303,15 @@ def _attn_bwd_dq_kernel(
     )
     if QK1 > 0:
         store_tile(
-            dq_base, tl.where(is_real, dq1 * dq_scale[:, None], 0.0), rows, slot_q, stride_dqs, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN
+            dq_base,
+            tl.where(is_real, dq1 * dq_scale[:, None], 0.0),
+            rows,
+            slot_q,
+            stride_dqs,
+            QK0,
+            QK1,
+            META.HEAD_DIM_QK,
+            META.ALIGN,
         )
 
 
@@ -392,7 +408,7 @@ def _attn_bwd_dkdv_loop(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+@kernel
 def _attn_bwd_dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -469,7 +485,15 @@ def _attn_bwd_dkdv_kernel(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     start_kv, len_kv, slot_kv = load_sequence(
-        cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, b, batch, num_tokens_kv, max_seqlen_kv, META.IS_RAGGED_KV, META.HAS_GAPS_KV, META
+        cu_seqlens_kv_ptr,
+        cu_seqlens_kv_padded_ptr,
+        b,
+        batch,
+        num_tokens_kv,
+        max_seqlen_kv,
+        META.IS_RAGGED_KV,
+        META.HAS_GAPS_KV,
+        META,
     )
     first_column = block * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -592,7 +616,7 @@ def attention_backward(
         return
     statistics = torch.empty((3, *lse.shape), dtype=torch.float32, device=x.device)  # lse_log2, delta, p_scale
 
-    tile = tile_dq or select_tile(DQ, x.capability, x.q.element_size(), x.head_dims)
+    tile = tile_dq or x.tile(DQ)
     meta = x.meta(tile, (out, dout, dq))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
@@ -607,7 +631,7 @@ def attention_backward(
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)
 
-    tile = tile_dkdv or select_tile(DKDV, x.capability, x.q.element_size(), x.head_dims)
+    tile = tile_dkdv or x.tile(DKDV)
     # A program does all the query heads that share its keys, up to 8 of them; past that there would be too few programs.
     num_splits = triton.cdiv(x.group_size, 8)
     dk_parts = dk if num_splits == 1 else torch.empty((num_splits, *dk.shape), dtype=torch.float32, device=x.device)

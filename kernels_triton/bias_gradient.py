@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile, select_tile
-from flexattn.kernels_triton.launch import launch, num_processors
+from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
+from flexattn.kernels_triton.launch import kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import (
     dropout_keep,
     head_base,
@@ -18,10 +18,10 @@ from flexattn.kernels_triton.primitives import (
     load_tile,
     score_gradient,
 )
-from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, row_strides
+from flexattn.kernels_triton.problem import Problem, row_strides
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+@kernel
 def _attn_bwd_dbias_kernel(
     q_ptr,
     k_ptr,
@@ -154,7 +154,7 @@ def _attn_bwd_dbias_kernel(
             keep = True
             if META.HAS_DROPOUT:
                 keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
-            p, p_dropped, dlogit, ds = score_gradient(
+            _p, _p_dropped, dlogit, ds = score_gradient(
                 qk,
                 dp,
                 lse_log2[:, None],
@@ -199,7 +199,7 @@ def bias_gradient(problem: Problem, statistics: Tensor, dout: Tensor, dbias: Ten
     x = problem
     if x.bias is None:
         raise ValueError("bias_gradient needs a problem with a bias")
-    tile = tile or select_tile(BIAS_GRADIENT, x.capability, x.q.element_size(), x.head_dims)
+    tile = tile or x.tile(BIAS_GRADIENT)
     meta = x.meta(tile, (dout,))
     bias_b, bias_h, bias_q, bias_kv = x.bias.shape
     tiles = bias_b * bias_h * triton.cdiv(bias_q, tile.block_m) * triton.cdiv(bias_kv, tile.block_n)

@@ -5,18 +5,17 @@
     [report] = compile_many([request])
 
 `compile_many` compiles in processes of its own, so that it works in one whose kernels are interpreted (TRITON_INTERPRET=1), where
-they cannot be compiled. `python -m flexattn.kernels_triton.compile_report` is that process: requests in, reports out, as JSON.
+they cannot be compiled. `python -m flexattn.kernels_triton.compile_report` is that process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import io
-import json
 import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -30,12 +29,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from triton._utils import type_canonicalisation_dict
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
+
+from flexattn.kernels_triton.launch import WIDE, Launch
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
@@ -46,7 +49,8 @@ PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 PTXAS_WARNING = re.compile(r"warning|\(C75\d\d\)")
 SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
 
-Constant = None | bool | int | float | str
+SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
+SASS_BRANCH = re.compile(r"\bBRA\b.*`\(\.(L_x_\d+)\)")
 
 
 class CompileError(RuntimeError):
@@ -55,30 +59,47 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """A kernel by name and what it is specialised on: plain data, so that it can go to another process or into a file.
+    """A kernel by name and what it is specialised on: picklable, so that it can go to another process.
 
     module, kernel: where the @triton.jit function is; the module must be importable in a new process.
     signature: Triton's type of each argument that is no constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>" a
         host tensor descriptor.
-    constexprs: the value of each constexpr argument; a dtype by its name in the language, "tl.bfloat16".
+    constexprs: the value of each constexpr argument, anything that pickles; a dtype by its name in the language, "tl.bfloat16".
     sm: compute capability, 90 for 9.0.
-    aligned: integer arguments to take as divisible by 16. Pointers always are.
+    aligned: pointers and integers to take as divisible by 16; None: every pointer.
     """
 
     module: str
     kernel: str
     signature: Mapping[str, str]
-    constexprs: Mapping[str, Constant]
+    constexprs: Mapping[str, Any]
     sm: int
     num_warps: int
     num_stages: int
-    aligned: Sequence[str] = ()
+    aligned: Sequence[str] | None = None
 
     def __str__(self) -> str:
         constants = ", ".join(f"{name}={value!r}" for name, value in self.constexprs.items())
         return (
             f"{self.module}:{self.kernel} for sm_{self.sm}, num_warps={self.num_warps}, num_stages={self.num_stages}, {constants}"
         )
+
+
+def request_for(launch: Launch, sm: int) -> CompileRequest:
+    """What compiles the kernel of a recorded launch for `sm`, specialised as the launch is for tensors at multiples of 16 bytes."""
+    function = launch.kernel.fn
+    signature, constexprs = {}, {}
+    for name, value in zip(launch.kernel.arg_names, launch.arguments, strict=True):
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{type_canonicalisation_dict[str(value.dtype).removeprefix('torch.')]}"
+        elif type(value) in (int, float):
+            signature[name] = "i32" if type(value) is int else "fp32"
+        else:
+            constexprs[name] = value
+    aligned = [name for name in signature if name in WIDE]
+    return CompileRequest(
+        function.__module__, function.__name__, signature, constexprs, sm, launch.tile.num_warps, launch.tile.num_stages, aligned
+    )
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,7 @@ class CompileReport:
     shared_bytes: shared memory per block; to compare with SHARED_MEMORY_LIMIT.
     instructions: how often each SASS operation stands in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static, not
         executed, counts.
+    loops: the same for each innermost loop, in the order of the code.
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
     """
@@ -101,6 +123,7 @@ class CompileReport:
     spill_load_bytes: int
     shared_bytes: int
     instructions: dict[str, int] = field(repr=False)
+    loops: tuple[dict[str, int], ...] = field(repr=False)
     warnings: tuple[str, ...]
     compile_seconds: float
 
@@ -112,7 +135,13 @@ class CompileReport:
     @property
     def spill_instructions(self) -> int:
         """Stores to and loads from local memory in the code."""
-        return self.instructions.get("STL", 0) + self.instructions.get("LDL", 0)
+        return _spills(self.instructions)
+
+    @property
+    def loop_spill_share(self) -> float:
+        """Stores to and loads from local memory, as a share of the instructions of the innermost loops with matrix products."""
+        products = [loop for loop in self.loops if any(name.endswith("MMA") or name == "FFMA" for name in loop)]
+        return sum(map(_spills, products)) / max(1, sum(sum(loop.values()) for loop in products))
 
 
 def compile_for(
@@ -122,7 +151,7 @@ def compile_for(
     sm: int,
     num_warps: int,
     num_stages: int,
-    aligned: Sequence[str] = (),
+    aligned: Sequence[str] | None = None,
 ) -> CompileReport:
     """Compile `kernel` in this process, whose kernels must not be interpreted; the arguments are those of `CompileRequest`.
 
@@ -134,17 +163,18 @@ def compile_for(
             f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
         )
     names = kernel.arg_names
-    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned) - set(signature)):
+    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
         raise ValueError(
             f"signature and constexprs together must name each argument of {kernel.__name__} once, and aligned some of those in "
             f"signature; wrong or missing: {', '.join(sorted(wrong))}"
         )
     types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [name for name in names if types[name].startswith("*")] if aligned is None else aligned
     source = ASTSource(  # attrs in the arguments' order, which is part of Triton's cache key
         fn=kernel,
         signature=types,
         constexprs={(names.index(name),): value for name, value in constexprs.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*") or name in aligned},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
     )
     target, options = GPUTarget("cuda", sm, 32), {"num_warps": num_warps, "num_stages": num_stages}
     start = time.perf_counter()
@@ -166,9 +196,24 @@ def compile_for(
         spill_load_bytes=sum(map(int, loads)),
         shared_bytes=compiled.metadata.shared,
         instructions=dict(Counter(SASS_OPERATION.findall(sass))),
+        loops=_innermost_loops(sass),
         warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
         compile_seconds=seconds,
     )
+
+
+def _spills(instructions: Mapping[str, int]) -> int:
+    return instructions.get("STL", 0) + instructions.get("LDL", 0)
+
+
+def _innermost_loops(sass: str) -> tuple[dict[str, int], ...]:
+    """Instruction counts between each branch back and the label it goes to, where no other such stretch lies inside."""
+    lines = sass.splitlines()
+    labels = {found[1]: n for n, line in enumerate(lines) if (found := SASS_LABEL.match(line))}
+    branches = ((n, SASS_BRANCH.search(line)) for n, line in enumerate(lines))
+    loops = [(labels[found[1]], n) for n, found in branches if found and labels.get(found[1], n) < n]
+    innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return tuple(dict(Counter(SASS_OPERATION.findall("\n".join(lines[a : b + 1])))) for a, b in innermost)
 
 
 def _compile(source: ASTSource, target: GPUTarget, options: dict[str, int]) -> tuple[CompiledKernel, str]:
@@ -200,57 +245,52 @@ def compile_many(requests: Sequence[CompileRequest], workers: int | None = None)
         return []
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    job = {"workers": workers or os.cpu_count(), "requests": [dataclasses.asdict(request) for request in requests]}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(job),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise CompileError(f"the compiling process ended with {done.returncode}: {done.stderr[-4000:]}")
-    answers = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        job, answer = Path(folder, "job"), Path(folder, "answer")
+        job.write_bytes(pickle.dumps((workers or os.cpu_count(), list(requests))))
+        done = subprocess.run([sys.executable, "-m", __name__, job, answer], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise CompileError(f"the compiling process ended with {done.returncode}: {done.stderr[-4000:]}")
+        answers = pickle.loads(answer.read_bytes())
     if failures := [f"{request}\n{answer}" for request, answer in zip(requests, answers, strict=True) if isinstance(answer, str)]:
         raise CompileError(
             f"{len(failures)} of {len(requests)} kernels do not compile\n\n" + "\n\n".join([*failures, done.stderr[-4000:]])
         )
-    return [CompileReport(**answer | {"warnings": tuple(answer["warnings"])}) for answer in answers]
+    return answers
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    requests = [CompileRequest(**request) for request in job["requests"]]
+def main(job: str, answer: str) -> None:
+    workers, requests = pickle.loads(Path(job).read_bytes())
     # Forked, so that torch and triton are imported once.
-    with ProcessPoolExecutor(job["workers"], mp_context=multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(_answer, request) for request in requests]
         answers = [_outcome(future) for future in futures]
-    sys.stdout.write("\n" + json.dumps(answers))
+    Path(answer).write_bytes(pickle.dumps(answers))
 
 
-def _answer(request: CompileRequest) -> dict[str, Any] | str:
+def _answer(request: CompileRequest) -> CompileReport | str:
     """The report, or the message of what went wrong."""
     try:
         kernel = getattr(importlib.import_module(request.module), request.kernel)
         constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
-        report = compile_for(
+        return compile_for(
             kernel, request.signature, constexprs, request.sm, request.num_warps, request.num_stages, request.aligned
         )
     except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others' reports
         return f"{type(error).__name__}: {error}"
-    return dataclasses.asdict(report)
 
 
-def _outcome(future: Future[dict[str, Any] | str]) -> dict[str, Any] | str:
+def _outcome(future: Future[CompileReport | str]) -> CompileReport | str:
     try:
         return future.result()
     except BrokenProcessPool:
         return "a compiling process died on this kernel or on one that was compiled beside it"
 
 
-def _constant(value: Constant) -> Any:
+def _constant(value: Any) -> Any:
     return getattr(tl, value.removeprefix("tl.")) if isinstance(value, str) and value.startswith("tl.") else value
 
 
 if __name__ == "__main__":
-    main()
+    # By its full name: what is unpickled must be the classes of the module, not those of __main__.
+    importlib.import_module("flexattn.kernels_triton.compile_report").main(*sys.argv[1:])

@@ -34,62 +34,119 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (2 * first, 0) if second == first else (first, second)
 
 
-# Per (compute capability, bytes of an element): rows of (the largest d_qk + d_v, as the tiles hold them, that it serves, tile).
-# A device takes the rows of the newest capability that is not newer than its own. 8.6, 8.9 and 12.0 have 99 KiB of shared memory
-# for a program, 8.0 has 163, 9.0 and 10.0 have 227.
-Table = dict[tuple[int, int], tuple[tuple[int, Tile], ...]]
+class Row(NamedTuple):
+    head_dims: int  # the largest d_qk + d_v, as the tiles hold them, that this row serves
+    tile: Tile
+    loaded: Tile  # with a bias or dropout, whose tiles are beside the scores in registers and shared memory
 
-_SMALL = ((512, Tile(32, 32, 4, 1)),)
+
+# By (compute capability, bytes of an element). A device takes the rows of the newest capability that is not newer than its own.
+# 8.6, 8.9 and 12.0 have 99 KiB of shared memory for a program, 8.0 has 163, 9.0 and 10.0 have 227.
+Table = dict[tuple[int, int], tuple[Row, ...]]
+
+_SMALL = (Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),)
 
 FORWARD: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
-    (80, 2): ((128, Tile(128, 64, 4, 3)), (256, Tile(128, 64, 8, 2)), (512, Tile(64, 64, 8, 2))),
-    (86, 2): ((128, Tile(128, 64, 4, 2)), (256, Tile(128, 32, 8, 2)), (512, Tile(64, 32, 8, 2))),
-    (90, 2): (
-        (128, Tile(128, 64, 4, 3)),
-        (320, Tile(128, 128, 8, 2)),
-        (512, Tile(128, 64, 8, 2)),
+    (80, 2): (
+        Row(128, Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
+        Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
     ),
-    (80, 4): ((128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 2)), (512, Tile(32, 32, 8, 1))),
-    (86, 4): ((128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 1)), (512, Tile(32, 16, 8, 1))),
+    (86, 2): (
+        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Row(256, Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+        Row(512, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+    ),
+    (90, 2): (
+        Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
+        Row(320, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+        Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+    ),
+    (80, 4): (
+        Row(128, Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+        Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(512, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    ),
 }
-FORWARD[90, 4] = FORWARD[80, 4]
-FORWARD[120, 2], FORWARD[120, 4] = FORWARD[86, 2], FORWARD[86, 4]
 
 DQ: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
-    (80, 2): ((128, Tile(64, 64, 4, 2)), (256, Tile(64, 64, 8, 2)), (512, Tile(64, 32, 8, 1))),
-    (86, 2): ((128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 8, 2)), (512, Tile(32, 32, 8, 1))),
-    (90, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(128, 64, 8, 2)), (512, Tile(64, 64, 8, 2))),
-    (80, 4): ((128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1)), (512, Tile(16, 32, 8, 1))),
-    (86, 4): ((128, Tile(32, 32, 4, 1)), (256, Tile(32, 16, 8, 1)), (512, Tile(16, 16, 8, 1))),
+    (80, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Row(256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        Row(512, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ),
+    (86, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Row(256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+        Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ),
+    (90, 2): (
+        Row(128, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+        Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+    ),
+    (80, 4): (
+        Row(128, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+        Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ),
 }
-DQ[90, 4] = DQ[80, 4]
-DQ[120, 2], DQ[120, 4] = DQ[86, 2], DQ[86, 4]
 
 DKDV: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
-    (80, 2): ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 4, 2)), (512, Tile(32, 32, 8, 1))),
-    (86, 2): ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 1)), (512, Tile(16, 32, 8, 1))),
-    (90, 2): ((128, Tile(64, 128, 8, 2)), (256, Tile(32, 128, 8, 2)), (512, Tile(32, 64, 8, 2))),
-    (80, 4): ((128, Tile(32, 32, 4, 1)), (256, Tile(16, 32, 8, 1)), (512, Tile(16, 16, 8, 1))),
-    (86, 4): ((128, Tile(32, 32, 4, 1)), (256, Tile(16, 32, 8, 1)), (512, Tile(16, 16, 8, 1))),
+    (80, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        Row(256, Tile(32, 64, 4, 2), Tile(32, 64, 8, 1)),
+        Row(512, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ),
+    (86, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        Row(256, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1)),
+        Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ),
+    (90, 2): (
+        Row(128, Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+        Row(256, Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+        Row(512, Tile(32, 64, 8, 2), Tile(16, 64, 8, 1)),
+    ),
+    # d 256: dk, dv and two tiles of scores are more than tensor memory has; tiles of 32 keys are multiplied in registers
+    (100, 2): (
+        Row(128, Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+        Row(256, Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+        Row(384, Tile(32, 64, 8, 2), Tile(32, 64, 8, 1)),
+        Row(512, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ),
+    (80, 4): (
+        Row(128, Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ),
 }
-DKDV[90, 4] = DKDV[80, 4]
-DKDV[120, 2], DKDV[120, 4] = DKDV[86, 2], DKDV[86, 4]
+
+for _table in (FORWARD, DQ, DKDV):
+    _table[120, 2] = _table[86, 2]
 
 BIAS_GRADIENT: Table = {
     (INTERPRETER, 2): _SMALL,
     (INTERPRETER, 4): _SMALL,
-    (80, 2): ((256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 4, 1))),
-    (80, 4): ((256, Tile(32, 32, 8, 1)), (512, Tile(16, 16, 4, 1))),
+    (80, 2): (
+        Row(256, Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+        Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    ),
+    (80, 4): (
+        Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(512, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ),
 }
 
 
-def select_tile(table: Table, capability: int, element_size: int, head_dims: int) -> Tile:
-    """The committed tile; `head_dims` is d_qk + d_v as the tiles hold them (`Problem.head_dims`)."""
+def select_tile(table: Table, capability: int, element_size: int, head_dims: int, is_loaded: bool) -> Tile:
+    """The committed tile of a problem: its `head_dims`, and whether it `is_loaded` with a bias or dropout."""
     newest = max(sm for sm, size in table if size == element_size and sm <= capability)
-    return next(tile for widest, tile in table[newest, element_size] if head_dims <= widest)
+    row = next(row for row in table[newest, element_size] if head_dims <= row.head_dims)
+    return row.loaded if is_loaded else row.tile

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import FORWARD, Tile, select_tile
-from flexattn.kernels_triton.launch import launch
+from flexattn.kernels_triton.configs import FORWARD, Tile
+from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LN2,
     dropout_keep,
@@ -24,7 +24,7 @@ from flexattn.kernels_triton.primitives import (
     store_zeros,
     visible_range,
 )
-from flexattn.kernels_triton.problem import UNALIGNED, UNSPECIALIZED, Problem, row_strides
+from flexattn.kernels_triton.problem import Problem, row_strides
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _attn_fwd_loop(
     return acc0, acc1, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+@kernel
 def _attn_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -158,7 +158,15 @@ def _attn_fwd_kernel(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     start_kv, len_kv, _ = load_sequence(
-        cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, b, batch, num_tokens_kv, max_seqlen_kv, META.IS_RAGGED_KV, META.HAS_GAPS_KV, META
+        cu_seqlens_kv_ptr,
+        cu_seqlens_kv_padded_ptr,
+        b,
+        batch,
+        num_tokens_kv,
+        max_seqlen_kv,
+        META.IS_RAGGED_KV,
+        META.HAS_GAPS_KV,
+        META,
     )
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -252,8 +260,10 @@ def _attn_fwd_kernel(
         store_tile(out_base, out1, rows, slot_q, stride_os, V0, V1, META.HEAD_DIM_V, META.ALIGN)
 
 
-def attention_forward(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: Tile | None = None) -> None:
-    """Write out, laid out as q with v's head dim; lse, fp32 [b, h, sq] or [h, total_q]; and max_logit, fp32 [h], unless it is None."""
+def attention_forward(
+    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: Tile | None = None
+) -> None:
+    """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h]."""
     x = problem
     if x.batch == 0:  # no program to write the padding
         out.zero_()
@@ -261,7 +271,7 @@ def attention_forward(problem: Problem, out: Tensor, lse: Tensor, max_logit: Ten
         if max_logit is not None:
             max_logit.fill_(float("-inf"))
         return
-    tile = tile or select_tile(FORWARD, x.capability, x.q.element_size(), x.head_dims)
+    tile = tile or x.tile(FORWARD)
     meta = x.meta(tile, (out,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None

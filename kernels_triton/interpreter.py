@@ -44,8 +44,8 @@ def right_arithmetic() -> Iterator[None]:
     - A cast rounds to nearest even (toward zero where the kernel asks), bit for bit as torch casts. Past its range bf16 becomes
       infinite; fp8 saturates at 448 (e4m3fn) or 57344 (e5m2), infinities too, as `cvt.rn.satfinite` of the PTX ISA does and torch
       does not. Not imitated: sm_89 takes fp32 to fp8 through fp16, rounding toward zero on the way.
-    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too; / and % give fp32; comparisons compare values. (Triton compiles none
-      of these for fp8: cast first.)
+    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too; / and % give fp32; comparisons compare
+      values. (Triton compiles none of these for fp8: cast first.)
     - tl.dot multiplies exactly, and rounds once where the accumulator is fp32, so that a product and its transpose are equal to the
       bit. fp32 operands are not rounded to tf32.
     - tl.sum, tl.cumsum and tl.cumprod over bf16 compute in fp32 and round once, as torch does. A compiled tl.sum rounds after each

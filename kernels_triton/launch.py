@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from flexattn.kernels_triton import interpreter
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
+
+WIDE = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}  # read and written 16 bytes at a time
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """`triton.jit` for what is launched: compiled for no integer's value and for no small tensor's address.
+
+    So a new length, batch size, stride or window never compiles it again. Strides come in units of `Meta.ALIGN` instead, and the
+    wide tensors are still told apart by whether they begin at a multiple of 16 bytes.
+    """
+    run_time = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty and p.name not in WIDE]
+    return triton.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
 
 
 @functools.lru_cache(maxsize=64)
@@ -27,13 +42,38 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+class Launch(NamedTuple):
+    """One launch as it was asked for: what `compile_report.request_for` needs to compile the same kernel for another device."""
+
+    kernel: Any
+    tile: Tile
+    arguments: tuple[Any, ...]
+
+
+_recording: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Inside, nothing is launched: the list that this gives fills up with what would have been. Outputs stay as they were."""
+    global _recording
+    before, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = before
+
+
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Run `programs` programs of `kernel` on `device`; none for 0."""
     if programs == 0:
+        return
+    if _recording is not None:
+        _recording.append(Launch(kernel, tile, arguments))
         return
     if interpreter.INTERPRETED:
         with interpreter.right_arithmetic():
             kernel[(programs,)](*arguments)
         return
-    with torch.cuda.device(device) if device.index != torch.cuda.current_device() else contextlib.nullcontext():
+    with torch.cuda.device(device):
         kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -49,9 +49,7 @@ def head_base(ptr, b, h, start, stride_b, stride_s, stride_h, ALIGN: tl.constexp
 
 
 @triton.jit
-def load_head(
-    bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META: tl.constexpr
-):
+def load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META: tl.constexpr):
     # What `logits` needs of one head: where its bias begins, and its ALiBi slope.
     bias_base = tl.zeros([], tl.float32)  # never used
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:

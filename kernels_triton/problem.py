@@ -9,42 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import Tile, split_head_dim
+from flexattn.kernels_triton.configs import Table, Tile, select_tile, split_head_dim
 from flexattn.kernels_triton.launch import capability_of
-
-# Kernels are never compiled for the value of an integer: a new length, batch size or stride must not compile anything.
-# Every kernel begins with these arguments, in this order; `Problem.arguments` gives them.
-SCALARS = (
-    "dropout_threshold",
-    "batch",
-    "num_heads",
-    "group_size",
-    "num_tokens_q",
-    "num_tokens_kv",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-    "window_left",
-    "window_right",
-    "bottom_right",
-    "stride_bias_b",
-    "stride_bias_h",
-    "stride_bias_m",
-    "stride_bias_n",
-    "stride_alibi_b",
-)
-STRIDES = tuple(f"stride_{x}{dim}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for dim in "bsh")
-UNSPECIALIZED = [*SCALARS, *STRIDES, "num_splits"]
-# Nor for the address of a small tensor, which may be a view at any element.
-UNALIGNED = [
-    "bias_ptr",
-    "alibi_slopes_ptr",
-    "softmax_offset_ptr",
-    "rng_state_ptr",
-    "cu_seqlens_q_ptr",
-    "cu_seqlens_kv_ptr",
-    "cu_seqlens_q_padded_ptr",
-    "cu_seqlens_kv_padded_ptr",
-]
 
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
 
@@ -142,13 +108,14 @@ class Problem:
         return self.q.device
 
     @property
-    def capability(self) -> int:
-        return capability_of(self.q.device)
-
-    @property
     def head_dims(self) -> int:
         """d_qk + d_v as the tiles hold them: what registers and shared memory go with."""
         return sum(split_head_dim(self.q.shape[-1])) + sum(split_head_dim(self.v.shape[-1]))
+
+    def tile(self, table: Table, capability: int | None = None) -> Tile:
+        """The committed tile for this problem, on its own device or on one of `capability`."""
+        capability = capability_of(self.device) if capability is None else capability
+        return select_tile(table, capability, self.q.element_size(), self.head_dims, self.bias is not None or self.dropout_p > 0)
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
@@ -183,7 +150,7 @@ class Problem:
         )
 
     def arguments(self, meta: Meta) -> tuple[Any, ...]:
-        """The arguments every kernel begins with: tensors, floats, then `SCALARS`, then the strides of q, k and v."""
+        """The arguments that every kernel begins with, in this order."""
         bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
         slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
         threshold = round(self.dropout_p * 2**32)

@@ -50,7 +50,7 @@ def _request(sm: int, dtype: str = "bf16", size: int = 64, inner: int = 64) -> C
         sm=sm,
         num_warps=4,
         num_stages=STAGES,
-        aligned=("stride",),
+        aligned=("a_ptr", "b_ptr", "out_ptr", "stride"),
     )
 
 
@@ -62,6 +62,8 @@ def test_reports_in_the_order_of_the_requests():
         assert 0 < report.registers <= 255
         assert report.stack_bytes == report.spill_store_bytes == report.spill_load_bytes == report.spill_instructions == 0
         assert report.warnings == ()
+        assert [loop for loop in report.loops if loop.get(instruction)]
+        assert report.loop_spill_share == 0
         # sm_100 adds a few bytes of barriers to the tiles in flight
         tiles = 2 * 64 * 64 * (1 if dtype == "fp8e4nv" else 2) * (STAGES - 1)
         assert tiles <= report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
@@ -75,6 +77,7 @@ def test_spills_and_warnings_are_seen():
     assert report.spill_store_bytes > 0
     assert report.spill_load_bytes > 0
     assert report.instructions["STL"] + report.instructions["LDL"] == report.spill_instructions > 0
+    assert 0 < report.loop_spill_share < 1
     assert [warning for warning in report.warnings if "C7511" in warning]  # wgmma is serialised for want of registers
 
 

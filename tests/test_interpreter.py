@@ -285,6 +285,42 @@ def test_dot_accumulates_in_fp32(dtype):
     _assert_same(out, a.float() @ b.float().T + c)
 
 
+@triton.jit
+def _transposed_dots_kernel(a_ptr, b_ptr, out_ptr, transposed_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr):
+    m, n, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    a = tl.load(a_ptr + m[:, None] * INNER + k[None, :])
+    b = tl.load(b_ptr + n[:, None] * INNER + k[None, :])
+    tl.store(out_ptr + m[:, None] * COLUMNS + n[None, :], tl.dot(a, b.T))
+    tl.store(transposed_ptr + m[None, :] * COLUMNS + n[:, None], tl.dot(b, a.T))
+
+
+@interpreted
+def test_a_dot_and_its_transpose_are_equal():
+    a, b = torch.randn(M, K), torch.randn(N, K)
+    out, transposed = torch.empty(M, N), torch.empty(M, N)
+    with right_arithmetic():
+        _transposed_dots_kernel[(1,)](a, b, out, transposed, ROWS=M, COLUMNS=N, INNER=K)
+    _assert_same(out, (a.double() @ b.double().T).float())
+    _assert_same(transposed, out)
+
+
+@triton.jit
+def _fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out_ptr + i, tl.fma(tl.load(x_ptr + i), tl.load(y_ptr + i), tl.load(z_ptr + i)))
+
+
+@interpreted
+def test_fma_of_fp32_rounds_once():
+    x, y = torch.randn(K), torch.randn(K)
+    z = -(x * y)  # what is left of the sum is the product's rounding error, which two roundings lose
+    out = torch.empty(K)
+    with right_arithmetic():
+        _fma_kernel[(1,)](x, y, z, out, SIZE=K)
+    _assert_same(out, (x.double() * y.double() + z.double()).float())
+    assert out.any()
+
+
 @interpreted
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_sum_of_bf16(axis):

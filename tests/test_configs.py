@@ -1,0 +1,173 @@
+"""Every row of the tile tables, compiled ahead of time for its architecture: shared memory, spills, matrix instructions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from flexattn.kernels_triton import configs
+from flexattn.kernels_triton.backward import attention_backward
+from flexattn.kernels_triton.bias_gradient import bias_gradient
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileReport, CompileRequest, compile_many, request_for
+from flexattn.kernels_triton.configs import select_tile, split_head_dim
+from flexattn.kernels_triton.forward import attention_forward
+from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.problem import Problem
+
+SMS = (80, 89, 90, 100, 120)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
+UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # as wide in all as a row serves, and all on one side
+MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+# Spills in the loops, as a share of their instructions: next to none in plain half precision; some with every feature at once,
+# and in fp32, whose products go through ordinary registers.
+LOOP_SPILLS = {"plain": 0.01, "full": 0.08, "fp32": 0.08}
+
+
+class Case(NamedTuple):
+    kernel: str
+    sm: int
+    dtype: torch.dtype
+    head_dims: tuple[int, int]
+    features: str
+
+    def __str__(self) -> str:
+        dims = "x".join(map(str, self.head_dims))
+        return f"{self.kernel}-sm{self.sm}-{str(self.dtype).removeprefix('torch.')}-d{dims}-{self.features}"
+
+    @property
+    def request(self) -> CompileRequest:
+        return request_for(_launch(self), self.sm)
+
+
+def _launch(case: Case):
+    """What a launch of the kernel would be on the device, with the tile that the tables have for it."""
+    heads, length, (d_qk, d_v) = 4, 64, case.head_dims
+    full = case.features == "full"
+    shape = (2 * length, heads) if full else (2, length, heads)
+    q, k = (torch.zeros(*shape, d_qk, dtype=case.dtype) for _ in "qk")
+    v, out = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
+    lse = torch.zeros(heads, 2 * length) if full else torch.zeros(2, heads, length)
+    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+    features = {
+        "window_left": 17,
+        "bias": torch.zeros(1, heads, length, length),  # fp32 takes the most shared memory
+        "alibi_slopes": None,
+        "softcap": 30.0,
+        "has_sink": True,
+        "softmax_offset": torch.zeros(heads),
+        "dropout_p": 0.1,
+        "rng_state": torch.zeros(2, dtype=torch.int64),
+        "max_seqlen_q": length,
+        "max_seqlen_kv": length,
+    } | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens)
+    problem = Problem(q, k, v, softmax_scale=0.1, window_right=0, **(features if full else {}))
+
+    def tile(table: configs.Table) -> configs.Tile:
+        return problem.tile(table, case.sm)
+
+    with recorded_launches() as launches:
+        if case.kernel == "forward":
+            attention_forward(problem, out, lse, torch.zeros(heads) if full else None, tile(configs.FORWARD))
+        elif case.kernel == "dbias":
+            bias_gradient(problem, torch.zeros(3, *lse.shape), out, problem.bias.clone(), tile(configs.BIAS_GRADIENT))
+        else:
+            gradients = (torch.zeros_like(t) for t in (q, k, v))
+            tiles = (tile(configs.DQ), tile(configs.DKDV))
+            doffset = torch.zeros(heads) if full else None
+            attention_backward(problem, out, lse, out, lse if full else None, *gradients, None, doffset, *tiles)
+    return launches[-1] if case.kernel == "dkdv" else launches[0]
+
+
+def _left_rows(case: Case) -> int:
+    """Rows of the left operand in the kernel's products."""
+    tile = _launch(case).tile
+    return tile.block_n if case.kernel == "dkdv" else tile.block_m
+
+
+def _cases(
+    kernels: str, sms: tuple[int, ...], dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...], features: str
+) -> list[Case]:
+    return [Case(kernel, sm, dtype, dims, features) for kernel in kernels.split() for sm in sms for dims in head_dims]
+
+
+SOME = [
+    *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv", (80, 89, 100), torch.bfloat16, ((128, 128), (256, 256)), "plain"),
+    *_cases("forward dq dkdv dbias", (80, 90), torch.bfloat16, ((128, 128),), "full"),
+]
+ALL = [
+    *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv", (90,), torch.float16, ((128, 128),), "plain"),
+    *_cases("forward dq dkdv", SMS, torch.bfloat16, UNEVEN_HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
+    *_cases("forward dq dkdv", SMS, torch.float32, ((64, 64), (128, 128), (256, 256)), "plain"),
+    *_cases("forward dq dkdv dbias", (90,), torch.float32, ((128, 128),), "full"),
+]
+
+
+def complaints(case: Case, report: CompileReport) -> list[str]:
+    found = []
+    if report.shared_bytes > SHARED_MEMORY_LIMIT[case.sm]:
+        found.append(f"{report.shared_bytes} bytes of shared memory, and there are {SHARED_MEMORY_LIMIT[case.sm]}")
+    limit = LOOP_SPILLS["fp32" if case.dtype is torch.float32 else case.features]
+    if report.loop_spill_share > limit:
+        found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
+    expected = MATRIX_INSTRUCTION[case.sm] if _left_rows(case) >= 64 else "HMMA"  # wgmma and tcgen05 begin at 64 rows
+    if case.dtype is not torch.float32 and set(report.matrix_instructions) != {expected}:
+        found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
+    if not report.loops:
+        found.append("no loop was found in the code")
+    if case.features == "plain" and report.warnings:
+        found.append(f"ptxas warns: {report.warnings}")
+    return [f"{case}: {text}" for text in found]
+
+
+def check(cases: list[Case]) -> None:
+    reports = compile_many([case.request for case in cases])
+    found = [text for case, report in zip(cases, reports, strict=True) for text in complaints(case, report)]
+    assert not found, "\n".join(found)
+
+
+def test_the_tiles_that_matter_most() -> None:
+    check(SOME)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sm", SMS)
+def test_every_tile(sm: int) -> None:
+    check([case for case in ALL if case.sm == sm])
+
+
+def test_head_dims_are_split_into_powers_of_two() -> None:
+    for head_dim in range(8, 257, 8):
+        first, second = split_head_dim(head_dim)
+        assert first + second >= head_dim
+        assert first > second
+        assert all(part in (0, 16, 32, 64, 128, 256) for part in (first, second))
+    assert [split_head_dim(d) for d in (8, 16, 40, 64, 72, 80, 96, 112, 160, 192, 256)] == [
+        *[(16, 0), (16, 0), (32, 16), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0)]
+    ]
+
+
+@pytest.mark.parametrize("table", [configs.FORWARD, configs.DQ, configs.DKDV, configs.BIAS_GRADIENT])
+def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
+    widths = {sum(split_head_dim(d)) for d in range(8, 257, 8)}
+    for capability in (configs.INTERPRETER, 80, 86, 87, 89, 90, 100, 103, 120, 121):
+        for element_size in (2, 4):
+            for total in {a + b for a in widths for b in widths}:
+                for is_loaded in (False, True):
+                    tile = select_tile(table, capability, element_size, total, is_loaded)
+                    assert all(n >= 16 and n & (n - 1) == 0 for n in tile[:2])
+
+
+def test_a_bad_tile_is_found() -> None:
+    """The gates of this file can fail: a forward tile that fits neither registers nor shared memory."""
+    case = Case("forward", 90, torch.bfloat16, (256, 256), "plain")
+    launch = _launch(case)
+    launch = launch._replace(tile=configs.Tile(128, 64, 4, 4))
+    [report] = compile_many([request_for(launch, 90)])
+    text = "\n".join(complaints(case, report))
+    assert "shared memory" in text
+    assert "spills" in text

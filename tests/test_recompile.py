@@ -1,0 +1,68 @@
+"""No length, batch size, stride, window, scale or address makes Triton compile a kernel again."""
+
+from __future__ import annotations
+
+# Runs where nothing is interpreted, with a driver that names a GPU and launches nothing: `warmup` goes through all that decides
+# whether a kernel is compiled, with the arguments that a launch would have.
+COUNT_COMPILATIONS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class NoGpu:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(NoGpu())
+
+from flexattn.kernels_triton.backward import attention_backward
+from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.forward import attention_forward
+from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.problem import Problem
+
+HEADS, D = 6, 72  # a head dim of which 16 is no divisor: strides are then not always multiples of 16
+TILE = Tile(64, 64, 4, 1)
+
+def run(batch, sq, skv, fmt, window, scale, offset):
+    def tensor(heads, length, d=D):
+        if fmt == "thd":
+            return torch.zeros(batch * length, heads, d, dtype=torch.bfloat16)
+        dense = torch.zeros(batch, heads, length, d, dtype=torch.bfloat16)
+        return dense.transpose(1, 2)
+    def small(*values):  # at any address
+        return torch.tensor([0] * offset + list(values), dtype=torch.int32)[offset:]
+    q, k, v, out = tensor(HEADS, sq), tensor(2, skv), tensor(2, skv), tensor(HEADS, sq)
+    cu = {}
+    if fmt == "thd":
+        cu = dict(cu_seqlens_q=small(*range(0, batch * sq + 1, sq)), cu_seqlens_kv=small(*range(0, batch * skv + 1, skv)))
+    bias = torch.zeros(1, HEADS, sq, skv + offset)[..., offset:]
+    problem = Problem(
+        q, k, v, scale, window_left=window, window_right=window, bias=bias, max_seqlen_q=sq, max_seqlen_kv=skv, **cu
+    )
+    lse = torch.zeros(HEADS, batch * sq) if fmt == "thd" else torch.zeros(batch, HEADS, sq)
+    with recorded_launches() as launches:
+        attention_forward(problem, out, lse, torch.zeros(HEADS), tile=TILE)
+        gradients = [torch.zeros_like(t) for t in (q, k, v)]
+        attention_backward(problem, out, lse, out, lse, *gradients, bias.clone(), None, TILE, TILE)
+    for launch in launches:
+        launch.kernel.warmup(*launch.arguments, grid=(1,), num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages)
+    return [launch.kernel for launch in launches]
+
+for fmt in ("bhsd", "thd"):
+    kernels = run(2, 64, 64, fmt, 16, 1.0, 0)
+    before = [len(kernel.device_caches[0][0]) for kernel in kernels]
+    for case in [(1, 17, 2, 1, 0.3, 1), (16, 33, 1000, 2**20, 1.0, 3), (1, 2, 16, 0, 2.5, 0), (31, 255, 129, 7, 0.0, 2)]:
+        batch, sq, skv, window, scale, offset = case
+        run(batch, sq, skv, fmt, window, scale, offset)
+    after = [len(kernel.device_caches[0][0]) for kernel in kernels]
+    print(fmt, [kernel.__name__ for kernel in kernels], before, after)
+    assert len(kernels) == 4 and all(before)
+    assert before == after, f"{fmt}: {after} compilations after new lengths, {before} before"
+"""
+
+
+def test_nothing_that_varies_compiles_again(fresh_python) -> None:
+    done = fresh_python("-c", COUNT_COMPILATIONS)
+    assert done.returncode == 0, done.stdout + done.stderr
