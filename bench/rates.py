@@ -5,8 +5,8 @@
     python -m bench.rates --head-dims 128 --tiles forward=128x128x8x3
     python -m bench.rates --head-dims 128 --seqlens 8192 --sweep forward=128x128x8x2,128x64x4x3 dkdv=64x128x8x2
 
-Inputs are standard normal. Each result is checked in fp64, on one head of one sequence, before it is timed, and a wrong one is never
-timed. Times are of CUDA events around single calls, the implementations taking turns, L2 emptied before each: median and quartiles.
+Inputs are standard normal. Each result is checked in fp64, on one head of one sequence, before it is timed; a wrong one never is.
+Times are of CUDA events around single calls, the implementations taking turns, L2 emptied before each: median and quartiles.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ MEASURES = "CUDA events around one call; median and quartiles over calls that ta
 FLOPS = "4 * batch * heads * seqlen**2 * head_dim, half of it with a causal mask, times 2.5 backward (FlashAttention's count)"
 BYTES = "each of q, k, v, out (backward: q, k, v, out, dout, dq, dk, dv) once"
 KERNEL_FLOPS = "those of a kernel's own products: forward 2 of 2 * batch * heads * seqlen**2 * head_dim, dq 3, dkdv 4; causal half"
-KERNELS = {"forward": ("forward", 0, 2, 4), "dq": ("backward", 0, 3, 6), "dkdv": ("backward", 1, 4, 6)}
-"""Of each kernel: the direction it runs in, its place among that direction's launches, its products, the tensors it touches."""
+KERNELS = {
+    "forward": ("forward", "_attn_fwd_kernel", 2, 4),
+    "dq": ("backward", "_attn_bwd_dq_kernel", 3, 6),
+    "dkdv": ("backward", "_attn_bwd_dkdv_kernel", 4, 6),
+}
+"""Of each kernel: the direction it runs in, its name in the source, its products, the tensors it touches."""
 
 MATMUL_SIZE = 8192
 WARM_UPS = 3
 ROUNDS = (10, 200)  # at least, at most
-FLUSH_BYTES = 2**29  # several times any L2; writing it also takes longer than a host takes to enqueue a call
+FLUSH_BYTES = 2**30  # several times any L2; writing it also takes longer than a host takes to enqueue a call
 
 
 class Work(NamedTuple):
@@ -157,31 +161,35 @@ Check = Callable[[Sequence[Tensor]], None]
 
 def measure(
     cell: Cell,
-    implementations: Sequence[Implementation],
+    candidates: Sequence[Implementation],
     tensors: Tensors,
     check: Check,
     timer: Timer,
     matmul_tflops: float,
     work: Work | None = None,
 ) -> list[Row]:
-    """A row for each implementation. Only those whose results pass `check` are given to `timer` (milliseconds of each call)."""
+    """A row for each candidate. Only those whose results pass `check` are given to `timer` (milliseconds of each call)."""
     work = work or cell.work
     rows: dict[str, Row] = {}
     timed: dict[str, Callable[[], object]] = {}
-    for name, version_, prepare in implementations:
-        row = Row(name, version_, *cell, cell.batch, cell.heads, "measured")
+    for name, its_version, prepare in candidates:
+        rows[name] = Row(name, its_version, *cell, cell.batch, cell.heads, "measured")
         with warnings.catch_warnings(record=True) as said:  # SDPA gives its reasons as warnings
             warnings.simplefilter("always")
             try:
                 prepared = prepare(cell, tensors)
-                check(prepared.results())
-                timed[name] = prepared.timed
-            except AssertionError as e:
-                row = row._replace(status="wrong", reason=str(e))
+                results = prepared.results()
             except Exception as e:  # whatever keeps a peer from running is its row in the table
                 texts = dict.fromkeys([f"{type(e).__name__}: {e}", *(str(w.message) for w in said)])
-                row = row._replace(status="refused", reason="; ".join(" ".join(text.split())[:300] for text in texts))
-        rows[name] = row
+                reason = "; ".join(" ".join(text.split())[:300] for text in texts)
+                rows[name] = rows[name]._replace(status="refused", reason=reason)
+                continue
+        try:
+            check(results)
+        except AssertionError as e:
+            rows[name] = rows[name]._replace(status="wrong", reason=str(e))
+        else:
+            timed[name] = prepared.timed
     for name, times in (timer(timed) if timed else {}).items():
         q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
         tflops = work.flops / median * 1e-9
@@ -285,7 +293,7 @@ def differentiable(attend: Callable[[Cell], Attend], layout: str) -> Callable[[C
 
 def _flexattn(cell: Cell) -> Attend:
     mask = "causal" if cell.causal else "no_mask"
-    return lambda q, k, v: flexattn.attention(q, k, v, attn_mask_type=mask, backend="triton")  # type: ignore[return-value]
+    return lambda q, k, v: flexattn.attention(q, k, v, attn_mask_type=mask, backend="triton")
 
 
 def _sdpa(backend: str, cell: Cell) -> Attend:
@@ -308,11 +316,11 @@ def _flex_attention(mode: str, cell: Cell) -> Attend:
     block_mask = None
     if cell.causal:
         block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.seqlen, cell.seqlen, device="cuda")
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)  # type: ignore[no-any-return]
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
 
 
-def implementations(flex_mode: str) -> list[Implementation]:
-    """flexattn and its peers, each in the layout that it is made for."""
+def flexattn_and_peers(flex_mode: str) -> list[Implementation]:
+    """Each in the layout that it is made for."""
     torch_version = f"torch {torch.__version__}"
     return [
         Implementation(OURS, flexattn.__version__, differentiable(_flexattn, "bshd")),
@@ -358,12 +366,14 @@ def with_tiles(tiles: dict[str, Any], cell: Cell, tensors: Tensors) -> Prepared:
 
 
 @contextmanager
-def _captured_launches(launches: list[tuple[Any, ...]]) -> Iterator[None]:
+def _captured_launches(kernel: str, launches: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Inside, what launches that kernel is kept as well as run."""
     from flexattn.kernels_triton import backward, forward
     from flexattn.kernels_triton.launch import launch
 
     def launch_and_keep(*arguments: Any) -> None:
-        launches.append(arguments)
+        if arguments[0].__name__ == KERNELS[kernel][1]:
+            launches.append(arguments)
         launch(*arguments)
 
     with mock.patch.object(forward, "launch", launch_and_keep), mock.patch.object(backward, "launch", launch_and_keep):
@@ -371,38 +381,50 @@ def _captured_launches(launches: list[tuple[Any, ...]]) -> Iterator[None]:
 
 
 def one_kernel(kernel: str, tile: Any, cell: Cell, tensors: Tensors) -> Prepared:
-    """One of our kernels alone, launched again and again on what a whole call gave it; `tile` None is the committed one."""
+    """One of our kernels alone, launched again and again on what a whole call gave it."""
     from flexattn.kernels_triton.launch import launch
 
-    whole = with_tiles({} if tile is None else {kernel: tile}, cell, tensors)
+    whole = with_tiles({kernel: tile}, cell, tensors)
     launches: list[tuple[Any, ...]] = []
 
     def results() -> Sequence[Tensor]:
-        with _captured_launches(launches):
+        with _captured_launches(kernel, launches):
             return whole.results()
 
-    _, place, _, _ = KERNELS[kernel]
-    return Prepared(results, lambda: launch(*launches[place]))
+    def timed() -> None:
+        for arguments in launches:
+            launch(*arguments)
+
+    return Prepared(results, timed)
+
+
+def committed_tile(kernel: str, head_dim: int, device: str) -> Any:
+    from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD
+    from flexattn.kernels_triton.problem import Problem
+
+    x = torch.empty(1, 1, 1, head_dim, dtype=DTYPE, device=device)
+    return Problem(x, x, x, softmax_scale=1.0).tile({"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel])
 
 
 def parse_tiles(text: str) -> tuple[str, list[Any]]:
-    """'dq=64x64x4x2,128x64x8x2' -> ('dq', [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)])"""
+    """'dq=64x64x4x2,128x64x8x2' -> ('dq', [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)]); a flag follows by its name."""
     from flexattn.kernels_triton.configs import Tile
 
     kernel, _, tiles = text.partition("=")
     try:
-        parsed = [Tile(*map(int, tile.split("x"))) for tile in tiles.split(",")]
+        split = [tile.split("x") for tile in tiles.split(",")]
+        parsed = [Tile(*map(int, fields[:4]), **dict.fromkeys(fields[4:], True)) for fields in split]
     except (TypeError, ValueError):
         parsed = []
     if kernel not in KERNELS or not parsed:
         raise argparse.ArgumentTypeError(
-            f"{text!r}; accepted: {' or '.join(KERNELS)}, then = and tiles as block_m x block_n x warps x stages: forward=128x64x4x3"
+            f"{text!r}; accepted: {', '.join(KERNELS)}, then = and tiles (block_m, block_n, warps, stages), as forward=128x64x4x3"
         )
     return kernel, parsed
 
 
 def tile_name(tile: Any) -> str:
-    return "x".join(map(str, tile))
+    return "x".join(name if value is True else str(value) for name, value in tile._asdict().items() if value is not False)
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -431,7 +453,7 @@ def verdict(rows: Sequence[Row], peer: str = FLEX) -> str:
     """In how many cells flexattn's median is below the peer's, and each cell where it is not."""
     ours, theirs = ({r[2:6]: r for r in rows if r.name == name and r.us is not None} for name in (OURS, peer))
     both = [(cell, ours[cell].us, theirs[cell].us) for cell in ours if cell in theirs]
-    slower = [f"  {Cell(*cell)}: {us / their_us:.2f} times its time" for cell, us, their_us in both if us >= their_us]  # type: ignore[operator]
+    slower = [f"  {Cell(*cell)}: {us / their_us:.2f} times its time" for cell, us, their_us in both if us >= their_us]
     return "\n".join(
         [f"faster than {peer} in {len(both) - len(slower)} of the {len(both)} cells where both were measured", *slower]
     )
@@ -500,28 +522,31 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 Group = tuple[Cell, list[Implementation], Work]
 
 
-def groups(args: argparse.Namespace) -> list[Group]:
+def groups(args: argparse.Namespace, device: str) -> list[Group]:
     """What is measured together, in order."""
     shapes = [(d, mask == "causal", s) for d in args.head_dims for mask in args.masks for s in args.seqlens]
     if args.sweep:
-        found: list[Group] = []
-        for shape in shapes:
-            for kernel, tiles in args.sweep:
-                candidates = [
-                    Implementation(f"{kernel} {'committed' if tile is None else tile_name(tile)}", flexattn.__version__, prepare)
-                    for tile in [None, *dict.fromkeys(tiles)]
-                    for prepare in [functools.partial(one_kernel, kernel, tile)]
-                ]
-                cell = Cell(KERNELS[kernel][0], *shape)
-                found.append((cell, candidates, cell.kernel_work(kernel)))
-        return found
-    everyone = implementations(args.flex_mode)
+        return [_sweep(kernel, tiles, Cell(KERNELS[kernel][0], *shape), device) for shape in shapes for kernel, tiles in args.sweep]
+    everyone = flexattn_and_peers(args.flex_mode)
     if args.tiles:
         tiles = {kernel: tile for kernel, [tile] in args.tiles}
         name = " ".join(f"{kernel}={tile_name(tile)}" for kernel, tile in tiles.items())
         everyone.insert(1, Implementation(name, flexattn.__version__, functools.partial(with_tiles, tiles)))
     cells = [Cell(direction, *shape) for shape in shapes for direction in args.directions]
     return [(cell, everyone, cell.work) for cell in cells]
+
+
+def _sweep(kernel: str, tiles: Sequence[Any], cell: Cell, device: str) -> Group:
+    committed = committed_tile(kernel, cell.head_dim, device)
+    candidates = [
+        Implementation(
+            f"{kernel} {tile_name(tile)}{' committed' if tile == committed else ''}",
+            flexattn.__version__,
+            functools.partial(one_kernel, kernel, tile),
+        )
+        for tile in dict.fromkeys([committed, *tiles])
+    ]
+    return cell, candidates, cell.kernel_work(kernel)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -537,7 +562,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{torch.cuda.get_device_name()}, {', '.join(f'{name} {text}' for name, text in versions().items())}")
     print(f"matrix product {MATMUL_SIZE}^3 {DTYPE}: {matmul_tflops:.1f} TFLOP/s; FLOP: {KERNEL_FLOPS if args.sweep else FLOPS}")
     rows: list[Row] = []
-    todo = groups(args)
+    todo = groups(args, "cuda")
     with tqdm(todo, unit="cell", mininterval=1) as progress:
         for cell, candidates, work in progress:
             progress.set_postfix_str(str(cell))

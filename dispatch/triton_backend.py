@@ -38,7 +38,9 @@ def _device_error(device_type: str, capability: tuple[int, int] | None) -> str |
 
         if INTERPRETED:
             return None
-        return "tensors on the CPU run only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is imported"
+        return (
+            "tensors on the CPU run only in Triton's interpreter; move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported"
+        )
     return f"the kernels run on CUDA devices, not on {device_type!r}"
 
 
@@ -86,10 +88,10 @@ def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def] 
         bottom_right=spec.band.bottom_right,
         bias=x.bias,
         bias_is_pre_scale=spec.bias_type == "pre_scale_bias",
-        alibi_slopes=x.alibi_slopes,
+        alibi_slopes=x.alibi_slopes.contiguous() if x.alibi_slopes is not None else None,
         softcap=x.softcap,
         has_sink=spec.softmax_type != "vanilla",
-        softmax_offset=x.softmax_offset,
+        softmax_offset=x.softmax_offset.contiguous() if x.softmax_offset is not None else None,
         dropout_p=x.dropout_p,
         rng_state=x.rng_state,
         cu_seqlens_q=x.cu_seqlens_q,

@@ -107,7 +107,7 @@ def _attn_bwd_dq_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
-            IS_MASKED,
+            "keys" if IS_MASKED else "none",
             META,
         )
         if META.RENORMALIZE:
@@ -350,6 +350,8 @@ def _attn_bwd_dkdv_loop(
     stride_dos,
     stride_bias_m,
     stride_bias_n,
+    HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -394,17 +396,19 @@ def _attn_bwd_dkdv_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
-            IS_MASKED,
+            "queries" if IS_MASKED else "none",
             META,
         )
-        p = p.to(dout0.dtype)
-        ds = ds.to(q0.dtype)
-        dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
-        dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
-        if META.V1 > 0:
-            dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
-        if META.QK1 > 0:
-            dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
+        if HAS_DV:
+            p = p.to(dout0.dtype)
+            dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
+            if META.V1 > 0:
+                dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
+        if HAS_DK:
+            ds = ds.to(q0.dtype)
+            dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
+            if META.QK1 > 0:
+                dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
     return dk0, dk1, dv0, dv1
 
 
@@ -453,11 +457,11 @@ def _attn_bwd_dkdv_kernel(
     stride_dob,
     stride_dos,
     stride_doh,
-    dk_ptr,  # with num_splits > 1, one dk and one dv per split of the group's query heads
+    dk_ptr,  # or None; with num_splits > 1, one dk and one dv per split of the group's query heads
     stride_dkb,
     stride_dks,
     stride_dkh,
-    dv_ptr,
+    dv_ptr,  # or None
     stride_dvb,
     stride_dvs,
     stride_dvh,
@@ -497,14 +501,19 @@ def _attn_bwd_dkdv_kernel(
     )
     first_column = block * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
-    dk_base = head_base(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META.ALIGN)
-    dv_base = head_base(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META.ALIGN)
-    dk_base += tl.cast(split, tl.int64) * stride_dk_split * META.ALIGN
-    dv_base += tl.cast(split, tl.int64) * stride_dv_split * META.ALIGN
     if META.HAS_LENGTHS:
         begin, end = padding_rows(first_column, len_kv, slot_kv, block == blocks - 1, BLOCK_N)
-        store_zeros(dk_base, begin, end, stride_dks, META.HEAD_DIM_QK, QK0, QK1, BLOCK_N, META.ALIGN)
-        store_zeros(dv_base, begin, end, stride_dvs, META.HEAD_DIM_V, V0, V1, BLOCK_N, META.ALIGN)
+    if dk_ptr is not None:
+        dk_base = head_base(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META.ALIGN)
+        dk_base += tl.cast(split, tl.int64) * stride_dk_split * META.ALIGN
+        if META.HAS_LENGTHS:
+            store_zeros(dk_base, begin, end, stride_dks, META.HEAD_DIM_QK, QK0, QK1, BLOCK_N, META.ALIGN)
+    if dv_ptr is not None:
+        dv_base = head_base(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META.ALIGN)
+        dv_base += tl.cast(split, tl.int64) * stride_dv_split * META.ALIGN
+        if META.HAS_LENGTHS:
+            store_zeros(dv_base, begin, end, stride_dvs, META.HEAD_DIM_V, V0, V1, BLOCK_N, META.ALIGN)
+    if META.HAS_LENGTHS:
         if first_column >= len_kv:
             return
 
@@ -575,18 +584,22 @@ def _attn_bwd_dkdv_kernel(
                 stride_dos,
                 stride_bias_m,
                 stride_bias_n,
+                dk_ptr is not None,
+                dv_ptr is not None,
                 phase != 1,
                 META,
             )
     is_real = (columns < len_kv)[:, None]
-    dk0 = tl.where(is_real, dk0 * softmax_scale, 0.0)
-    store_tile(dk_base, dk0, columns, slot_kv, stride_dks, 0, QK0, META.HEAD_DIM_QK, META.ALIGN)
-    store_tile(dv_base, tl.where(is_real, dv0, 0.0), columns, slot_kv, stride_dvs, 0, V0, META.HEAD_DIM_V, META.ALIGN)
-    if QK1 > 0:
-        dk1 = tl.where(is_real, dk1 * softmax_scale, 0.0)
-        store_tile(dk_base, dk1, columns, slot_kv, stride_dks, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN)
-    if V1 > 0:
-        store_tile(dv_base, tl.where(is_real, dv1, 0.0), columns, slot_kv, stride_dvs, V0, V1, META.HEAD_DIM_V, META.ALIGN)
+    if dk_ptr is not None:
+        dk0 = tl.where(is_real, dk0 * softmax_scale, 0.0)
+        store_tile(dk_base, dk0, columns, slot_kv, stride_dks, 0, QK0, META.HEAD_DIM_QK, META.ALIGN)
+        if QK1 > 0:
+            dk1 = tl.where(is_real, dk1 * softmax_scale, 0.0)
+            store_tile(dk_base, dk1, columns, slot_kv, stride_dks, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN)
+    if dv_ptr is not None:
+        store_tile(dv_base, tl.where(is_real, dv0, 0.0), columns, slot_kv, stride_dvs, 0, V0, META.HEAD_DIM_V, META.ALIGN)
+        if V1 > 0:
+            store_tile(dv_base, tl.where(is_real, dv1, 0.0), columns, slot_kv, stride_dvs, V0, V1, META.HEAD_DIM_V, META.ALIGN)
 
 
 def attention_backward(
@@ -639,15 +652,16 @@ def attention_backward(
     dk_one, dv_one = (dk, dv) if num_splits == 1 else (dk_parts[0], dv_parts[0])
     meta = x.meta(tile, (dout, dk_one, dv_one))
     blocks = triton.cdiv(x.longest_kv, tile.block_n)
-    arguments = (
-        *x.arguments(meta),
-        *(dout, *row_strides(dout, meta)),
-        *(dk_parts, *row_strides(dk_one, meta)),
-        *(dv_parts, *row_strides(dv_one, meta)),
-        *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
-        *(*statistics, meta),
-    )
-    launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
+    for dk_part, dv_part in ((dk_parts, None), (None, dv_parts)) if tile.apart else ((dk_parts, dv_parts),):
+        arguments = (
+            *x.arguments(meta),
+            *(dout, *row_strides(dout, meta)),
+            *(dk_part, *row_strides(dk_one, meta)),
+            *(dv_part, *row_strides(dv_one, meta)),
+            *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
+            *(*statistics, meta),
+        )
+        launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))

@@ -94,14 +94,14 @@ def _attn_bwd_dbias_kernel(
     over_h = num_heads // bias_h
     over_m = 1 if SPANS_Q else tl.cdiv(max_seqlen_q, BLOCK_M)
     over_n = 1 if SPANS_KV else tl.cdiv(max_seqlen_kv, BLOCK_N)
-    over = over_b * over_h * over_m * over_n
+    over = tl.cast(over_b * over_h, tl.int64) * over_m * over_n
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for t in range(split, over, num_splits):
-        n = tile_n + t % over_n
-        m = tile_m + t // over_n % over_m
-        h = tile_h + t // over_n // over_m % over_h
-        b = tile_b + t // over_n // over_m // over_h
+        n = tile_n + tl.cast(t % over_n, tl.int32)
+        m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
+        h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
+        b = tile_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
         start_q, len_q, _ = load_sequence(
             cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
         )
@@ -175,7 +175,7 @@ def _attn_bwd_dbias_kernel(
                 stride_bias_m,
                 stride_bias_n,
                 alibi_slope,
-                True,
+                "keys",
                 META,
             )
             total += ds * softmax_scale if META.HAS_PRE_SCALE_BIAS else dlogit

@@ -16,6 +16,7 @@ class Tile(NamedTuple):
     block_n: int  # keys
     num_warps: int
     num_stages: int
+    apart: bool = False  # dk and dv by a launch each: the scores once more, and half the accumulators at a time
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
@@ -60,6 +61,12 @@ FORWARD: Table = {
         Row(512, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (90, 2): (
+        Row(192, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
+        Row(256, Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
+        Row(384, Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+        Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+    ),
+    (100, 2): (
         Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
         Row(320, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
         Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
@@ -85,6 +92,12 @@ DQ: Table = {
         Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ),
     (90, 2): (
+        Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
+        Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+        Row(512, Tile(128, 32, 8, 3), Tile(64, 32, 8, 1)),
+    ),
+    (100, 2): (
         Row(128, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
         Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
@@ -110,9 +123,10 @@ DKDV: Table = {
         Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
     ),
     (90, 2): (
-        Row(128, Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
-        Row(256, Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
-        Row(512, Tile(32, 64, 8, 2), Tile(16, 64, 8, 1)),
+        Row(128, Tile(64, 64, 4, 3), Tile(32, 128, 8, 2)),
+        Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 8, 2)),
+        Row(320, Tile(32, 128, 8, 2), Tile(16, 64, 8, 1)),
+        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(16, 64, 8, 1)),
     ),
     # d 256: dk, dv and two tiles of scores are more than tensor memory has; tiles of 32 keys are multiplied in registers
     (100, 2): (

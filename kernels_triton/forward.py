@@ -13,7 +13,6 @@ from flexattn.kernels_triton.primitives import (
     LN2,
     dropout_keep,
     head_base,
-    is_visible,
     load_head,
     load_sequence,
     load_sink,
@@ -22,6 +21,7 @@ from flexattn.kernels_triton.primitives import (
     padding_rows,
     store_tile,
     store_zeros,
+    visible_keys,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -74,14 +74,10 @@ def _attn_fwd_loop(
             qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
         )
         if IS_MASKED:
-            visible = is_visible(i, j, len_kv, shift, window_left, window_right, META)
-            new_max = tl.maximum(row_max, tl.max(tl.where(visible, s * factor, float("-inf")), 1))
-        else:
-            new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+            s = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
         p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
-        if IS_MASKED:
-            p = tl.where(visible, p, 0.0)
         decay = tl.exp2(row_max - origin)
         row_sum = row_sum * decay + tl.sum(p, 1)
         row_max = new_max

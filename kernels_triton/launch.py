@@ -14,6 +14,8 @@ import triton
 from flexattn.kernels_triton import interpreter
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
 
+MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
+
 WIDE = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}  # read and written 16 bytes at a time
 
 
@@ -65,7 +67,15 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
-    """Run `programs` programs of `kernel` on `device`; none for 0."""
+    """Run `programs` programs of `kernel` on `device`; none for 0.
+
+    Raises ValueError for more programs than CUDA has room for.
+    """
+    if programs > MAX_PROGRAMS:
+        raise ValueError(
+            f"the call needs {programs} programs of {kernel.__name__}, and a launch has at most {MAX_PROGRAMS}; pass max_seqlen_q and "
+            "max_seqlen_kv, without which every sequence counts as long as all together, or split the batch"
+        )
     if programs == 0:
         return
     if _recording is not None:

@@ -186,14 +186,25 @@ def visible_range(
 
 
 @triton.jit
-def is_visible(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
-    # one comparison an element for the end and the right side together: the smaller bound is found per row
+def visible_keys(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
+    # For a tile [queries, keys]. The bounds are found per query, so that an element costs one comparison a side.
     last = len_kv - 1
     if META.HAS_RIGHT:
         last = tl.minimum(last, i + shift + window_right)
     visible = j <= last
     if META.HAS_LEFT:
         visible = visible & (j >= i + shift - window_left)
+    return visible
+
+
+@triton.jit
+def visible_queries(i, j, shift, window_left, window_right, META: tl.constexpr):
+    # The same for a tile [keys, queries], per key. Keys and queries past the end need no mask there: what a key past the end
+    # gathers is dropped, and a query past the end has probability 0.
+    visible = i >= j - shift - window_right
+    if META.HAS_LEFT:
+        in_window = i <= j - shift + window_left
+        visible = (visible & in_window) if META.HAS_RIGHT else in_window
     return visible
 
 
@@ -231,7 +242,7 @@ def logits(
     # (s, factor, slope): s * factor is the logit in units of log2, before the mask; slope is d logit / d scaled score.
     # With nothing to add, s stays the raw product and the scale is folded into the exponent's multiply-add.
     s = qk
-    factor = softmax_scale * LOG2E
+    factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
     slope = 1.0
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP:
         factor = LOG2E
@@ -286,7 +297,7 @@ def score_gradient(
     stride_bias_m,
     stride_bias_n,
     alibi_slope,
-    IS_MASKED: tl.constexpr,
+    MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
     META: tl.constexpr,
 ):
     # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score).
@@ -296,8 +307,10 @@ def score_gradient(
     p = tl.exp2(tl.fma(s, factor, -lse_log2))
     if META.RENORMALIZE:
         p *= p_scale
-    if IS_MASKED:
-        p = tl.where(is_visible(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
+    if MASK == "keys":
+        p = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
+    elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
+        p = tl.where(visible_queries(i, j, shift, window_left, window_right, META), p, 0.0)
     p_dropped = p
     if META.HAS_DROPOUT:
         p_dropped = tl.where(keep, p * keep_scale, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from flexattn.kernels_triton.launch import capability_of
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Meta:
-    """What a kernel is compiled for. Hashable; its repr is part of Triton's on-disk key."""
+class Meta(NamedTuple):
+    """What a kernel is compiled for. A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it."""
 
     IS_RAGGED_Q: bool
     IS_RAGGED_KV: bool
@@ -65,10 +64,10 @@ class Problem:
     bottom_right: bool = False
     bias: Tensor | None = None  # [b | 1, h | 1, sq | 1, skv | 1]
     bias_is_pre_scale: bool = False
-    alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h]
+    alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h], contiguous
     softcap: float = 0.0
     has_sink: bool = False
-    softmax_offset: Tensor | None = None  # [h]; None with a sink: 0
+    softmax_offset: Tensor | None = None  # [h], contiguous; None with a sink: 0
     dropout_p: float = 0.0
     rng_state: Tensor | None = None  # int64 [2]
     cu_seqlens_q: Tensor | None = None  # int32 [b + 1]; None: each sequence is as long as its dim

@@ -13,7 +13,7 @@ from flexattn.kernels_triton.bias_gradient import bias_gradient
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileReport, CompileRequest, compile_many, request_for
 from flexattn.kernels_triton.configs import select_tile, split_head_dim
 from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.launch import Launch, recorded_launches
 from flexattn.kernels_triton.problem import Problem
 
 SMS = (80, 89, 90, 100, 120)
@@ -37,12 +37,12 @@ class Case(NamedTuple):
         return f"{self.kernel}-sm{self.sm}-{str(self.dtype).removeprefix('torch.')}-d{dims}-{self.features}"
 
     @property
-    def request(self) -> CompileRequest:
-        return request_for(_launch(self), self.sm)
+    def requests(self) -> list[CompileRequest]:
+        return [request_for(launch, self.sm) for launch in _launches(self)]
 
 
-def _launch(case: Case):
-    """What a launch of the kernel would be on the device, with the tile that the tables have for it."""
+def _launches(case: Case) -> list[Launch]:
+    """The kernel's launches as they would be on the device, with the tile that the tables have for it; dk and dv may be apart."""
     heads, length, (d_qk, d_v) = 4, 64, case.head_dims
     full = case.features == "full"
     shape = (2 * length, heads) if full else (2, length, heads)
@@ -77,12 +77,12 @@ def _launch(case: Case):
             tiles = (tile(configs.DQ), tile(configs.DKDV))
             doffset = torch.zeros(heads) if full else None
             attention_backward(problem, out, lse, out, lse if full else None, *gradients, None, doffset, *tiles)
-    return launches[-1] if case.kernel == "dkdv" else launches[0]
+    return launches[1:] if case.kernel == "dkdv" else launches[:1]
 
 
 def _left_rows(case: Case) -> int:
     """Rows of the left operand in the kernel's products."""
-    tile = _launch(case).tile
+    tile = _launches(case)[0].tile
     return tile.block_n if case.kernel == "dkdv" else tile.block_m
 
 
@@ -119,14 +119,15 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
         found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
     if not report.loops:
         found.append("no loop was found in the code")
-    if case.features == "plain" and report.warnings:
-        found.append(f"ptxas warns: {report.warnings}")
+    if case.features == "plain" and any("serialized" in warning for warning in report.warnings):
+        found.append(f"ptxas serialized wgmma: {report.warnings}")
     return [f"{case}: {text}" for text in found]
 
 
 def check(cases: list[Case]) -> None:
-    reports = compile_many([case.request for case in cases])
-    found = [text for case, report in zip(cases, reports, strict=True) for text in complaints(case, report)]
+    kernels = [(case, request) for case in cases for request in case.requests]
+    reports = compile_many([request for _, request in kernels])
+    found = [text for (case, _), report in zip(kernels, reports, strict=True) for text in complaints(case, report)]
     assert not found, "\n".join(found)
 
 
@@ -165,9 +166,8 @@ def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
 def test_a_bad_tile_is_found() -> None:
     """The gates of this file can fail: a forward tile that fits neither registers nor shared memory."""
     case = Case("forward", 90, torch.bfloat16, (256, 256), "plain")
-    launch = _launch(case)
-    launch = launch._replace(tile=configs.Tile(128, 64, 4, 4))
-    [report] = compile_many([request_for(launch, 90)])
+    [launch] = _launches(case)
+    [report] = compile_many([request_for(launch._replace(tile=configs.Tile(128, 64, 4, 4)), 90)])
     text = "\n".join(complaints(case, report))
     assert "shared memory" in text
     assert "spills" in text

@@ -44,8 +44,10 @@ def check(call: dict[str, Any], device: str, with_dlse: bool = True, **inputs: A
     out, lse, max_logit = triton_backend.forward(spec, x)
     reference = reference_attention(spec, x)
     eager = reference_attention(spec, x, dtype=spec.dtype)
-    for name, got, want, budget in zip(("out", "lse", "max_logit"), (out, lse, max_logit), reference, eager, strict=True):
+    for name, got, want, budget in zip(("out", "lse"), (out, lse), reference, eager, strict=False):
         check_close(name, got, want, budget)
+    # the kernels take a softmax_scale of 0 as 1e-37, and where the reference is 0 nothing else grants them that
+    check_close("max_logit", max_logit, reference[2], eager[2], atol=1e-30 if x.softmax_scale == 0.0 else None)
     dout, dlse = make_dout(given), make_dlse(given) if with_dlse else None
     gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
     wanted = reference_gradients(spec, x, dout, dlse)
@@ -367,6 +369,7 @@ def test_lse_gradient_alone(device: str) -> None:
     dlse = make_dlse(given)
     got = triton_backend.backward(spec, x, out, lse, torch.zeros_like(out), dlse)
     want = reference_gradients(spec, x, torch.zeros_like(out), dlse)
+    budget = reference_gradients(spec, x, torch.zeros_like(out), dlse, dtype=spec.dtype)
     for name in ("dq", "dk"):
-        check_close(name, getattr(got, name), getattr(want, name), getattr(want, name).float(), factor=GRADIENT_FACTOR)
+        check_close(name, getattr(got, name), getattr(want, name), getattr(budget, name), factor=GRADIENT_FACTOR)
     assert not got.dv.any()
