@@ -17,13 +17,14 @@ from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LOG2E,
     dropout_keep,
-    head_base,
     load_head,
     load_row_statistics,
     load_sequence,
     load_sink,
     load_tile,
     padding_rows,
+    row_pointer,
+    row_steps,
     score_gradient,
     store_tile,
     store_zeros,
@@ -44,7 +45,11 @@ def _attn_bwd_dq_loop(
     lse_log2,
     delta,
     k_base,
+    k_step,
+    k_offsets,
     v_base,
+    v_step,
+    v_offsets,
     bias_base,
     rng_state_ptr,
     begin,
@@ -61,8 +66,6 @@ def _attn_bwd_dq_loop(
     alibi_slope,
     dropout_threshold,
     b_h,
-    stride_ks,
-    stride_vs,
     stride_bias_m,
     stride_bias_n,
     IS_MASKED: tl.constexpr,
@@ -71,17 +74,19 @@ def _attn_bwd_dq_loop(
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
+    k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
+    v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
     for n in tl.range(begin, end, BLOCK_N):
         columns = n + tl.arange(0, BLOCK_N)
-        k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
-        v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+        k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            k1 = load_tile(k_base, columns, len_kv, stride_ks, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+            k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         if META.V1 > 0:
-            v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+            v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
         keep = True
         if META.HAS_DROPOUT:
@@ -116,6 +121,8 @@ def _attn_bwd_dq_loop(
         dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
         if META.QK1 > 0:
             dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
+        k_pointer += BLOCK_N * k_step
+        v_pointer += BLOCK_N * v_step
     return dq0, dq1, row_sum
 
 
@@ -205,31 +212,37 @@ def _attn_bwd_dq_kernel(
     )
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    dq_base = head_base(dq_ptr, b, h, start_q, stride_dqb, stride_dqs, stride_dqh, META.ALIGN)
+    dq_base = row_pointer(dq_ptr, b, h, start_q, stride_dqb, stride_dqs, stride_dqh, META)
+    dq_step, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
     if META.HAS_LENGTHS:
         begin, end = padding_rows(first_row, len_q, slot_q, block == blocks - 1, BLOCK_M)
-        store_zeros(dq_base, begin, end, stride_dqs, META.HEAD_DIM_QK, QK0, QK1, BLOCK_M, META.ALIGN)
+        store_zeros(dq_base, dq_step, dq_offsets, begin, end, BLOCK_M, META.HEAD_DIM_QK, QK0, QK1)
         if first_row >= len_q:
             if META.HAS_OFFSET:
                 tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
             return
 
     row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
-    q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
-    k_base = head_base(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
-    v_base = head_base(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
-    out_base = head_base(out_ptr, b, h, start_q, stride_ob, stride_os, stride_oh, META.ALIGN)
-    dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META.ALIGN)
+    q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
+    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
+    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
+    _, out_offsets = row_steps(stride_os, BLOCK_M, META)
+    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    k_step, k_offsets = row_steps(stride_ks, META.BLOCK_N, META)
+    v_step, v_offsets = row_steps(stride_vs, META.BLOCK_N, META)
+    k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
+    v_base = row_pointer(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
     shift = (len_kv - len_q) * bottom_right
 
-    dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
-    out0 = load_tile(out_base, rows, len_q, stride_os, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
+    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
     delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
     dout1 = dout0
     if META.V1 > 0:
-        dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
-        out1 = load_tile(out_base, rows, len_q, stride_os, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
+        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row_base + rows, mask=rows < len_q, other=0.0)
@@ -238,13 +251,13 @@ def _attn_bwd_dq_kernel(
     tl.store(lse_log2_ptr + row_base + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row_base + rows, delta, mask=rows < len_q)
 
-    q0 = load_tile(q_base, rows, len_q, stride_qs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK, True)
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     q1 = q0
     dq1 = dq0
     if QK1 > 0:
-        q1 = load_tile(q_base, rows, len_q, stride_qs, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK, True)
         dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
@@ -261,7 +274,11 @@ def _attn_bwd_dq_kernel(
             lse_log2,
             delta,
             k_base,
+            k_step,
+            k_offsets,
             v_base,
+            v_step,
+            v_offsets,
             bias_base,
             rng_state_ptr,
             begin if phase == 0 else (full_begin if phase == 1 else full_end),
@@ -278,8 +295,6 @@ def _attn_bwd_dq_kernel(
             alibi_slope,
             dropout_threshold,
             b_h,
-            stride_ks,
-            stride_vs,
             stride_bias_m,
             stride_bias_n,
             phase != 1,
@@ -298,21 +313,12 @@ def _attn_bwd_dq_kernel(
     if META.HAS_OFFSET:
         tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
     is_real = (rows < len_q)[:, None]
-    store_tile(
-        dq_base, tl.where(is_real, dq0 * dq_scale[:, None], 0.0), rows, slot_q, stride_dqs, 0, QK0, META.HEAD_DIM_QK, META.ALIGN
-    )
+    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+    dq0 = tl.where(is_real, dq0 * dq_scale[:, None], 0.0)
+    store_tile(dq_pointer, dq0, dq_offsets, first_row, slot_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK)
     if QK1 > 0:
-        store_tile(
-            dq_base,
-            tl.where(is_real, dq1 * dq_scale[:, None], 0.0),
-            rows,
-            slot_q,
-            stride_dqs,
-            QK0,
-            QK1,
-            META.HEAD_DIM_QK,
-            META.ALIGN,
-        )
+        dq1 = tl.where(is_real, dq1 * dq_scale[:, None], 0.0)
+        store_tile(dq_pointer, dq1, dq_offsets, first_row, slot_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK)
 
 
 @triton.jit
@@ -326,7 +332,11 @@ def _attn_bwd_dkdv_loop(
     v0,
     v1,
     q_base,
+    q_step,
+    q_offsets,
     dout_base,
+    dout_step,
+    dout_offsets,
     lse_log2_base,
     delta_base,
     p_scale_base,
@@ -346,8 +356,6 @@ def _attn_bwd_dkdv_loop(
     alibi_slope,
     dropout_threshold,
     b_h,
-    stride_qs,
-    stride_dos,
     stride_bias_m,
     stride_bias_n,
     HAS_DK: tl.constexpr,
@@ -359,18 +367,20 @@ def _attn_bwd_dkdv_loop(
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     j = first_column + tl.arange(0, BLOCK_N)[:, None]
+    q_pointer = q_base + tl.cast(begin, tl.int64) * q_step
+    dout_pointer = dout_base + tl.cast(begin, tl.int64) * dout_step
     for m in tl.range(begin, end, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
-        dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+        q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         lse_log2, delta, p_scale = load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, IS_MASKED, META)
         kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            q1 = load_tile(q_base, rows, len_q, stride_qs, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+            q1 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             kq = tl.dot(k1, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
         keep = True
         if META.HAS_DROPOUT:
@@ -409,6 +419,8 @@ def _attn_bwd_dkdv_loop(
             dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
             if META.QK1 > 0:
                 dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
+        q_pointer += BLOCK_M * q_step
+        dout_pointer += BLOCK_M * dout_step
     return dk0, dk1, dv0, dv1
 
 
@@ -504,34 +516,39 @@ def _attn_bwd_dkdv_kernel(
     if META.HAS_LENGTHS:
         begin, end = padding_rows(first_column, len_kv, slot_kv, block == blocks - 1, BLOCK_N)
     if dk_ptr is not None:
-        dk_base = head_base(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META.ALIGN)
+        dk_base = row_pointer(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META)
         dk_base += tl.cast(split, tl.int64) * stride_dk_split * META.ALIGN
+        dk_step, dk_offsets = row_steps(stride_dks, BLOCK_N, META)
         if META.HAS_LENGTHS:
-            store_zeros(dk_base, begin, end, stride_dks, META.HEAD_DIM_QK, QK0, QK1, BLOCK_N, META.ALIGN)
+            store_zeros(dk_base, dk_step, dk_offsets, begin, end, BLOCK_N, META.HEAD_DIM_QK, QK0, QK1)
     if dv_ptr is not None:
-        dv_base = head_base(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META.ALIGN)
+        dv_base = row_pointer(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META)
         dv_base += tl.cast(split, tl.int64) * stride_dv_split * META.ALIGN
+        dv_step, dv_offsets = row_steps(stride_dvs, BLOCK_N, META)
         if META.HAS_LENGTHS:
-            store_zeros(dv_base, begin, end, stride_dvs, META.HEAD_DIM_V, V0, V1, BLOCK_N, META.ALIGN)
-    if META.HAS_LENGTHS:
-        if first_column >= len_kv:
-            return
+            store_zeros(dv_base, dv_step, dv_offsets, begin, end, BLOCK_N, META.HEAD_DIM_V, V0, V1)
+    if first_column >= len_kv:
+        return
 
-    k_base = head_base(k_ptr, b, h_kv, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
-    v_base = head_base(v_ptr, b, h_kv, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
-    k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, QK0, META.HEAD_DIM_QK, META.ALIGN, True)
-    v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, V0, META.HEAD_DIM_V, META.ALIGN, True)
+    k_pointer = row_pointer(k_ptr, b, h_kv, start_kv + first_column, stride_kb, stride_ks, stride_kh, META)
+    v_pointer = row_pointer(v_ptr, b, h_kv, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
+    _, k_offsets = row_steps(stride_ks, BLOCK_N, META)
+    _, v_offsets = row_steps(stride_vs, BLOCK_N, META)
+    q_step, q_offsets = row_steps(stride_qs, META.BLOCK_M, META)
+    dout_step, dout_offsets = row_steps(stride_dos, META.BLOCK_M, META)
+    k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, 0, QK0, META.HEAD_DIM_QK, True)
+    v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, 0, V0, META.HEAD_DIM_V, True)
     dk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
     dv0 = tl.zeros([BLOCK_N, V0], tl.float32)
     k1 = k0
     dk1 = dk0
     if QK1 > 0:
-        k1 = load_tile(k_base, columns, len_kv, stride_ks, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+        k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, QK0, QK1, META.HEAD_DIM_QK, True)
         dk1 = tl.zeros([BLOCK_N, QK1], tl.float32)
     v1 = v0
     dv1 = dv0
     if V1 > 0:
-        v1 = load_tile(v_base, columns, len_kv, stride_vs, V0, V1, META.HEAD_DIM_V, META.ALIGN, True)
+        v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, V0, V1, META.HEAD_DIM_V, True)
         dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
 
     shift = (len_kv - len_q) * bottom_right
@@ -544,8 +561,8 @@ def _attn_bwd_dkdv_kernel(
     for h in range(first_head, last_head):
         b_h = b * num_heads + h
         row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
-        q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
-        dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META.ALIGN)
+        q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
+        dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # Phase 0: queries that the right side of the band cuts (causal: the diagonal); 1: those that see every key here;
         # 2: those cut by its left side or by the end.
@@ -560,7 +577,11 @@ def _attn_bwd_dkdv_kernel(
                 v0,
                 v1,
                 q_base,
+                q_step,
+                q_offsets,
                 dout_base,
+                dout_step,
+                dout_offsets,
                 lse_log2_ptr + row_base,
                 delta_ptr + row_base,
                 p_scale_ptr + row_base,
@@ -580,8 +601,6 @@ def _attn_bwd_dkdv_kernel(
                 alibi_slope,
                 dropout_threshold,
                 b_h,
-                stride_qs,
-                stride_dos,
                 stride_bias_m,
                 stride_bias_n,
                 dk_ptr is not None,
@@ -591,15 +610,19 @@ def _attn_bwd_dkdv_kernel(
             )
     is_real = (columns < len_kv)[:, None]
     if dk_ptr is not None:
+        dk_pointer = dk_base + tl.cast(first_column, tl.int64) * dk_step
         dk0 = tl.where(is_real, dk0 * softmax_scale, 0.0)
-        store_tile(dk_base, dk0, columns, slot_kv, stride_dks, 0, QK0, META.HEAD_DIM_QK, META.ALIGN)
+        store_tile(dk_pointer, dk0, dk_offsets, first_column, slot_kv, BLOCK_N, 0, QK0, META.HEAD_DIM_QK)
         if QK1 > 0:
             dk1 = tl.where(is_real, dk1 * softmax_scale, 0.0)
-            store_tile(dk_base, dk1, columns, slot_kv, stride_dks, QK0, QK1, META.HEAD_DIM_QK, META.ALIGN)
+            store_tile(dk_pointer, dk1, dk_offsets, first_column, slot_kv, BLOCK_N, QK0, QK1, META.HEAD_DIM_QK)
     if dv_ptr is not None:
-        store_tile(dv_base, tl.where(is_real, dv0, 0.0), columns, slot_kv, stride_dvs, 0, V0, META.HEAD_DIM_V, META.ALIGN)
+        dv_pointer = dv_base + tl.cast(first_column, tl.int64) * dv_step
+        dv0 = tl.where(is_real, dv0, 0.0)
+        store_tile(dv_pointer, dv0, dv_offsets, first_column, slot_kv, BLOCK_N, 0, V0, META.HEAD_DIM_V)
         if V1 > 0:
-            store_tile(dv_base, tl.where(is_real, dv1, 0.0), columns, slot_kv, stride_dvs, V0, V1, META.HEAD_DIM_V, META.ALIGN)
+            dv1 = tl.where(is_real, dv1, 0.0)
+            store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, BLOCK_N, V0, V1, META.HEAD_DIM_V)
 
 
 def attention_backward(

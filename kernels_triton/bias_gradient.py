@@ -11,11 +11,12 @@ from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import (
     dropout_keep,
-    head_base,
     load_head,
     load_row_statistics,
     load_sequence,
     load_tile,
+    row_pointer,
+    row_steps,
     score_gradient,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -96,6 +97,10 @@ def _attn_bwd_dbias_kernel(
     over_n = 1 if SPANS_KV else tl.cdiv(max_seqlen_kv, BLOCK_N)
     over = tl.cast(over_b * over_h, tl.int64) * over_m * over_n
 
+    _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
+    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    _, k_offsets = row_steps(stride_ks, BLOCK_N, META)
+    _, v_offsets = row_steps(stride_vs, BLOCK_N, META)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for t in range(split, over, num_splits):
         n = tile_n + tl.cast(t % over_n, tl.int32)
@@ -129,24 +134,24 @@ def _attn_bwd_dbias_kernel(
             columns = first_column + tl.arange(0, BLOCK_N)
             b_h = b * num_heads + h
             row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
-            q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
-            k_base = head_base(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
-            v_base = head_base(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
-            dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META.ALIGN)
+            q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
+            k_pointer = row_pointer(k_ptr, b, h // group_size, start_kv + first_column, stride_kb, stride_ks, stride_kh, META)
+            v_pointer = row_pointer(v_ptr, b, h // group_size, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
+            dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
             bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
-            q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, True)
-            k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+            q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
+            k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, True)
             qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
             if META.QK1 > 0:
-                q1 = load_tile(q_base, rows, len_q, stride_qs, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, True)
-                k1 = load_tile(k_base, columns, len_kv, stride_ks, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+                q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+                k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
-            dout0 = load_tile(dout_base, rows, len_q, stride_dos, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
-            v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, True)
+            dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+            v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, True)
             dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
             if META.V1 > 0:
-                dout1 = load_tile(dout_base, rows, len_q, stride_dos, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
-                v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, True)
+                dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+                v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, True)
                 dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
             lse_log2, delta, p_scale = load_row_statistics(
                 lse_log2_ptr + row_base, delta_ptr + row_base, p_scale_ptr + row_base, rows, len_q, True, META

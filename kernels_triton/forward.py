@@ -12,13 +12,14 @@ from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LN2,
     dropout_keep,
-    head_base,
     load_head,
     load_sequence,
     load_sink,
     load_tile,
     logits,
     padding_rows,
+    row_pointer,
+    row_steps,
     store_tile,
     store_zeros,
     visible_keys,
@@ -36,7 +37,11 @@ def _attn_fwd_loop(
     q0,
     q1,
     k_base,
+    k_step,
+    k_offsets,
     v_base,
+    v_step,
+    v_offsets,
     bias_base,
     rng_state_ptr,
     begin,
@@ -52,8 +57,6 @@ def _attn_fwd_loop(
     alibi_slope,
     dropout_threshold,
     b_h,
-    stride_ks,
-    stride_vs,
     stride_bias_m,
     stride_bias_n,
     IS_MASKED: tl.constexpr,
@@ -62,13 +65,15 @@ def _attn_fwd_loop(
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
+    k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
+    v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
     for n in tl.range(begin, end, BLOCK_N):
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
-        k0 = load_tile(k_base, columns, len_kv, stride_ks, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+        k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
-            k1 = load_tile(k_base, columns, len_kv, stride_ks, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, IS_MASKED)
+            k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         s, factor, _ = logits(
             qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
@@ -83,12 +88,14 @@ def _attn_fwd_loop(
         row_max = new_max
         if META.HAS_DROPOUT:
             p = tl.where(dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META), p, 0.0)
-        v0 = load_tile(v_base, columns, len_kv, stride_vs, 0, META.V0, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+        v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         p = p.to(v0.dtype)
         acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
         if META.V1 > 0:
-            v1 = load_tile(v_base, columns, len_kv, stride_vs, META.V0, META.V1, META.HEAD_DIM_V, META.ALIGN, IS_MASKED)
+            v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
+        k_pointer += BLOCK_N * k_step
+        v_pointer += BLOCK_N * v_step
     return acc0, acc1, row_sum, row_max
 
 
@@ -166,12 +173,13 @@ def _attn_fwd_kernel(
     )
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    out_base = head_base(out_ptr, b, h, start_q, stride_ob, stride_os, stride_oh, META.ALIGN)
+    out_base = row_pointer(out_ptr, b, h, start_q, stride_ob, stride_os, stride_oh, META)
+    out_step, out_offsets = row_steps(stride_os, BLOCK_M, META)
     lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
 
     if META.HAS_LENGTHS:
         begin, end = padding_rows(first_row, len_q, slot_q, block == blocks - 1, BLOCK_M)
-        store_zeros(out_base, begin, end, stride_os, META.HEAD_DIM_V, V0, V1, BLOCK_M, META.ALIGN)
+        store_zeros(out_base, out_step, out_offsets, begin, end, BLOCK_M, META.HEAD_DIM_V, V0, V1)
         for row in range(begin, end, BLOCK_M):
             padding = row + tl.arange(0, BLOCK_M)
             tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end)
@@ -180,15 +188,18 @@ def _attn_fwd_kernel(
                 tl.store(max_logit_ptr + (h * batch + b) * blocks + block, float("-inf"))
             return
 
-    q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META.ALIGN)
-    k_base = head_base(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META.ALIGN)
-    v_base = head_base(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META.ALIGN)
+    q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
+    _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
+    k_step, k_offsets = row_steps(stride_ks, META.BLOCK_N, META)
+    v_step, v_offsets = row_steps(stride_vs, META.BLOCK_N, META)
+    k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
+    v_base = row_pointer(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
     shift = (len_kv - len_q) * bottom_right
-    q0 = load_tile(q_base, rows, len_q, stride_qs, 0, META.QK0, META.HEAD_DIM_QK, META.ALIGN, True)
+    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
     q1 = q0
     if META.QK1 > 0:
-        q1 = load_tile(q_base, rows, len_q, stride_qs, META.QK0, META.QK1, META.HEAD_DIM_QK, META.ALIGN, True)
+        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = acc0
     if V1 > 0:
@@ -209,7 +220,11 @@ def _attn_fwd_kernel(
             q0,
             q1,
             k_base,
+            k_step,
+            k_offsets,
             v_base,
+            v_step,
+            v_offsets,
             bias_base,
             rng_state_ptr,
             begin if phase == 0 else (full_begin if phase == 1 else full_end),
@@ -225,8 +240,6 @@ def _attn_fwd_kernel(
             alibi_slope,
             dropout_threshold,
             b_h,
-            stride_ks,
-            stride_vs,
             stride_bias_m,
             stride_bias_n,
             phase != 1,
@@ -249,11 +262,12 @@ def _attn_fwd_kernel(
     rescale = rescale / tl.where(row_sum == 0.0, 1.0, row_sum)
     lse = (row_max + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
+    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
     out0 = tl.where(is_real[:, None], acc0 * rescale[:, None], 0.0)
-    store_tile(out_base, out0, rows, slot_q, stride_os, 0, V0, META.HEAD_DIM_V, META.ALIGN)
+    store_tile(out_pointer, out0, out_offsets, first_row, slot_q, BLOCK_M, 0, V0, META.HEAD_DIM_V)
     if V1 > 0:
         out1 = tl.where(is_real[:, None], acc1 * rescale[:, None], 0.0)
-        store_tile(out_base, out1, rows, slot_q, stride_os, V0, V1, META.HEAD_DIM_V, META.ALIGN)
+        store_tile(out_pointer, out1, out_offsets, first_row, slot_q, BLOCK_M, V0, V1, META.HEAD_DIM_V)
 
 
 def attention_forward(

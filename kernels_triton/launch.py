@@ -73,8 +73,8 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
     """
     if programs > MAX_PROGRAMS:
         raise ValueError(
-            f"the call needs {programs} programs of {kernel.__name__}, and a launch has at most {MAX_PROGRAMS}; pass max_seqlen_q and "
-            "max_seqlen_kv, without which every sequence counts as long as all together, or split the batch"
+            f"the call needs {programs} programs of {kernel.__name__}, and a launch has at most {MAX_PROGRAMS}; pass max_seqlen_q "
+            "and max_seqlen_kv, without which every sequence counts as long as all together, or split the batch"
         )
     if programs == 0:
         return

@@ -42,10 +42,21 @@ def load_sequence(
 
 
 @triton.jit
-def head_base(ptr, b, h, start, stride_b, stride_s, stride_h, ALIGN: tl.constexpr):
+def row_pointer(ptr, b, h, row, stride_b, stride_s, stride_h, META: tl.constexpr):
     # Strides come divided by ALIGN, so that the compiler knows what they are a multiple of without compiling for their values.
-    offset = tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
-    return ptr + offset * ALIGN
+    offset = tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_s
+    return ptr + offset * META.ALIGN
+
+
+@triton.jit
+def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
+    # (elements from one row to the next, where the rows of a tile lie from its first). The latter fit 32 bits unless the stride is
+    # enormous: a tile's address is one 64-bit scalar, which a loop counts up, and a 32-bit register for each of its rows.
+    step = tl.cast(stride_s, tl.int64) * META.ALIGN
+    rows = tl.arange(0, ROWS)
+    if META.WIDE_STRIDES:
+        rows = rows.to(tl.int64)
+    return step, rows * stride_s * META.ALIGN
 
 
 @triton.jit
@@ -87,29 +98,26 @@ def load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, CH
 
 
 @triton.jit
-def tile_pointers(base, rows, columns, stride_s, ALIGN: tl.constexpr):
-    return base + (rows.to(tl.int64) * stride_s)[:, None] * ALIGN + columns[None, :]
-
-
-@triton.jit
 def load_tile(
-    base,
-    rows,
+    pointer,
+    offsets,
+    first,
     num_rows,
-    stride_s,
+    ROWS: tl.constexpr,
     COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # Columns COLUMN .. COLUMN + WIDTH of `rows`; 0 past HEAD_DIM and, with CHECK_ROWS, past num_rows.
+    # Columns COLUMN .. COLUMN + WIDTH of ROWS rows; `pointer` is at the first of them, which is row `first` of its sequence.
+    # 0 past HEAD_DIM and, with CHECK_ROWS, past row num_rows.
     columns = COLUMN + tl.arange(0, WIDTH)
-    pointers = tile_pointers(base, rows, columns, stride_s, ALIGN)
+    pointers = pointer + (offsets[:, None] + columns[None, :])
+    inside = (first + tl.arange(0, ROWS) < num_rows)[:, None]
     if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
-        tile = tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=inside & (columns < HEAD_DIM)[None, :], other=0.0)
     elif CHECK_ROWS:
-        tile = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+        tile = tl.load(pointers, mask=inside, other=0.0)
     elif COLUMN + WIDTH > HEAD_DIM:
         tile = tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
     else:
@@ -119,30 +127,38 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    base, tile, rows, num_rows, stride_s, COLUMN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr
+    pointer,
+    tile,
+    offsets,
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     columns = COLUMN + tl.arange(0, WIDTH)
-    pointers = tile_pointers(base, rows, columns, stride_s, ALIGN)
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :])
+    inside = (first + tl.arange(0, ROWS) < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(pointer + (offsets[:, None] + columns[None, :]), tile.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_zeros(
     base,
+    step,
+    offsets,
     begin,
     end,
-    stride_s,
+    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH0: tl.constexpr,
     WIDTH1: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
-    for row in range(begin, end, BLOCK):
-        rows = row + tl.arange(0, BLOCK)
-        store_tile(base, tl.zeros([BLOCK, WIDTH0], tl.float32), rows, end, stride_s, 0, WIDTH0, HEAD_DIM, ALIGN)
+    for row in range(begin, end, ROWS):
+        pointer = base + tl.cast(row, tl.int64) * step
+        store_tile(pointer, tl.zeros([ROWS, WIDTH0], tl.float32), offsets, row, end, ROWS, 0, WIDTH0, HEAD_DIM)
         if WIDTH1 > 0:
-            store_tile(base, tl.zeros([BLOCK, WIDTH1], tl.float32), rows, end, stride_s, WIDTH0, WIDTH1, HEAD_DIM, ALIGN)
+            store_tile(pointer, tl.zeros([ROWS, WIDTH1], tl.float32), offsets, row, end, ROWS, WIDTH0, WIDTH1, HEAD_DIM)
 
 
 @triton.jit

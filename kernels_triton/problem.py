@@ -12,6 +12,7 @@ from torch import Tensor
 from flexattn.kernels_triton.configs import Table, Tile, select_tile, split_head_dim
 from flexattn.kernels_triton.launch import capability_of
 
+_MOST_ROWS = 256  # of any tile
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
 
 
@@ -39,6 +40,7 @@ class Meta(NamedTuple):
     V0: int
     V1: int
     ALIGN: int  # all strides are multiples of this many elements
+    WIDE_STRIDES: bool  # the rows of one tile may lie 2**31 elements or more apart
     PRECISION: str  # of a dot product of two fp32 tiles
     RENORMALIZE: bool  # whether the backward makes probabilities, computed from an lse that is fp32 too, sum to exactly 1
     BLOCK_M: int
@@ -120,6 +122,7 @@ class Problem:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
         qk0, qk1 = split_head_dim(self.q.shape[-1])
         v0, v1 = split_head_dim(self.v.shape[-1])
+        tensors = (self.q, self.k, self.v, *others)
         return Meta(
             IS_RAGGED_Q=self.q.dim() == 3,
             IS_RAGGED_KV=self.k.dim() == 3,
@@ -141,7 +144,8 @@ class Problem:
             QK1=qk1,
             V0=v0,
             V1=v1,
-            ALIGN=_alignment((self.q, self.k, self.v, *others)),
+            ALIGN=_alignment(tensors),
+            WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
             RENORMALIZE=self.q.dtype is torch.float32,
             BLOCK_M=tile.block_m,
