@@ -262,7 +262,10 @@ def _attn_bwd_dq_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):  # as in the forward
+    # in the order of the forward
+    for part in range(0 if META.HAS_LEFT else 1, 2):
+        masked_begin = begin if part == 0 else full_end
+        masked_end = full_begin if part == 0 else end
         dq0, dq1, row_sum = _attn_bwd_dq_loop(
             dq0,
             dq1,
@@ -281,8 +284,8 @@ def _attn_bwd_dq_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            begin if phase == 0 else (full_begin if phase == 1 else full_end),
-            full_begin if phase == 0 else (full_end if phase == 1 else end),
+            masked_begin,
+            masked_end,
             first_row,
             len_q,
             len_kv,
@@ -297,9 +300,46 @@ def _attn_bwd_dq_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
-            phase != 1,
+            True,
             META,
         )
+    dq0, dq1, row_sum = _attn_bwd_dq_loop(
+        dq0,
+        dq1,
+        row_sum,
+        q0,
+        q1,
+        dout0,
+        dout1,
+        lse_log2,
+        delta,
+        k_base,
+        k_step,
+        k_offsets,
+        v_base,
+        v_step,
+        v_offsets,
+        bias_base,
+        rng_state_ptr,
+        full_begin,
+        full_end,
+        first_row,
+        len_q,
+        len_kv,
+        shift,
+        window_left,
+        window_right,
+        softmax_scale,
+        softcap,
+        keep_scale,
+        alibi_slope,
+        dropout_threshold,
+        b_h,
+        stride_bias_m,
+        stride_bias_n,
+        False,
+        META,
+    )
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
     p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
     if META.RENORMALIZE:
@@ -360,7 +400,8 @@ def _attn_bwd_dkdv_loop(
     stride_bias_n,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    MASK: tl.constexpr,
     META: tl.constexpr,
 ):
     # All score tiles are transposed here, [BLOCK_N, BLOCK_M], so that p and ds are the left operands of the two products.
@@ -371,16 +412,16 @@ def _attn_bwd_dkdv_loop(
     dout_pointer = dout_base + tl.cast(begin, tl.int64) * dout_step
     for m in tl.range(begin, end, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-        lse_log2, delta, p_scale = load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, IS_MASKED, META)
+        q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, CHECK_ROWS)
+        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, CHECK_ROWS)
+        lse_log2, delta, p_scale = load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, CHECK_ROWS, META)
         kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            q1 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, CHECK_ROWS)
             kq = tl.dot(k1, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, CHECK_ROWS)
             dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
         keep = True
         if META.HAS_DROPOUT:
@@ -406,7 +447,7 @@ def _attn_bwd_dkdv_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
-            "queries" if IS_MASKED else "none",
+            MASK,
             META,
         )
         if HAS_DV:
@@ -557,16 +598,18 @@ def _attn_bwd_dkdv_kernel(
     )
     heads_per_split = tl.cdiv(group_size, num_splits)
     first_head = h_kv * group_size + split * heads_per_split
-    last_head = tl.minimum(first_head + heads_per_split, (h_kv + 1) * group_size)
-    for h in range(first_head, last_head):
+    num_heads_here = tl.minimum(heads_per_split, group_size - split * heads_per_split)
+    for head in range(num_heads_here if META.IS_GROUPED else 1):
+        h = first_head + head
         b_h = b * num_heads + h
         row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
-        # Phase 0: queries that the right side of the band cuts (causal: the diagonal); 1: those that see every key here;
-        # 2: those cut by its left side or by the end.
-        for phase in tl.static_range(0 if META.HAS_RIGHT else 1, 3):
+        # likewise: the queries that the right side of the band cuts, those that its left side or the end cuts, those that see all
+        for part in range(0 if META.HAS_RIGHT else 1, 2):
+            masked_begin = begin if part == 0 else full_end
+            masked_end = full_begin if part == 0 else end
             dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
                 dk0,
                 dk1,
@@ -587,8 +630,8 @@ def _attn_bwd_dkdv_kernel(
                 p_scale_ptr + row_base,
                 bias_base,
                 rng_state_ptr,
-                begin if phase == 0 else (full_begin if phase == 1 else full_end),
-                full_begin if phase == 0 else (full_end if phase == 1 else end),
+                masked_begin,
+                masked_end,
                 first_column,
                 len_q,
                 len_kv,
@@ -605,9 +648,52 @@ def _attn_bwd_dkdv_kernel(
                 stride_bias_n,
                 dk_ptr is not None,
                 dv_ptr is not None,
-                phase != 1,
+                True,
+                "queries",
                 META,
             )
+        dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
+            dk0,
+            dk1,
+            dv0,
+            dv1,
+            k0,
+            k1,
+            v0,
+            v1,
+            q_base,
+            q_step,
+            q_offsets,
+            dout_base,
+            dout_step,
+            dout_offsets,
+            lse_log2_ptr + row_base,
+            delta_ptr + row_base,
+            p_scale_ptr + row_base,
+            bias_base,
+            rng_state_ptr,
+            full_begin,
+            full_end,
+            first_column,
+            len_q,
+            len_kv,
+            shift,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            keep_scale,
+            alibi_slope,
+            dropout_threshold,
+            b_h,
+            stride_bias_m,
+            stride_bias_n,
+            dk_ptr is not None,
+            dv_ptr is not None,
+            False,
+            "none",
+            META,
+        )
     is_real = (columns < len_kv)[:, None]
     if dk_ptr is not None:
         dk_pointer = dk_base + tl.cast(first_column, tl.int64) * dk_step

@@ -97,10 +97,10 @@ def _attn_bwd_dbias_kernel(
     over_n = 1 if SPANS_KV else tl.cdiv(max_seqlen_kv, BLOCK_N)
     over = tl.cast(over_b * over_h, tl.int64) * over_m * over_n
 
-    _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
-    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
-    _, k_offsets = row_steps(stride_ks, BLOCK_N, META)
-    _, v_offsets = row_steps(stride_vs, BLOCK_N, META)
+    _q_step, q_offsets = row_steps(stride_qs, BLOCK_M, META)
+    _dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    _k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
+    _v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for t in range(split, over, num_splits):
         n = tile_n + tl.cast(t % over_n, tl.int32)

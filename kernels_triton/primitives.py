@@ -234,8 +234,8 @@ def tanh(x):
 
 
 @triton.jit
-def load_bias(base, i, j, len_q, len_kv, stride_m, stride_n):
-    offsets = i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
+def load_bias(base, i, j, len_q, len_kv, stride_m, stride_n, META: tl.constexpr):
+    offsets = i.to(tl.int64) * stride_m + (j if META.IS_BIAS_CONTIGUOUS else j.to(tl.int64) * stride_n)
     return tl.load(base + offsets, mask=(i < len_q) & (j < len_kv), other=0.0).to(tl.float32)
 
 
@@ -263,14 +263,14 @@ def logits(
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP:
         factor = LOG2E
         if META.HAS_PRE_SCALE_BIAS:
-            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n)
+            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
         s *= softmax_scale
         if META.HAS_SOFTCAP:
             t = tanh(s / softcap)
             s = softcap * t
             slope = 1 - t * t
         if META.HAS_POST_SCALE_BIAS:
-            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n)
+            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
         if META.HAS_ALIBI:
             s -= alibi_slope * tl.abs(j - i - shift).to(tl.float32)
     return s, factor, slope

@@ -24,10 +24,12 @@ class Meta(NamedTuple):
     HAS_LENGTHS: bool
     HAS_GAPS_Q: bool
     HAS_GAPS_KV: bool
+    IS_GROUPED: bool  # several query heads share a key head
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_PRE_SCALE_BIAS: bool
     HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
     HAS_SINK: bool
@@ -129,10 +131,12 @@ class Problem:
             HAS_LENGTHS=self.cu_seqlens_q is not None,
             HAS_GAPS_Q=self.cu_seqlens_q_padded is not None,
             HAS_GAPS_KV=self.cu_seqlens_kv_padded is not None,
+            IS_GROUPED=self.group_size > 1,
             HAS_LEFT=self.window_left is not None,
             HAS_RIGHT=self.window_right is not None,
             HAS_PRE_SCALE_BIAS=self.bias is not None and self.bias_is_pre_scale,
             HAS_POST_SCALE_BIAS=self.bias is not None and not self.bias_is_pre_scale,
+            IS_BIAS_CONTIGUOUS=self.bias is not None and _strides(self.bias, 4)[3] == 1,
             HAS_ALIBI=self.alibi_slopes is not None,
             HAS_SOFTCAP=self.softcap > 0,
             HAS_SINK=self.has_sink,
