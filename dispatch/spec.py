@@ -70,8 +70,8 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
     causal = "causal" in attn_mask_type
     if causal and right > 0:
         raise ValueError(
-            f"window_size is {tuple(window_size)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right of "
-            "the diagonal, so the right side must be 0 or -1"
+            f"window_size is {tuple(window_size)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
+            "of the diagonal, so the right side must be 0 or -1"
         )
     bottom_right = attn_mask_type not in ("causal", "padding_causal")
     if bottom_right_diagonal is not None:

@@ -39,7 +39,8 @@ def _device_error(device_type: str, capability: tuple[int, int] | None) -> str |
         if INTERPRETED:
             return None
         return (
-            "tensors on the CPU run only in Triton's interpreter; move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported"
+            "tensors on the CPU run only in Triton's interpreter; move them to a GPU, or set TRITON_INTERPRET=1 before triton is "
+            "imported"
         )
     return f"the kernels run on CUDA devices, not on {device_type!r}"
 

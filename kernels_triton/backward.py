@@ -262,10 +262,7 @@ def _attn_bwd_dq_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    # in the order of the forward
-    for part in range(0 if META.HAS_LEFT else 1, 2):
-        masked_begin = begin if part == 0 else full_end
-        masked_end = full_begin if part == 0 else end
+    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):  # as in the forward
         dq0, dq1, row_sum = _attn_bwd_dq_loop(
             dq0,
             dq1,
@@ -284,8 +281,8 @@ def _attn_bwd_dq_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            masked_begin,
-            masked_end,
+            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            full_begin if phase == 0 else (full_end if phase == 1 else end),
             first_row,
             len_q,
             len_kv,
@@ -300,46 +297,9 @@ def _attn_bwd_dq_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
-            True,
+            phase != 1,
             META,
         )
-    dq0, dq1, row_sum = _attn_bwd_dq_loop(
-        dq0,
-        dq1,
-        row_sum,
-        q0,
-        q1,
-        dout0,
-        dout1,
-        lse_log2,
-        delta,
-        k_base,
-        k_step,
-        k_offsets,
-        v_base,
-        v_step,
-        v_offsets,
-        bias_base,
-        rng_state_ptr,
-        full_begin,
-        full_end,
-        first_row,
-        len_q,
-        len_kv,
-        shift,
-        window_left,
-        window_right,
-        softmax_scale,
-        softcap,
-        keep_scale,
-        alibi_slope,
-        dropout_threshold,
-        b_h,
-        stride_bias_m,
-        stride_bias_n,
-        False,
-        META,
-    )
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
     p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
     if META.RENORMALIZE:
@@ -606,7 +566,8 @@ def _attn_bwd_dkdv_kernel(
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
-        # likewise: the queries that the right side of the band cuts, those that its left side or the end cuts, those that see all
+        # First the queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end
+        # cuts, both by one loop, as each loop more costs the others registers, of which there are too few; last those that see all.
         for part in range(0 if META.HAS_RIGHT else 1, 2):
             masked_begin = begin if part == 0 else full_end
             masked_end = full_begin if part == 0 else end

@@ -61,10 +61,10 @@ FORWARD: Table = {
         Row(512, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (90, 2): (
-        Row(192, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
-        Row(256, Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
-        Row(384, Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-        Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+        Row(128, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+        Row(192, Tile(128, 64, 4, 3), Tile(64, 32, 4, 3)),
+        Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
+        Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
     ),
     (100, 2): (
         Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
@@ -92,10 +92,9 @@ DQ: Table = {
         Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ),
     (90, 2): (
-        Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
-        Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
-        Row(512, Tile(128, 32, 8, 3), Tile(64, 32, 8, 1)),
+        Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
+        Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
     ),
     (100, 2): (
         Row(128, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
@@ -123,10 +122,11 @@ DKDV: Table = {
         Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
     ),
     (90, 2): (
-        Row(128, Tile(64, 64, 4, 3), Tile(32, 128, 8, 2)),
-        Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 8, 2)),
-        Row(320, Tile(32, 128, 8, 2), Tile(16, 64, 8, 1)),
-        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(16, 64, 8, 1)),
+        Row(128, Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)),
+        Row(192, Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+        Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
+        Row(320, Tile(32, 128, 8, 3), Tile(32, 128, 8, 2, apart=True)),
+        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(32, 128, 8, 2, apart=True)),
     ),
     # d 256: dk, dv and two tiles of scores are more than tensor memory has; tiles of 32 keys are multiplied in registers
     (100, 2): (

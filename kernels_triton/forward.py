@@ -210,11 +210,8 @@ def _attn_fwd_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    # First the keys that the left side of the band cuts, then those that its right side (causal: the diagonal) or the end cuts,
-    # both by one loop, as each loop more would cost the others registers; last the keys that every row sees.
-    for part in range(0 if META.HAS_LEFT else 1, 2):
-        masked_begin = begin if part == 0 else full_end
-        masked_end = full_begin if part == 0 else end
+    # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
+    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):
         acc0, acc1, row_sum, row_max = _attn_fwd_loop(
             acc0,
             acc1,
@@ -230,8 +227,8 @@ def _attn_fwd_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            masked_begin,
-            masked_end,
+            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            full_begin if phase == 0 else (full_end if phase == 1 else end),
             first_row,
             len_q,
             len_kv,
@@ -245,42 +242,9 @@ def _attn_fwd_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
-            True,
+            phase != 1,
             META,
         )
-    acc0, acc1, row_sum, row_max = _attn_fwd_loop(
-        acc0,
-        acc1,
-        row_sum,
-        row_max,
-        q0,
-        q1,
-        k_base,
-        k_step,
-        k_offsets,
-        v_base,
-        v_step,
-        v_offsets,
-        bias_base,
-        rng_state_ptr,
-        full_begin,
-        full_end,
-        first_row,
-        len_q,
-        len_kv,
-        shift,
-        window_left,
-        window_right,
-        softmax_scale,
-        softcap,
-        alibi_slope,
-        dropout_threshold,
-        b_h,
-        stride_bias_m,
-        stride_bias_n,
-        False,
-        META,
-    )
 
     is_real = rows < len_q
     if max_logit_ptr is not None:
