@@ -715,10 +715,12 @@ def attention_backward(
         torch.sum(dsink, 1, out=dsoftmax_offset)
 
     tile = tile_dkdv or x.tile(DKDV)
-    # A program does all the query heads that share its keys, up to 8 of them; past that there would be too few programs.
-    num_splits = triton.cdiv(x.group_size, 8)
-    dk_parts = dk if num_splits == 1 else torch.empty((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
-    dv_parts = dv if num_splits == 1 else torch.empty((num_splits, *dv.shape), dtype=torch.float32, device=x.device)
+    # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
+    # it does one: the shorter sums round less, and there they are what rounds most.
+    num_splits = x.group_size if x.q.dtype is torch.float32 else triton.cdiv(x.group_size, 8)
+    # zeros, as no program may own a row if cu_seqlens is wrong
+    dk_parts = dk if num_splits == 1 else torch.zeros((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
+    dv_parts = dv if num_splits == 1 else torch.zeros((num_splits, *dv.shape), dtype=torch.float32, device=x.device)
     dk_one, dv_one = (dk, dv) if num_splits == 1 else (dk_parts[0], dv_parts[0])
     meta = x.meta(tile, (dout, dk_one, dv_one))
     blocks = triton.cdiv(x.longest_kv, tile.block_n)

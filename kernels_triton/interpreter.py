@@ -169,16 +169,18 @@ def _binary_op(original, builder, lhs, rhs, op):
 
 def _create_fma(original, builder, x, y, z):
     exact = (_widen(t).data.astype(np.float64) for t in (x, y, z))  # a product of two fp32 numbers is exact in fp64
-    result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
-    return builder.cast_impl(result, z.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        result = original(builder, *(TensorHandle(values, tl.float64) for values in exact))
+        return builder.cast_impl(result, z.dtype)
 
 
 def _create_dot(original, builder, a, b, accumulator, *options):
     if accumulator.dtype.scalar.name != "fp32":
         return original(builder, _widen(a), _widen(b), accumulator, *options)
     # In fp64, for BLAS adds up a product and its transpose in different orders, and kernels count on the two being equal.
-    exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
-    return TensorHandle(exact.astype(np.float32), tl.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are operands like others
+        exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
+        return TensorHandle(exact.astype(np.float32), tl.float32)
 
 
 def _create_minnumf(original, builder, lhs, rhs):
