@@ -259,7 +259,8 @@ def _attn_fwd_kernel(
         row_sum = row_sum * decay + tl.exp2(sink - origin)
         rescale *= decay
         row_max = new_max
-    rescale = rescale / tl.where(row_sum == 0.0, 1.0, row_sum)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
+    rescale = rescale / row_sum
     lse = (row_max + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
     out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)

@@ -170,6 +170,13 @@ def test_sink(kind: str, device: str) -> None:
     check(call, device, qkv_format="thd", gap=1, lengths_q=lengths(40, 0, 33), lengths_kv=lengths(21, 6, 50))
 
 
+def test_small_operands_in_any_view(device: str) -> None:
+    larger = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(6)).to(device)
+    sink = {"softmax_type": "learnable", "softmax_offset": larger[0, :, 1]}
+    check(sink | {"bias_type": "alibi", "alibi_slopes": larger[..., 2].abs()}, device, lengths_q=lengths(30, 30))
+    check({"softmax_type": "learnable", "softmax_offset": larger[0, :1, 0].expand(4)}, device, lengths_q=lengths(30))
+
+
 @pytest.mark.parametrize("p", [0.1, 0.75])
 def test_dropout(p: float, device: str) -> None:
     state = torch.tensor(RNG_STATE, device=device)
