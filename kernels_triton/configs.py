@@ -2,8 +2,8 @@
 
 Every row is compiled ahead of time for its architecture, and held to its shared memory, its spills and the matrix instructions
 expected of it: the ones that matter most in every test run, all of them with `pytest -m exhaustive`. The fp16 and bf16 rows of 9.0
-were chosen among several on an NVIDIA H200, by times at 4096 tokens, causal and full (bench/results/tiles_*_h200.json has the last
-of them); no other row has been timed.
+were chosen among several on an NVIDIA H200, by times at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json has
+the last of them); no other row has been timed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ class Row(NamedTuple):
     head_dims: int  # the largest d_qk + d_v, as the tiles hold them, that this row serves
     tile: Tile
     loaded: Tile  # with a bias or dropout, whose tiles are beside the scores in registers and shared memory
+    # Where another is measured to be faster, and nothing is loaded:
+    open: Tile | None = None  # with a band open on both sides: no block is cut, so that larger ones waste nothing
+    short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide what one waits for at its ends
+
+
+SHORT = 1024
+"""The one length that decides a kernel: a configuration is compiled at most twice, for what is longer and what is not."""
 
 
 # By (compute capability, bytes of an element). A device takes the rows of the newest capability that is not newer than its own.
@@ -67,6 +74,7 @@ FORWARD: Table = {
     (90, 2): (
         Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
         Row(192, Tile(128, 64, 4, 3), Tile(64, 32, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3)),
         Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
         Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
     ),
@@ -97,7 +105,7 @@ DQ: Table = {
     ),
     (90, 2): (
         Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), open=Tile(128, 64, 8, 3), short=Tile(64, 32, 4, 3)),
         Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
     ),
     (100, 2): (
@@ -126,11 +134,11 @@ DKDV: Table = {
         Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
     ),
     (90, 2): (
-        Row(128, Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)),
+        Row(128, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), open=Tile(64, 64, 4, 3)),
         Row(192, Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
         Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
         Row(320, Tile(32, 128, 8, 3), Tile(32, 128, 8, 2, apart=True)),
-        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(32, 128, 8, 2, apart=True)),
+        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(32, 128, 8, 2, apart=True), open=Tile(64, 128, 8, 1, apart=True)),
     ),
     # d 256: dk, dv and two tiles of scores are more than tensor memory has; tiles of 32 keys are multiplied in registers
     (100, 2): (
@@ -163,8 +171,17 @@ BIAS_GRADIENT: Table = {
 }
 
 
-def select_tile(table: Table, capability: int, element_size: int, head_dims: int, is_loaded: bool) -> Tile:
-    """The committed tile of a problem: its `head_dims`, and whether it `is_loaded` with a bias or dropout."""
+def select_tile(
+    table: Table, capability: int, element_size: int, head_dims: int, *, is_loaded: bool, is_open: bool, length: int
+) -> Tile:
+    """The committed tile of a problem: its `head_dims`; whether it `is_loaded` with a bias or dropout; whether its
+    band `is_open` on both sides; and its longest sequence, of queries or keys."""
     newest = max(sm for sm, size in table if size == element_size and sm <= capability)
     row = next(row for row in table[newest, element_size] if head_dims <= row.head_dims)
-    return row.loaded if is_loaded else row.tile
+    if is_loaded:
+        return row.loaded
+    if is_open and row.open is not None:
+        return row.open
+    if length <= SHORT and row.short is not None:
+        return row.short
+    return row.tile

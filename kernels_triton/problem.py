@@ -118,7 +118,15 @@ class Problem:
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """The committed tile for this problem, on its own device or on one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
-        return select_tile(table, capability, self.q.element_size(), self.head_dims, self.bias is not None or self.dropout_p > 0)
+        return select_tile(
+            table,
+            capability,
+            self.q.element_size(),
+            self.head_dims,
+            is_loaded=self.bias is not None or self.dropout_p > 0,
+            is_open=self.window_left is None and self.window_right is None,
+            length=max(self.longest_q, self.longest_kv),
+        )
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""

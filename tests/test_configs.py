@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +24,9 @@ UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # as wide in all as a row
 MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 # Spills in the loops, as a share of their instructions: next to none in plain half precision; some with every feature at once,
 # and in fp32, whose products go through ordinary registers.
-LOOP_SPILLS = {"plain": 0.01, "full": 0.08, "fp32": 0.08}
+LOOP_SPILLS = {"plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08}
+# Spills stand for time, and here the time is known: this tile is the fastest there is, spills and all (tiles_d256_h200.json).
+MEASURED_SPILLS = {"dkdv-sm90-bfloat16-d256x256-open": 0.06}
 
 
 class Case(NamedTuple):
@@ -43,8 +47,9 @@ class Case(NamedTuple):
 
 def _launches(case: Case) -> list[Launch]:
     """The kernel's launches as they would be on the device, with the tile that the tables have for it; dk and dv may be apart."""
-    heads, length, (d_qk, d_v) = 4, 64, case.head_dims
+    heads, (d_qk, d_v) = 4, case.head_dims
     full = case.features == "full"
+    length = 64 if full or case.features == "short" else configs.SHORT + 1
     shape = (2 * length, heads) if full else (2, length, heads)
     q, k = (torch.zeros(*shape, d_qk, dtype=case.dtype) for _ in "qk")
     v, out = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
@@ -62,7 +67,8 @@ def _launches(case: Case) -> list[Launch]:
         "max_seqlen_q": length,
         "max_seqlen_kv": length,
     } | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens)
-    problem = Problem(q, k, v, softmax_scale=0.1, window_right=0, **(features if full else {}))
+    band = {"window_right": None if case.features == "open" else 0}
+    problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else {}))
 
     def tile(table: configs.Table) -> configs.Tile:
         return problem.tile(table, case.sm)
@@ -94,11 +100,15 @@ def _cases(
 
 SOME = [
     *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "plain"),
+    *_cases("forward dq", (90,), torch.bfloat16, ((128, 128),), "short"),
+    *_cases("dq dkdv", (90,), torch.bfloat16, ((64, 64), (128, 128), (256, 256)), "open"),
     *_cases("forward dq dkdv", (80, 89, 100), torch.bfloat16, ((128, 128), (256, 256)), "plain"),
     *_cases("forward dq dkdv dbias", (80, 90), torch.bfloat16, ((128, 128),), "full"),
 ]
 ALL = [
     *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "open"),
+    *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "short"),
     *_cases("forward dq dkdv", (90,), torch.float16, ((128, 128),), "plain"),
     *_cases("forward dq dkdv", SMS, torch.bfloat16, UNEVEN_HEAD_DIMS, "plain"),
     *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
@@ -111,7 +121,7 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
     found = []
     if report.shared_bytes > SHARED_MEMORY_LIMIT[case.sm]:
         found.append(f"{report.shared_bytes} bytes of shared memory, and there are {SHARED_MEMORY_LIMIT[case.sm]}")
-    limit = LOOP_SPILLS["fp32" if case.dtype is torch.float32 else case.features]
+    limit = MEASURED_SPILLS.get(str(case)) or LOOP_SPILLS["fp32" if case.dtype is torch.float32 else case.features]
     if report.loop_spill_share > limit:
         found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
     expected = MATRIX_INSTRUCTION[case.sm] if _left_rows(case) >= 64 else "HMMA"  # wgmma and tcgen05 begin at 64 rows
@@ -119,7 +129,7 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
         found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
     if not report.loops:
         found.append("no loop was found in the code")
-    if case.features == "plain" and any("serialized" in warning for warning in report.warnings):
+    if case.features != "full" and case.dtype is not torch.float32 and any("serialized" in warning for warning in report.warnings):
         found.append(f"ptxas serialized wgmma: {report.warnings}")
     return [f"{case}: {text}" for text in found]
 
@@ -158,9 +168,22 @@ def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
     for capability in (configs.INTERPRETER, 80, 86, 87, 89, 90, 100, 103, 120, 121):
         for element_size in (2, 4):
             for total in {a + b for a in widths for b in widths}:
-                for is_loaded in (False, True):
-                    tile = select_tile(table, capability, element_size, total, is_loaded)
+                for is_loaded, is_open, length in itertools.product((False, True), (False, True), (1, configs.SHORT + 1)):
+                    tile = select_tile(table, capability, element_size, total, is_loaded=is_loaded, is_open=is_open, length=length)
                     assert all(n >= 16 and n & (n - 1) == 0 for n in tile[:2])
+
+
+@pytest.mark.parametrize("table", [configs.FORWARD, configs.DQ, configs.DKDV, configs.BIAS_GRADIENT])
+def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
+    for (capability, element_size), rows in table.items():
+        for row in rows:
+            tile = functools.partial(select_tile, table, capability, element_size, row.head_dims)
+            banded = functools.partial(tile, is_loaded=False, is_open=False)
+            assert {banded(length=length) for length in (1, 100, configs.SHORT)} == {row.short or row.tile}
+            assert {banded(length=length) for length in (configs.SHORT + 1, 10**6)} == {row.tile}
+            assert tile(length=10**6, is_loaded=False, is_open=True) == (row.open or row.tile)
+            assert tile(length=1, is_loaded=False, is_open=True) == (row.open or row.short or row.tile)
+            assert tile(length=1, is_loaded=True, is_open=True) == row.loaded
 
 
 def test_a_bad_tile_is_found() -> None:

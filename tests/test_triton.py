@@ -259,7 +259,7 @@ def test_dout_expanded_from_a_scalar(device: str) -> None:
 
 @pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(128, 32, 4, 2), Tile(32, 128, 4, 2)], ids=str)
 def test_any_tile(tile: Tile, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "select_tile", lambda *_: tile)
+    monkeypatch.setattr(problem, "select_tile", lambda *_, **__: tile)
     call = {
         "attn_mask_type": "padding_causal_bottom_right",
         "window_size": (60, 0),
