@@ -1,21 +1,36 @@
-"""`python -m flexattn demo`: the library's main job, checked and timed on this machine."""
+"""`python -m flexattn`: a demo of the library's main job, its benchmark, and the kernel developer's playground."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 import flexattn
 from flexattn.dispatch import options
 
 
+TOOLS = {
+    "bench": ("flexattn.bench.command", "attention measured beside its peers, on your shapes"),
+    "play": ("flexattn.bench.play", "a kernel checked, compiled and timed: with other tiles, or your own file"),
+}
+"""Subcommands that parse their own arguments: (module, help)."""
+
+
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in TOOLS:
+        module, _ = TOOLS[argv[0]]
+        status: int = importlib.import_module(module).main(argv[1:])
+        return status
     parser = argparse.ArgumentParser(prog="python -m flexattn", description=__doc__)
     parser.add_argument("--version", action="version", version=flexattn.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo_parser = commands.add_parser("demo", help="attention over a packed batch of documents, checked against the reference")
     demo_parser.add_argument("--tokens", type=int, metavar="N", help="tokens to pack (default: 65536 with a GPU, 6144 without)")
     demo_parser.add_argument("--backend", choices=options.REQUESTS, default="auto", help="default: %(default)s")
+    for name, (_, text) in TOOLS.items():
+        commands.add_parser(name, help=text)
     args = parser.parse_args(argv)
     if args.tokens is not None and args.tokens < 1:
         demo_parser.error(f"--tokens is {args.tokens}; accepted: 1 or more")

@@ -45,11 +45,12 @@ def num_processors(device: torch.device) -> int:
 
 
 class Launch(NamedTuple):
-    """One launch as it was asked for: what `compile_report.request_for` needs to compile the same kernel for another device."""
+    """One launch as it was asked for: what `launch` needs to make it, and `compile_report.request_for` to compile it for any device."""
 
     kernel: Any
     tile: Tile
     arguments: tuple[Any, ...]
+    programs: int
 
 
 _recording: list[Launch] | None = None
@@ -79,7 +80,7 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
     if programs == 0:
         return
     if _recording is not None:
-        _recording.append(Launch(kernel, tile, arguments))
+        _recording.append(Launch(kernel, tile, arguments, programs))
         return
     if interpreter.INTERPRETED:
         with interpreter.right_arithmetic():

@@ -1,0 +1,242 @@
+"""`python -m flexattn bench`: attention measured beside its peers, on your shapes, every result checked before it is timed."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from flexattn.bench import record, tables
+from flexattn.bench.implementations import Implementation, ours
+from flexattn.bench.peers import FLEX_MODE, peers
+from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
+from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
+
+BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
+ON_A_CPU = (
+    "No GPU here: flexattn runs its eager backend, and so do the peers their CPU code. The times mean something only beside each other, "
+    "on this machine."
+)
+EPILOGUE = """examples:
+  %(prog)s --list                                            shapes, presets and peers
+  %(prog)s --preset quick                                    FlashAttention's sweep at 4096 tokens
+  %(prog)s --shapes llama3-8b-s8192 --directions both --peers 'SDPA*' --out result.json
+  %(prog)s --from result.json --html report.html --plots plots
+  %(prog)s --compare before.json after.json
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flexattn bench", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--preset", choices=PRESETS, help="a selection of shapes (default: quick)")
+    what.add_argument(
+        "--shapes", nargs="+", metavar="NAME", help="shapes by name or pattern, as 'sweep-d64-*', instead of a preset"
+    )
+    what.add_argument("--quick", action="store_true", help="the preset quick, and fewer calls")
+    what.add_argument(
+        "--seqlens", type=int, nargs="+", metavar="S", help="of the chosen shapes, those whose longest sequence is one of these"
+    )
+    what.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=["forward", "backward"])
+    what.add_argument("--backends", nargs="+", metavar="NAME", default=["*"], help="of flexattn: triton, cudnn, score_mod, eager")
+    what.add_argument(
+        "--peers", nargs="*", metavar="NAME", default=["*"], help="by name or pattern; none to measure flexattn alone"
+    )
+    what.add_argument(
+        "--flex-mode", default=FLEX_MODE, help="torch.compile's mode for FlexAttention, as max-autotune-no-cudagraphs"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--check", action="store_true", help="only check the results, and time nothing")
+    how.add_argument("--budget-ms", type=float, help="device time for each implementation in each cell (default: 100; quick: 30)")
+    how.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="for the whole run; what does not fit is recorded as left out"
+    )
+    how.add_argument(
+        "--compile-processes", type=int, default=0, metavar="N", help="first compile everything in N processes at once"
+    )
+    how.add_argument("--compile-only", action="store_true", help="compile into the caches on disk, and measure nothing")
+    how.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the result, cell by cell")
+    show = parser.add_argument_group("instead of measuring")
+    show.add_argument("--list", action="store_true", help="list the shapes, presets and implementations")
+    show.add_argument("--from", dest="source", type=Path, nargs="+", metavar="FILE", help="show results that were written before")
+    show.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two results side by side, with ratios")
+    show.add_argument(
+        "--emit-rows", type=Path, nargs="+", metavar="FILE", help="the rows of tile tables and heuristics that results support"
+    )
+    shown = parser.add_argument_group("pages, of what was measured or is given with --from")
+    shown.add_argument("--csv", type=Path, metavar="FILE")
+    shown.add_argument("--plots", type=Path, metavar="FOLDER", help="PNG files; needs matplotlib")
+    shown.add_argument(
+        "--html", type=Path, metavar="FILE", help="one file with everything in it; with plots where matplotlib is installed"
+    )
+    shown.add_argument("--page", type=Path, metavar="FILE.md", help="the performance page, as docs/performance.md")
+    shown.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the part of the README that is made from results")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status is 1 where a result was wrong, or flexattn's own first backend refused."""
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    try:
+        if args.list:
+            print(listing())
+            return 0
+        if args.compare:
+            from flexattn.bench.compare import compare
+
+            print(compare(*map(record.read, args.compare), names=[str(path) for path in args.compare]))
+            return 0
+        if args.emit_rows:
+            from flexattn.bench.rows import emit
+
+            print(emit({path.name: record.read(path) for path in args.emit_rows}))
+            return 0
+        if args.source:
+            return _show({path.name: record.read(path) for path in args.source}, args)
+        return _measure(args, arguments, parser)
+    except (ValueError, FileNotFoundError) as e:
+        parser.error(str(e))
+    except ModuleNotFoundError as e:
+        if e.name not in ("matplotlib", "rich"):
+            raise
+        parser.error(f"this needs {e.name}, which is not installed: pip install 'flexattn[bench]'")
+
+
+def _measure(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    workloads = select(args.shapes or [args.preset or "quick"])
+    if args.seqlens:
+        workloads = [w for w in workloads if w.seqlen_kv in args.seqlens]
+    if not workloads:
+        parser.error(f"none of the chosen shapes has a longest sequence of {', '.join(map(str, args.seqlens))}")
+    plan = Plan(
+        command=f"python -m flexattn bench {shlex.join(arguments)}".rstrip(),
+        workloads=workloads,
+        directions=[d for d in DIRECTIONS if d in args.directions],
+        implementations=_implementations(args, device),
+        device=device,
+        budget_ms=args.budget_ms or (30.0 if args.quick else BUDGET_MS[device]),
+        budget_s=args.budget_s,
+        only_check=args.check,
+        out=args.out,
+    )
+    if args.compile_only:
+        compile_only(plan)
+        return 0
+    print(f"{record.device_facts()['name']}; {', '.join(f'{name} {text}' for name, text in record.versions().items() if text)}")
+    if device == "cpu" and not args.check:
+        print(ON_A_CPU)
+    if args.compile_processes:
+        same = [
+            "--directions",
+            *plan.directions,
+            "--flex-mode",
+            args.flex_mode,
+            "--backends",
+            *args.backends,
+            "--peers",
+            *args.peers,
+        ]
+        seconds = compile_in_processes(same, [w.name for w in workloads], args.compile_processes, args.budget_s / 2)
+        print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
+        plan = plan._replace(budget_s=plan.budget_s - seconds)
+    done = run(plan, show=_printer())
+    _show({"": done}, args)
+    failed = [r for r in done.rows if r.status == "wrong" or (tables.is_ours(r.implementation) and r.status == "refused")]
+    return int(any(r.status == "wrong" or r.implementation in ("flexattn triton", "flexattn eager") for r in failed))
+
+
+def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:
+    """Those asked for. Raises ValueError for a name that names none."""
+    everyone = {i.name: i for i in (*ours(device), *peers(args.flex_mode))}
+    chosen: dict[str, Implementation] = {}
+    for patterns, prefix in ((args.backends, "flexattn "), (args.peers, "")):
+        pool = [name for name in everyone if tables.is_ours(name) == bool(prefix)]
+        for pattern in patterns:
+            found = fnmatch.filter(pool, prefix + pattern)
+            if not found:
+                accepted = ", ".join(name.removeprefix(prefix) for name in pool)
+                raise ValueError(f"nothing to measure on {device} is called {pattern!r}; accepted: {accepted}")
+            chosen |= {name: everyone[name] for name in found}
+    return list(chosen.values())
+
+
+def _printer():  # type: ignore[no-untyped-def]  # tqdm has no types
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return print
+    return tqdm.write
+
+
+def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
+    """Prints the tables, and writes the pages that were asked for."""
+    for name, shown in records.items():
+        print("\n".join(filter(None, ["", name, tables.headline(shown) if name else "", _ceilings(shown)])))
+        print("\n\n".join(["", *(t.text() for t in tables.tables(shown, with_share=True)), tables.verdict(shown)]))
+        if shown.left_out:
+            print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")
+        if not shown.complete:
+            print("This run did not measure all that it set out to.")
+    for path, module in (
+        (args.csv, "csv"),
+        (args.html, "report"),
+        (args.plots, "plots"),
+        (args.page, "page"),
+        (args.readme, "readme"),
+    ):
+        if path is not None:
+            _write(module, path, records)
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _write(what: str, path: Path, records: dict[str, record.Record]) -> None:
+    if what == "page":
+        from flexattn.bench import page
+
+        path.write_text(page.performance(records))
+        return
+    if what == "readme":
+        from flexattn.bench import page
+
+        path.write_text(page.with_readme_section(path.read_text(), records))
+        return
+    [(_, only)] = records.items() if len(records) == 1 else [("", None)]
+    if only is None:
+        raise ValueError(f"--{what} shows one result, and --from names {len(records)}")
+    if what == "csv":
+        record.write_csv(path, only)
+    elif what == "plots":
+        from flexattn.bench import plots
+
+        plots.write(path, only)
+    else:
+        from flexattn.bench import report
+
+        path.write_text(report.html(only))
+
+
+def _ceilings(shown: record.Record) -> str:
+    if shown.ceilings is None:
+        return "Checked, not timed."
+    found = shown.ceilings
+    product = f"matrix product {found['matmul_size']}^3 {found['matmul_dtype']}: {found['matmul_tflops']:.1f} TFLOP/s"
+    copy = f"; copy: {found['copy_gb_s']:.0f} GB/s" if found["copy_gb_s"] is not None else ""
+    return f"{product}{copy}; TFLOP/s, share of the matrix product's; {shown.method['flops']}"
+
+
+def listing() -> str:
+    """The shapes, presets and implementations."""
+    presets = [f"  {name:12} {' '.join(patterns)}" for name, patterns in PRESETS.items()]
+    shapes = [f"  {w.name:26} {w}" for w in WORKLOADS.values()]
+    names = [i.name for i in (*ours("cuda"), *ours("cpu"), *peers())]
+    return "\n".join(["presets", *presets, "", "shapes", *shapes, "", "flexattn and its peers", f"  {', '.join(names)}"])

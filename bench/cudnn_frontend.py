@@ -1,0 +1,101 @@
+"""cuDNN by its own Python frontend, as its samples drive it: one graph for each shape, built beforehand, executed on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.bench.counts import band_of
+from flexattn.bench.implementations import Prepared, Unavailable
+from flexattn.bench.inputs import Tensors
+from flexattn.bench.shapes import Workload
+
+CUDNN_FRONTEND = "cuDNN frontend"
+
+
+def prepare_cudnn(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+    """bshd memory by its strides. Raises Unavailable for what this harness does not ask of it."""
+    if workload.is_ragged or workload.score or workload.softmax_type != "vanilla":
+        raise Unavailable("this harness drives the frontend for dense batches with a band only; flexattn cudnn takes the rest")
+    try:
+        import cudnn
+    except ImportError as e:
+        raise Unavailable(f"nvidia-cudnn-frontend is not installed ({e})") from e
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    q, k, v, dout = (t.transpose(1, 2) for t in tensors[:4])  # cuDNN's dims are (b, h, s, d), whatever the strides
+    out = torch.empty_like(tensors.dout).transpose(1, 2)
+    stats = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)
+    forward = _forward_graph(cudnn, handle, workload, (q, k, v), out, stats if direction != "forward" else None)
+    if direction == "forward":
+        return Prepared(lambda: (forward(), {"out": out.transpose(1, 2)})[1], forward)
+    forward()
+    gradients = [torch.empty_like(t).transpose(1, 2) for t in tensors[:3]]
+    backward = _backward_graph(cudnn, handle, workload, (q, k, v, out, dout, stats), gradients)
+
+    def both() -> None:
+        forward()
+        backward()
+
+    run = backward if direction == "backward" else both
+
+    def results() -> dict[str, Tensor]:
+        run()
+        named = {f"d{name}": t.transpose(1, 2) for name, t in zip("qkv", gradients, strict=True)}
+        return named if direction == "backward" else {"out": out.transpose(1, 2), **named}
+
+    return Prepared(results, run)
+
+
+def _graph(cudnn: Any, handle: Any, dtype: torch.dtype) -> Any:
+    io = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
+    fp32 = cudnn.data_type.FLOAT
+    return cudnn.pygraph(io_data_type=io, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+
+
+def _mask(cudnn: Any, workload: Workload) -> dict[str, Any]:
+    left, right, bottom_right = band_of(workload)
+    alignment = cudnn.diagonal_alignment
+    options: dict[str, Any] = {"diagonal_alignment": alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT}
+    if left is not None:
+        options["diagonal_band_left_bound"] = left + 1  # cuDNN's bound is the first key that is hidden
+    if right is not None:
+        options["diagonal_band_right_bound"] = right
+    return options if left is not None or right is not None else {}
+
+
+def _forward_graph(
+    cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], out: Tensor, stats: Tensor | None
+) -> Any:
+    graph = _graph(cudnn, handle, out.dtype)
+    q, k, v = (graph.tensor_like(t) for t in inputs)
+    scale = workload.head_dim_qk**-0.5
+    o, s = graph.sdpa(q=q, k=k, v=v, generate_stats=stats is not None, attn_scale=scale, **_mask(cudnn, workload))
+    o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
+    pack = {q: inputs[0], k: inputs[1], v: inputs[2], o: out}
+    if stats is not None:
+        s.set_output(True).set_data_type(cudnn.data_type.FLOAT).set_dim(list(stats.shape)).set_stride(list(stats.stride()))
+        pack[s] = stats
+    return _executable(cudnn, handle, graph, pack)
+
+
+def _backward_graph(cudnn: Any, handle: Any, workload: Workload, inputs: tuple[Tensor, ...], gradients: list[Tensor]) -> Any:
+    graph = _graph(cudnn, handle, gradients[0].dtype)
+    q, k, v, o, dout, stats = symbols = [graph.tensor_like(t) for t in inputs]
+    scale = workload.head_dim_qk**-0.5
+    outputs = graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=dout, stats=stats, attn_scale=scale, **_mask(cudnn, workload))
+    for symbol, t in zip(outputs, gradients, strict=True):
+        symbol.set_output(True).set_dim(list(t.shape)).set_stride(list(t.stride()))
+    return _executable(cudnn, handle, graph, dict(zip([*symbols, *outputs], [*inputs, *gradients], strict=True)))
+
+
+def _executable(cudnn: Any, handle: Any, graph: Any, pack: dict[Any, Tensor]) -> Any:
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    return lambda: graph.execute(pack, workspace, handle=handle)

@@ -1,0 +1,227 @@
+"""What is measured: flexattn's own backends and launchers. An implementation prepares a workload, or raises with the reason why not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn.bench.counts import band_of
+from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, make_tensors, score_mod_of
+from flexattn.bench.shapes import Workload
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.configs import Tile
+    from flexattn.kernels_triton.launch import Launch
+    from flexattn.kernels_triton.problem import Problem
+
+TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
+KERNELS = {
+    "forward": ("forward", "_attn_fwd_kernel"),
+    "dq": ("backward", "_attn_bwd_dq_kernel"),
+    "dkdv": ("backward", "_attn_bwd_dkdv_kernel"),
+}
+"""Of each kernel that can be measured alone: the direction it runs in, and its name in the source."""
+
+
+class Unavailable(Exception):
+    """An implementation that is not there, or does not do what a workload asks; the text is its cell in the table."""
+
+
+class Prepared(NamedTuple):
+    results: Callable[[], Mapping[str, Tensor]]  # "out", "dq", "dk", "dv" as far as the direction has them, laid out as `Tensors`
+    timed: Callable[[], object]
+
+
+class Implementation(NamedTuple):
+    name: str
+    version: str
+    prepare: Callable[[Workload, Tensors, str], Prepared]
+    compiles: bool = False  # kernels, when first run, into a cache on disk
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Layout = Callable[[Tensor], Tensor]
+
+
+def differentiable(
+    attend: Callable[[Workload, Tensors], Attend], to_layout: Layout = lambda t: t, from_layout: Layout = lambda t: t
+) -> Callable[[Workload, Tensors, str], Prepared]:
+    """How to prepare what is a differentiable function of q, k and v, all in a layout of its own."""
+
+    def prepare(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+        call = attend(workload, tensors)
+        q, k, v, dout = (to_layout(t) for t in tensors[:4])
+        if direction == "forward":
+            return Prepared(lambda: {"out": from_layout(call(q, k, v))}, lambda: call(q, k, v))
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+        def named(gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
+            return {f"d{name}": from_layout(t) for name, t in zip("qkv", gradients, strict=True)}
+
+        if direction == "backward":
+            backward = functools.partial(torch.autograd.grad, call(*leaves), leaves, dout, retain_graph=True)
+            return Prepared(lambda: named(backward()), backward)
+
+        def both() -> tuple[Tensor, tuple[Tensor, ...]]:
+            out = call(*leaves)
+            return out, torch.autograd.grad(out, leaves, dout)
+
+        def results() -> dict[str, Tensor]:
+            out, gradients = both()
+            return {"out": from_layout(out.detach()), **named(gradients)}
+
+        return Prepared(results, both)
+
+    return prepare
+
+
+def _attention(backend: str, workload: Workload, tensors: Tensors) -> Attend:
+    arguments = arguments_of(workload, tensors) | {"backend": backend}
+    return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
+
+
+def _attention_with_score_mod(workload: Workload, tensors: Tensors) -> Attend:
+    """attention() with the workload's score as a traced callable; masks and lengths stay its own arguments."""
+    if "score_mod" not in inspect.signature(flexattn.attention).parameters:
+        raise Unavailable(f"attention() of flexattn {flexattn.__version__} has no score_mod argument")
+    score_mod = score_mod_of(workload, tensors)
+    if score_mod is None:
+        raise Unavailable("the workload modifies no score")
+    arguments: dict[str, Any] = arguments_of(workload._replace(score=""), tensors._replace(alibi_slopes=None, bias_table=None))
+    arguments |= {"score_mod": score_mod, "backend": "triton"}
+    return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
+
+
+def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    assert isinstance(out, Tensor)
+    return out
+
+
+def ours(device: str) -> list[Implementation]:
+    """Each backend by its name, which never falls back: its own reason is the cell where it cannot run."""
+    version = flexattn.__version__
+    backends = {TRITON: "triton", CUDNN: "cudnn"} if device == "cuda" else {EAGER: "eager"}
+    return [
+        *(
+            Implementation(name, version, differentiable(functools.partial(_attention, backend)), compiles=backend == "triton")
+            for name, backend in backends.items()
+        ),
+        *(
+            [Implementation(SCORE_MOD, version, differentiable(_attention_with_score_mod), compiles=True)]
+            if device == "cuda"
+            else []
+        ),
+    ]
+
+
+class Launchers(NamedTuple):
+    """Our launchers, or a developer's own in their place, and the tiles to use instead of the committed ones, by KERNELS' names."""
+
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    tiles: Mapping[str, Tile]
+
+
+def committed_launchers(tiles: Mapping[str, Tile]) -> Launchers:
+    from flexattn.kernels_triton.backward import attention_backward
+    from flexattn.kernels_triton.forward import attention_forward
+
+    return Launchers(attention_forward, attention_backward, tiles)
+
+
+def problem_of(workload: Workload, tensors: Tensors) -> Problem:
+    """The workload as the launchers take it; dense and packed alike."""
+    from flexattn.kernels_triton.problem import Problem
+
+    band = band_of(workload)
+    bias = bias_of(tensors, workload)
+    return Problem(
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        softmax_scale=workload.head_dim_qk**-0.5,
+        window_left=band.left,
+        window_right=band.right,
+        bottom_right=band.bottom_right,
+        bias=bias,
+        alibi_slopes=tensors.alibi_slopes,
+        softcap=SOFTCAP if workload.score == "softcap" else 0.0,
+        has_sink=workload.softmax_type != "vanilla",
+        softmax_offset=tensors.softmax_offset,
+        cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_kv=tensors.cu_seqlens_kv,
+        max_seqlen_q=workload.seqlen_q if workload.is_ragged else 0,
+        max_seqlen_kv=workload.seqlen_kv if workload.is_ragged else 0,
+    )
+
+
+def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+    """A whole forward or backward by these launchers; their outputs are allocated in each call, as in attention()'s."""
+    q, k, v, dout = tensors[:4]
+    problem = problem_of(workload, tensors)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(dout)
+        lse_shape = (workload.num_heads, q.shape[0]) if workload.is_ragged else (q.shape[0], workload.num_heads, q.shape[1])
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        launchers.forward(problem, out, lse, tile=launchers.tiles.get("forward"))
+        return out, lse
+
+    if direction == "forward":
+        return Prepared(lambda: {"out": forward()[0]}, forward)
+    out, lse = forward()
+
+    def backward() -> dict[str, Tensor]:
+        gradients = [torch.empty_like(t) for t in (q, k, v)]
+        tiles = {f"tile_{kernel}": launchers.tiles.get(kernel) for kernel in ("dq", "dkdv")}
+        launchers.backward(problem, out, lse, dout, None, *gradients, **tiles)
+        return {f"d{name}": t for name, t in zip("qkv", gradients, strict=True)}
+
+    return Prepared(backward, backward)
+
+
+def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> list[Launch]:
+    """The launches of `kernel` (None: of all) that preparing and timing would make; nothing runs."""
+    from flexattn.kernels_triton.launch import recorded_launches
+
+    with recorded_launches() as launches:
+        prepared().timed()
+    return [x for x in launches if kernel is None or x.kernel.__name__ == KERNELS[kernel][1]]
+
+
+def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+    """One kernel alone: the results are a whole call's; what is timed are its own launches, on what the others left for it."""
+    from flexattn.kernels_triton.launch import launch
+
+    whole = with_launchers(launchers, workload, tensors, direction)
+    every = recorded(lambda: whole)
+    own = [x for x in every if x.kernel.__name__ == KERNELS[kernel][1]]
+
+    def run(launches: list[Launch]) -> None:
+        for x in launches:
+            launch(x.kernel, x.programs, tensors.q.device, x.tile, x.arguments)
+
+    @functools.cache
+    def fill() -> None:  # the statistics that one kernel leaves for the next, in the recorded launches' own buffers
+        run(every)
+
+    def timed() -> None:
+        fill()
+        run(own)
+
+    return Prepared(whole.results, timed)
+
+
+def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
+    """What the tables have for a kernel, whatever the device."""
+    from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD
+
+    small = workload.shortened(16, 1, 1)
+    problem = problem_of(small, make_tensors(small, "cpu"))
+    return problem.tile({"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel], capability)

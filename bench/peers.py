@@ -1,0 +1,199 @@
+"""The peers, each in the layout and with the options that suit it best; one that is missing, or refuses, says why."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flexattn.bench.counts import band_of, largest_matrix_bytes
+from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
+from flexattn.bench.implementations import Attend, Implementation, Unavailable, differentiable
+from flexattn.bench.inputs import SOFTCAP, Tensors, bias_of, mask_mod_of, score_mod_of
+from flexattn.bench.shapes import Workload
+
+FLEX = "FlexAttention"
+FLEX_MODE = "default"
+PEERS_NOTE = (
+    "SDPA flash gets bhsd views of bshd memory, SDPA efficient, cuDNN and math contiguous bhsd; FlexAttention contiguous bhsd, "
+    "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and flash-attn "
+    "packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
+)
+LARGEST_MATH_BYTES = 4 * 2**30  # of the scores that SDPA math materialises
+
+
+def contiguous_bhsd(t: Tensor) -> Tensor:
+    """bshd, or a packed batch as one sequence."""
+    return (t[None] if t.dim() == 3 else t).transpose(1, 2).contiguous()
+
+
+def bhsd_view(t: Tensor) -> Tensor:
+    return t.transpose(1, 2)
+
+
+def _sdpa(backend: str, workload: Workload, tensors: Tensors) -> Attend:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if workload.is_ragged:
+        raise Unavailable("scaled_dot_product_attention takes no cu_seqlens; varlen_attn is torch's function for packed batches")
+    if workload.softmax_type != "vanilla" or workload.score == "softcap":
+        raise Unavailable("scaled_dot_product_attention has no argument for a sink or a softcap")
+    if backend == "MATH" and largest_matrix_bytes(workload) > LARGEST_MATH_BYTES:
+        raise Unavailable(f"its score matrix would take {largest_matrix_bytes(workload) / 2**30:.0f} GiB")
+    left, _, bottom_right = band_of(workload)
+    is_plain = left is None and not workload.score and not (bottom_right and workload.is_causal)
+    mask = None if is_plain else _dense_mask(workload, tensors)
+    is_causal = workload.is_causal and mask is None
+    enable_gqa = workload.group_size > 1
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    return attend
+
+
+def _dense_mask(workload: Workload, tensors: Tensors) -> Tensor:
+    """Band and bias in one matrix, [1, h | 1, sq, skv]: bool, or q's dtype with -inf where nothing is visible."""
+    left, right, bottom_right = band_of(workload)
+    i = torch.arange(workload.seqlen_q, device=tensors.q.device)[:, None]
+    j = torch.arange(workload.seqlen_kv, device=tensors.q.device)
+    distance = j - i - (workload.seqlen_kv - workload.seqlen_q if bottom_right else 0)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    bias = bias_of(tensors, workload)
+    if tensors.alibi_slopes is not None:
+        bias = (-tensors.alibi_slopes[:, None, None] * distance.abs()).to(tensors.q.dtype)[None]
+    return visible[None, None] if bias is None else bias.masked_fill(~visible, float("-inf"))
+
+
+def _varlen(workload: Workload, tensors: Tensors) -> Attend:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not workload.is_ragged:
+        raise Unavailable("varlen_attn is for packed batches; on dense ones its kernel is SDPA flash's")
+    if workload.score or workload.softmax_type != "vanilla":
+        raise Unavailable("varlen_attn has no argument that modifies scores, and none for a sink")
+    left, right, _ = band_of(workload)
+    accepted = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in accepted:
+        options["window_size"] = (-1 if left is None else left, -1 if right is None else right)
+    elif left is None and "is_causal" in accepted:
+        options["is_causal"] = workload.is_causal
+    else:
+        raise Unavailable(f"varlen_attn of torch {torch.__version__} has no window_size")
+    if workload.group_size > 1 and "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_kv, workload.seqlen_q, workload.seqlen_kv)
+    return lambda q, k, v: varlen_attn(q, k, v, *lengths, **options)
+
+
+def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # past its limit of recompilations a shape would run uncompiled
+    torch._functorch.config.donated_buffer = False  # so that one graph's backward can run again and again
+    mask_mod, score_mod = mask_mod_of(workload, tensors), score_mod_of(workload, tensors)
+    is_packed = workload.is_ragged
+    len_q, len_kv = (sum(workload.lengths_q), sum(workload.lengths_kv)) if is_packed else (workload.seqlen_q, workload.seqlen_kv)
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = torch.compile(create_block_mask)(mask_mod, None, None, len_q, len_kv, device=tensors.q.device)
+    offset = tensors.softmax_offset
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": workload.group_size > 1}
+        if offset is None:
+            return flex_attention(q, k, v, **options)
+        # A sink is what the weights lose to it: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
+        out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        return (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype)
+
+    return torch.compile(call, dynamic=False, mode=None if mode == "default" else mode)
+
+
+def _module(name: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise Unavailable(f"{package} is not installed ({e})") from e
+
+
+def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Tensors) -> Attend:
+    """flash-attn 2, 3 and 4 under their different names; a causal mask of theirs is bottom-right, as flexattn's own where sq == skv."""
+    module = _module(module_name, package)
+    function = getattr(module, "flash_attn_varlen_func" if workload.is_ragged else "flash_attn_func")
+    left, right, bottom_right = band_of(workload)
+    if not bottom_right and workload.lengths_q != workload.lengths_kv:
+        raise Unavailable(f"the diagonal of {package} is the bottom-right one, and this workload's is not")
+    accepted = inspect.signature(function).parameters
+    options: dict[str, Any] = {"causal": workload.is_causal}
+    if left is not None:
+        options["window_size"] = (left, 0 if right is None and workload.is_causal else right)
+    wanted = {"softcap": SOFTCAP if workload.score == "softcap" else None, "alibi_slopes": tensors.alibi_slopes}
+    wanted |= {"bias": tensors.bias_table, "learnable_sink": tensors.softmax_offset}
+    for name, value in wanted.items():
+        if value is not None and name not in accepted:
+            raise Unavailable(f"{package} has no argument {name}")
+        options |= {name: value} if value is not None else {}
+    if workload.is_ragged:
+        options |= {"cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_kv}
+        options |= {"max_seqlen_q": workload.seqlen_q, "max_seqlen_k": workload.seqlen_kv}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
+    """All of them; one that is not installed is Unavailable when it is prepared."""
+    torch_version = f"torch {torch.__version__}"
+    of_cudnn = f"{torch_version}, cuDNN {torch.backends.cudnn.version()}"
+
+    def back_to_tokens(workload: Workload) -> Callable[[Tensor], Tensor]:
+        return lambda t: t.transpose(1, 2)[0] if workload.is_ragged else t.transpose(1, 2)
+
+    def flex(workload: Workload, tensors: Tensors, direction: str) -> Any:
+        attend = functools.partial(_flex_attention, flex_mode)
+        return differentiable(attend, contiguous_bhsd, back_to_tokens(workload))(workload, tensors, direction)
+
+    def sdpa(name: str, backend: str, layout: Callable[[Tensor], Tensor], version: str = torch_version) -> Implementation:
+        return Implementation(name, version, differentiable(functools.partial(_sdpa, backend), layout, bhsd_view))
+
+    def flash(name: str, module: str, package: str) -> Implementation:
+        return Implementation(name, _version(package), differentiable(functools.partial(_flash_attn, module, package)))
+
+    return [
+        sdpa("SDPA flash", "FLASH_ATTENTION", bhsd_view),
+        sdpa("SDPA efficient", "EFFICIENT_ATTENTION", contiguous_bhsd),
+        sdpa("SDPA cuDNN", "CUDNN_ATTENTION", contiguous_bhsd, of_cudnn),
+        sdpa("SDPA math", "MATH", contiguous_bhsd),
+        Implementation("varlen_attn", torch_version, differentiable(_varlen)),
+        Implementation(FLEX, f"{torch_version}, mode {flex_mode}", flex, compiles=True),
+        Implementation(CUDNN_FRONTEND, f"{_version('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
+        flash("flash-attn 2", "flash_attn", "flash-attn"),
+        flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
+        flash("flash-attn 4", "flash_attn.cute", "flash-attn-4"),
+    ]

@@ -1,0 +1,169 @@
+"""A run: every cell checked, measured and written in turn, until all is done or the time is spent."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flexattn.bench import counts, record
+from flexattn.bench.check import CHECK, Checker
+from flexattn.bench.implementations import Implementation
+from flexattn.bench.inputs import make_tensors
+from flexattn.bench.measure import HOST, MEASURES, MEMORY, Timer, measure, measure_ceilings, time_on_cpu, time_on_device
+from flexattn.bench.peers import PEERS_NOTE
+from flexattn.bench.record import Record, Row
+from flexattn.bench.shapes import Workload
+
+
+class Plan(NamedTuple):
+    command: str
+    workloads: Sequence[Workload]
+    directions: Sequence[str]
+    implementations: Sequence[Implementation]
+    device: str
+    budget_ms: float  # of device time for each implementation in each cell
+    budget_s: float  # for the whole run; what does not fit is left out, and says so
+    only_check: bool = False
+    out: Path | None = None
+
+
+def run(plan: Plan, show: Callable[[str], None] = print, timer: Timer | None = None) -> Record:
+    """Measures the plan's cells in order; a cell's rows are shown, and the file is written, as soon as they are there."""
+    began = time.monotonic()
+    timer = timer or functools.partial(time_on_device if plan.device == "cuda" else time_on_cpu, budget_ms=plan.budget_ms)
+    ceilings = None if plan.only_check else measure_ceilings(timer, plan.device)
+    rows: list[Row] = []
+    left_out: list[dict[str, str]] = []
+    refused: set[tuple[str, str | None]] = set()
+    so_far = Record(
+        command=plan.command,
+        started=record.now(),
+        device=record.device_facts(),
+        versions=record.versions(),
+        ceilings=None if ceilings is None else ceilings._asdict(),
+        method=method(plan),
+        workloads={w.name: w for w in plan.workloads},
+        rows=rows,
+        left_out=left_out,
+        complete=False,
+    )
+    cells = [(w, direction) for w in plan.workloads for direction in plan.directions]
+    with progress(len(cells)) as advance:
+        for workload, directions in _by_workload(cells):
+            if time.monotonic() - began > plan.budget_s:
+                reason = f"the budget of {plan.budget_s:.0f} s was spent"
+                left_out += [{"workload": workload.name, "direction": d, "reason": reason} for d in directions]
+                continue
+            tensors = make_tensors(workload, plan.device)
+            checker = Checker(workload, tensors)
+            for direction in directions:
+                work = counts.work(workload, direction)
+                arguments = (plan.implementations, tensors, checker, work, ceilings, None if plan.only_check else timer)
+                new = measure(workload, direction, *arguments)
+                rows += new
+                for row in new:
+                    if row.status == "refused" and (row.implementation, row.reason) in refused:
+                        continue  # it said so before
+                    refused.add((row.implementation, row.reason))
+                    show(line(row))
+                advance(f"{workload.name} {direction}")
+                if plan.out is not None:  # after each cell, so that what was measured outlives an interruption
+                    record.write(plan.out, so_far)
+            del tensors, checker
+            if plan.device == "cuda":
+                torch.cuda.empty_cache()
+    done = so_far._replace(complete=not left_out)
+    if plan.out is not None:
+        record.write(plan.out, done)
+    return done
+
+
+def _by_workload(cells: Iterable[tuple[Workload, str]]) -> Iterator[tuple[Workload, list[str]]]:
+    """Both directions of a workload together, as they share tensors, reference and compiled kernels."""
+    grouped: dict[str, tuple[Workload, list[str]]] = {}
+    for workload, direction in cells:
+        grouped.setdefault(workload.name, (workload, []))[1].append(direction)
+    yield from grouped.values()
+
+
+def method(plan: Plan) -> dict[str, str]:
+    texts = {"check": CHECK, "flops": counts.FLOPS, "bytes": counts.BYTES, "peers": PEERS_NOTE}
+    texts["inputs"] = "standard normal"
+    if not plan.only_check:
+        texts |= {"time": MEASURES[plan.device], "host": HOST}
+    return texts | ({"memory": MEMORY} if plan.device == "cuda" else {})
+
+
+def line(row: Row) -> str:
+    """A row on one line of a terminal."""
+    head = f"{row.workload:26} {row.direction:8} {row.implementation:20}"
+    if row.us is None:
+        return f"{head} {row.status}" + (f": {row.reason}" if row.reason else "")
+    quartiles = f"[{row.us_q1:.1f}, {row.us_q3:.1f}]"
+    memory = "" if row.peak_mib is None else f" {row.peak_mib:8.1f} MiB"
+    figures = f"{row.tflops:6.4g} TFLOP/s {row.share:4.0%} {row.gb_s:7.1f} GB/s, host {row.host_us:6.1f} us"
+    return f"{head} {row.us:9.1f} us {quartiles:20} {figures}{memory}"
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], object]]:
+    """A bar where tqdm is installed and a terminal is there; else each step's name as it ends."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        done = iter(range(1, total + 1))
+        yield lambda text: print(f"{next(done)}/{total} {text}", file=sys.stderr, flush=True)
+        return
+    with tqdm(total=total, unit="cell", mininterval=1, disable=None) as bar:
+
+        def advance(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        yield advance
+
+
+def compile_only(plan: Plan) -> None:
+    """Runs each implementation that compiles kernels once in each cell, so that its caches on disk have them; nothing is recorded."""
+    for workload in plan.workloads:
+        tensors = make_tensors(workload, plan.device)
+        for direction in plan.directions:
+            for implementation in plan.implementations:
+                if not implementation.compiles:
+                    continue
+                try:
+                    implementation.prepare(workload, tensors, direction).results()
+                except Exception as e:  # the run itself says so, in the cell
+                    print(f"{workload.name} {direction} {implementation.name}: {type(e).__name__}: {e}", file=sys.stderr)
+
+
+def compile_in_processes(arguments: Sequence[str], names: Sequence[str], processes: int, seconds: float) -> float:
+    """`compile_only` of the workloads, in so many processes at once; the seconds that it took.
+
+    One process compiles one kernel after another, and most of a first run is spent so.
+    """
+    began = time.monotonic()
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", "flexattn", "bench", *arguments, "--compile-only", "--shapes"]
+    started: list[subprocess.Popen[Any]] = []
+    for n in range(processes):
+        if share := names[n::processes]:
+            started.append(subprocess.Popen([*command, *share], env=environment, stdin=subprocess.DEVNULL))
+    for process in started:
+        try:
+            process.wait(timeout=max(0.0, began + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            print(f"ended after {seconds:.0f} s: {shlex.join(process.args)}", file=sys.stderr)  # type: ignore[arg-type]
+    return time.monotonic() - began

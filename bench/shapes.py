@@ -1,0 +1,210 @@
+"""The workloads, by name: shapes that the field measures, as data. `PRESETS` has the selections of `bench --preset`."""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+DIRECTIONS = ("forward", "backward", "both")
+SCORES = ("", "softcap", "alibi", "relative_bias")
+
+
+class Workload(NamedTuple):
+    """One attention call, without its numbers.
+
+    lengths_q, lengths_kv: tokens of each sequence; thd packs them, bshd needs them equal.
+    score: what is done to each scaled score: "softcap" (50 * tanh(s / 50), Gemma 2's), "alibi", "relative_bias" (a table's entry
+        for each head and distance), or "".
+    """
+
+    name: str
+    group: str
+    lengths_q: tuple[int, ...]
+    lengths_kv: tuple[int, ...]
+    num_heads: int
+    num_heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_type: str = "vanilla"
+    score: str = ""
+    qkv_format: str = "bshd"
+    dtype: str = "bfloat16"
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths_q)
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.qkv_format == "thd"
+
+    @property
+    def seqlen_q(self) -> int:
+        """Tokens of the longest sequence of queries."""
+        return max(self.lengths_q)
+
+    @property
+    def seqlen_kv(self) -> int:
+        return max(self.lengths_kv)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def is_causal(self) -> bool:
+        return "causal" in self.attn_mask_type
+
+    def __str__(self) -> str:
+        """The shape in one line, in the words of `attention`'s arguments."""
+        heads = f"h{self.num_heads}" + (f"/{self.num_heads_kv}" if self.group_size > 1 else "")
+        dims = f"d{self.head_dim_qk}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
+        if self.is_ragged:
+            tokens = f"{self.batch} sequences of {min(self.lengths_q)} to {self.seqlen_q}, {sum(self.lengths_q)} tokens"
+        elif self.seqlen_q == self.seqlen_kv:
+            tokens = f"b{self.batch} s{self.seqlen_q}"
+        else:
+            tokens = f"b{self.batch} s{self.seqlen_q}/{self.seqlen_kv}"
+        parts = [tokens, heads, dims, self.attn_mask_type]
+        parts += [f"window {self.window_size}"] if self.window_size != (-1, -1) else []
+        parts += [f"{self.softmax_type} sink"] if self.softmax_type != "vanilla" else []
+        return " ".join([*parts, *filter(None, [self.score])])
+
+    def shortened(self, longest: int, most_sequences: int = 2, most_heads: int = 2) -> Workload:
+        """The same kind of call, small enough for Triton's interpreter: fewer and shorter sequences, windows, heads; head dims stay."""
+        group = min(self.group_size, most_heads)
+
+        def cut(lengths: tuple[int, ...]) -> tuple[int, ...]:
+            chosen = sorted(lengths)[-1:] + sorted(lengths)[: most_sequences - 1] if self.is_ragged else lengths[:most_sequences]
+            return tuple(max(1, min(longest, n * longest // max(lengths))) for n in chosen)
+
+        left, right = self.window_size
+        return self._replace(
+            name=f"{self.name} shortened",
+            lengths_q=cut(self.lengths_q) if self.seqlen_q > 1 else self.lengths_q[:most_sequences],
+            lengths_kv=cut(self.lengths_kv),
+            num_heads=group,
+            num_heads_kv=1,
+            window_size=(min(left, longest // 3), min(right, longest // 3)),
+        )
+
+
+def dense(
+    name: str, group: str, batch: int, seqlen: int, heads: tuple[int, int], dims: tuple[int, int], **more: object
+) -> Workload:
+    """`batch` sequences of `seqlen`; heads are (query, key) heads, dims (d_qk, d_v)."""
+    lengths = (seqlen,) * batch
+    return Workload(name, group, lengths, lengths, *heads, *dims, **more)  # type: ignore[arg-type]
+
+
+def ragged(name: str, lengths: Sequence[int], heads: tuple[int, int], dims: tuple[int, int], group: str = "ragged") -> Workload:
+    """Sequences packed one after another, causal within each."""
+    lengths = tuple(lengths)
+    return Workload(name, group, lengths, lengths, *heads, *dims, attn_mask_type="padding_causal", qkv_format="thd")
+
+
+SWEEP_TOKENS, SWEEP_WIDTH = 16384, 2048
+SWEEP_HEAD_DIMS = (128, 64, 256)
+SWEEP_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+MASKS = {"causal": "causal", "full": "no_mask"}
+
+
+def sweep(head_dim: int, mask: str, seqlen: int) -> Workload:
+    """FlashAttention's benchmark: 16384 tokens, heads * head dim = 2048 (flash-attention, README, "Performance")."""
+    name = f"sweep-d{head_dim}-{mask}-s{seqlen}"
+    heads = SWEEP_WIDTH // head_dim
+    return dense(name, "sweep", SWEEP_TOKENS // seqlen, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=MASKS[mask])
+
+
+# Token counts of this library's own sources and pages as `python -m flexattn demo` packed them once; fixed, so that runs compare.
+DOCUMENTS = (
+    *(604, 1494, 24, 1822, 577, 21, 119, 380, 567, 1418, 1285, 2728, 3226, 24, 871),
+    *(4096, 278, 2744, 80, 946, 2439, 822, 2644, 2325, 503, 256, 180, 75, 22),
+)
+
+
+def log_normal_lengths(tokens: int = 32768, median: float = 512.0, sigma: float = 1.2, longest: int = 8192) -> tuple[int, ...]:
+    """Lengths drawn from a log-normal distribution until they fill `tokens`; the same ones on every machine."""
+    generator = random.Random(0)
+    lengths: list[int] = []
+    while room := tokens - sum(lengths):
+        drawn = int(median * 2.718281828459045 ** (sigma * generator.gauss(0.0, 1.0)))
+        lengths.append(min(max(1, drawn), longest, room))
+    return tuple(lengths)
+
+
+CAUSAL = {"attn_mask_type": "causal"}
+SCALING_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+WORKLOADS: dict[str, Workload] = {
+    w.name: w
+    for w in (
+        # Models, by their published configurations.
+        *(dense(f"llama3-8b-s{s}", "models", 16384 // s, s, (32, 8), (128, 128), **CAUSAL) for s in (2048, 8192)),
+        dense("llama3-70b-s8192", "models", 1, 8192, (64, 8), (128, 128), **CAUSAL),
+        dense(
+            "gpt-oss-window-s8192", "models", 2, 8192, (64, 8), (64, 64), **CAUSAL, window_size=(1023, 0), softmax_type="learnable"
+        ),  # 128 key positions in the released model; 1024 in cuDNN's benchmark of it
+        dense("gpt-oss-full-s8192", "models", 2, 8192, (64, 8), (64, 64), **CAUSAL, softmax_type="learnable"),
+        dense("deepseek-v3-s4096", "models", 1, 4096, (128, 128), (192, 128), **CAUSAL),
+        # A quarter of Llama-3-8B's heads, as tensor parallelism over four GPUs leaves each.
+        dense("long-128k", "long", 1, 131072, (8, 2), (128, 128), **CAUSAL),
+        ragged("ragged-documents", DOCUMENTS, (32, 8), (128, 128)),
+        ragged("ragged-log-normal", log_normal_lengths(), (32, 8), (128, 128)),
+        # One query for each of 64 sequences against a cache; no mask is needed, as it sees all of it.
+        *(Workload(f"decode-kv{n}", "decode", (1,) * 64, (n,) * 64, 32, 8, 128, 128) for n in (2048, 8192)),
+        *(dense(f"small-s{s}", "small", 1, s, (16, 16), (64, 64), **CAUSAL) for s in (128, 256, 512)),
+        # What FlexAttention is for, with Llama-3-8B's dims.
+        *(
+            dense(f"score-{score.replace('_', '-')}", "score_mods", 4, 4096, (16, 16), (128, 128), **CAUSAL, score=score)
+            for score in SCORES[1:]
+        ),
+        dense("score-sliding-window", "score_mods", 2, 8192, (16, 16), (128, 128), **CAUSAL, window_size=(1023, 0)),
+        ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), "score_mods"),
+        *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
+        # Fixed tokens, so that what grows with s is the work, and what should not grow is the memory.
+        *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
+    )
+}
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "quick": ("sweep-*-s4096",),
+    "standard": (
+        "llama3-*",
+        "gpt-oss-*",
+        "deepseek-*",
+        "ragged-*",
+        "score-*",
+        "decode-*",
+        "small-*",
+        *(f"sweep-d{d}-*" for d in SWEEP_HEAD_DIMS),
+        "long-*",
+    ),
+    "sweep": ("sweep-*",),
+    "models": ("llama3-*", "gpt-oss-*", "deepseek-*", "ragged-*"),
+    "small": ("small-*", "decode-*"),
+    "score_mods": ("score-*",),
+    "scaling": ("scaling-*",),
+    "all": ("*",),
+}
+
+
+def select(patterns: Iterable[str]) -> list[Workload]:
+    """The workloads that the names, patterns ("sweep-d64-*") or presets name, each once, in the order asked for.
+
+    Raises ValueError for a pattern that names none.
+    """
+    chosen: dict[str, Workload] = {}
+    for pattern in (p for name in patterns for p in PRESETS.get(name, (name,))):
+        found = fnmatch.filter(WORKLOADS, pattern)
+        if not found:
+            raise ValueError(
+                f"no workload is called {pattern!r}; accepted: names and patterns of `bench --list`, as 'llama3-8b-s8192' or "
+                f"'sweep-d64-*', and the presets {', '.join(PRESETS)}"
+            )
+        chosen |= {name: WORKLOADS[name] for name in found}
+    return list(chosen.values())

@@ -1,0 +1,177 @@
+"""A record in words and tables, for terminals and pages alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from flexattn.bench.implementations import EAGER, TRITON
+from flexattn.bench.record import Record, Row
+from flexattn.bench.shapes import MASKS, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workload
+
+
+class Table(NamedTuple):
+    """A grid of figures: what one title, one row name and one column name have in common."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+    def text(self) -> str:
+        """Right-aligned, for a terminal."""
+        names = max(len(name) for name, _ in self.rows)
+        widths = [max(len(c), *(len(cells[n]) for _, cells in self.rows)) for n, c in enumerate(self.columns)]
+
+        def line(name: str, cells: Sequence[str]) -> str:
+            return f"{name:{names}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+        return "\n".join([self.title, line("", self.columns), *(line(*row) for row in self.rows)])
+
+    def markdown(self, corner: str, level: int = 3) -> str:
+        lines = [f"{'#' * level} {self.title}", ""] if self.title else []
+        lines += [f"| {corner} | {' | '.join(self.columns)} |", f"|---|{'---:|' * len(self.columns)}"]
+        return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in self.rows)])
+
+
+def figure(row: Row | None, with_share: bool = False) -> str:
+    """TFLOP/s, or why there are none."""
+    if row is None:
+        return "-"
+    if row.tflops is None:
+        return row.status
+    share = f" ({row.share:.0%})" if with_share and row.share is not None else ""
+    return f"{row.tflops:.0f}{share}" if row.tflops >= 10 else f"{row.tflops:.2g}{share}"
+
+
+def tables(record: Record, with_share: bool = False) -> list[Table]:
+    """TFLOP/s: the sweep by direction, head dim and mask against the length, every other group by direction against the workload."""
+    return [*sweep_tables(record, with_share), *group_tables(record, with_share)]
+
+
+def sweep_tables(record: Record, with_share: bool = False) -> list[Table]:
+    found = []
+    for direction, head_dim, mask in sweep_panels(record):
+        cells = {w.seqlen_q: record.of(w.name, direction) for w in panel(record, head_dim, mask) if record.of(w.name, direction)}
+        seqlens = sorted(cells)
+        rows = [
+            (name, [figure(cells[s].get(name), with_share) for s in seqlens])
+            for name in record.implementations()
+            if any(name in cells[s] and cells[s][name].status != "refused" for s in seqlens)
+        ]
+        if rows:
+            found.append(Table(f"{direction}, head dim {head_dim}, {mask}", [str(s) for s in seqlens], rows))
+    return found
+
+
+def sweep_panels(record: Record) -> list[tuple[str, int, str]]:
+    """(direction, head dim, mask) of the sweep, as far as the record has it."""
+    directions = dict.fromkeys(direction for _, direction in record.cells())
+    return [
+        (direction, head_dim, mask)
+        for head_dim in sorted(SWEEP_HEAD_DIMS)
+        for direction in directions
+        for mask in MASKS
+        if any(record.of(w.name, direction) for w in panel(record, head_dim, mask))
+    ]
+
+
+def panel(record: Record, head_dim: int, mask: str) -> list[Workload]:
+    names = [f"sweep-d{head_dim}-{mask}-s{s}" for s in SWEEP_SEQLENS]
+    return [record.workloads[name] for name in names if name in record.workloads]
+
+
+def group_tables(record: Record, with_share: bool = False) -> list[Table]:
+    """One table for each direction of each group other than the sweep: implementations down, workloads across."""
+    found = []
+    groups = dict.fromkeys(w.group for w in record.workloads.values() if w.group != "sweep")
+    for group in groups:
+        for direction in dict.fromkeys(d for _, d in record.cells()):
+            names = [w.name for w in record.workloads.values() if w.group == group and record.of(w.name, direction)]
+            cells = {name: record.of(name, direction) for name in names}
+            rows = [
+                (name, [figure(cells[w].get(name), with_share) for w in names])
+                for name in record.implementations()
+                if any(name in cells[w] and cells[w][name].status != "refused" for w in names)
+            ]
+            if rows:
+                found.append(Table(f"{direction}, {group}", names, rows))
+    return found
+
+
+class Standing(NamedTuple):
+    """One cell as flexattn stands in it."""
+
+    workload: str
+    direction: str
+    ours: Row  # the fastest of flexattn's own
+    peer: Row  # the fastest of all others
+
+    @property
+    def speed(self) -> float:
+        """The peer's time over ours: above 1 where flexattn is faster."""
+        assert self.ours.us is not None
+        assert self.peer.us is not None
+        return self.peer.us / self.ours.us
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("flexattn ")
+
+
+def standings(record: Record, peer: str | None = None, ours: str | None = None) -> list[Standing]:
+    """Every cell where both flexattn (or its implementation `ours`) and a peer (or the one named) were measured."""
+    found = []
+    for workload, direction in record.cells():
+        rows = [r for r in record.of(workload, direction).values() if r.us is not None]
+        mine = [r for r in rows if is_ours(r.implementation) and ours in (None, r.implementation)]
+        theirs = [r for r in rows if not is_ours(r.implementation) and peer in (None, r.implementation)]
+        if mine and theirs:
+            found.append(Standing(workload, direction, min(mine, key=_us), min(theirs, key=_us)))
+    return found
+
+
+def _us(row: Row) -> float:
+    assert row.us is not None
+    return row.us
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def verdict(record: Record) -> str:
+    """For each peer, in how many cells flexattn's median is below its; then each cell that is lost to the fastest peer."""
+    peers = [name for name in record.implementations() if not is_ours(name)]
+    lines = []
+    for peer in peers:
+        if both := standings(record, peer):
+            won = sum(s.speed > 1 for s in both)
+            mean = geometric_mean(s.speed for s in both)
+            lines.append(f"faster than {peer} in {won} of {len(both)} cells; its time over ours, geometric mean: {mean:.2f}")
+    lost = sorted((s for s in standings(record) if s.speed <= 1), key=lambda s: s.speed)
+    lines += [f"lost: {len(lost)} of {len(standings(record))} cells"] if standings(record) else []
+    lines += [f"  {s.workload} {s.direction}: {s.speed:.2f} of the speed of {s.peer.implementation}" for s in lost]
+    return "\n".join(lines)
+
+
+def refusals(record: Record) -> list[tuple[str, str, list[str]]]:
+    """(implementation, reason, cells) of everything that was refused or wrong, each reason once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for r in record.rows:
+        if r.status in ("refused", "wrong"):
+            text = f"{r.status}: {(r.reason or '').splitlines()[0]}"
+            found.setdefault((r.implementation, text), []).append(f"{r.workload} {r.direction}")
+    return [(*key, cells) for key, cells in found.items()]
+
+
+def headline(record: Record) -> str:
+    """Device and versions, on one line."""
+    known = [f"{name} {text}" for name, text in record.versions.items() if text]
+    return f"{record.device['name']}; {', '.join(known)}"
+
+
+def main_implementation(record: Record) -> str:
+    """What flexattn's own column is: Triton's, or on a CPU the eager backend's."""
+    return TRITON if TRITON in record.implementations() else EAGER
