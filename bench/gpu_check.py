@@ -1,7 +1,7 @@
-"""What a machine with a GPU should be asked first, in one command of under ten minutes: compiled tests, memory checks, rates.
+"""What a machine with a GPU should be asked first, in one command of under ten minutes: compiled tests, memory checks, the benchmark.
 
-    python -m bench.gpu_check                    # all steps
-    python -m bench.gpu_check memcheck rates     # some of them, in this order
+    python -m flexattn.bench.gpu_check                    # all steps
+    python -m flexattn.bench.gpu_check memcheck bench     # some of them, in this order
 
 Logs and results go to $OUT (default ./out). A step that fails or runs out of time does not keep the next one from running; the last
 lines say how each one ended, and the exit status is 0 if all ended well. A step that is run again replaces what it wrote.
@@ -21,7 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+import flexattn
+
+ROOT = Path(flexattn.__file__).parent.parent  # the checkout: its tests are what runs
 TOTAL_SECONDS = 570.0
 WORKERS = 8
 SANITIZER_FAILED = 99
@@ -61,7 +63,7 @@ def steps(out: Path) -> list[Step]:
             # an allocation of its own for each tensor: inside a cached block nothing is out of bounds
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         ),
-        Step("rates", [*python, "-m", "bench.rates", "--quick", "--out", str(out / "rates.json")], 260),
+        Step("bench", [*python, "-m", "flexattn", "bench", "--quick", "--budget-s", "240", "--out", str(out / "bench.json")], 260),
     ]
 
 
@@ -101,7 +103,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_words(log: str) -> str:
-    """The lines that sum up a log: pytest's counts, the sanitizer's errors, the verdict on the rates; else its last line."""
+    """The lines that sum up a log: pytest's counts, the sanitizer's errors, the verdict on the benchmark; else its last line."""
     patterns = (
         r"^(?:=+ )?(\d+ (?:passed|failed|skipped|error).*? in [\d.]+s)",
         r"(ERROR SUMMARY: .*)",
@@ -134,7 +136,7 @@ def check(todo: Sequence[Step], out: Path, total_seconds: float) -> list[Outcome
 def main(arguments: Sequence[str]) -> int:
     out = Path(os.environ.get("OUT") or "out").resolve()
     known = {step.name: step for step in steps(out)}
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description="tests, memory checks and rates on a GPU")
+    parser = argparse.ArgumentParser(prog="python -m flexattn.bench.gpu_check", description="tests, memory checks and the benchmark on a GPU")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(known)}; default all")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all steps together")
     args = parser.parse_args(arguments)

@@ -116,7 +116,7 @@ def line(row: Row) -> str:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str], object]]:
+def progress(total: int, unit: str = "cell") -> Iterator[Callable[[str], object]]:
     """A bar where tqdm is installed and a terminal is there; else each step's name as it ends."""
     try:
         from tqdm import tqdm
@@ -124,7 +124,7 @@ def progress(total: int) -> Iterator[Callable[[str], object]]:
         done = iter(range(1, total + 1))
         yield lambda text: print(f"{next(done)}/{total} {text}", file=sys.stderr, flush=True)
         return
-    with tqdm(total=total, unit="cell", mininterval=1, disable=None) as bar:
+    with tqdm(total=total, unit=unit, mininterval=1, disable=None) as bar:
 
         def advance(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)

@@ -1,0 +1,124 @@
+"""What the compiler makes of a kernel, for a GPU that need not be there: reports, the gates a tile must pass, and dumps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexattn.bench.implementations import KERNELS, Launchers, recorded, with_launchers
+from flexattn.bench.inputs import make_tensors
+from flexattn.bench.shapes import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flexattn.kernels_triton.compile_report import CompileReport, CompileRequest
+    from flexattn.kernels_triton.configs import Tile
+
+DUMPS = ("ttir", "ttgir", "llir", "ptx", "sass")
+LOOP_SPILLS = 0.01  # of the instructions of the loops with matrix products
+MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+
+
+def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -> list[CompileRequest]:
+    """What compiles the kernel as these launchers would launch it; two requests where dk and dv are apart. Lengths do not matter."""
+    from flexattn.kernels_triton.compile_report import request_for
+
+    small = workload.shortened(32)
+    if workload.group_size > 1:
+        small = small._replace(num_heads=2)
+    tensors = make_tensors(small, "cpu")
+    direction, _ = KERNELS[kernel]
+    return [request_for(x, arch) for x in recorded(lambda: with_launchers(launchers, small, tensors, direction), kernel)]
+
+
+def reports(groups: Sequence[Sequence[CompileRequest]], advance: Callable[[int], object] = lambda n: None) -> list[list[CompileReport] | str]:
+    """For each group of requests its reports, or the compiler's message. Compiled in batches; `advance` hears of each batch's size."""
+    from flexattn.kernels_triton.compile_report import CompileError, compile_many
+
+    answers: list[list[CompileReport] | str] = []
+    batch = 2 * (os.cpu_count() or 1)
+    for start in range(0, len(groups), batch):
+        part = groups[start : start + batch]
+        try:
+            made = iter(compile_many([request for group in part for request in group]))
+            answers += [[next(made) for _ in group] for group in part]
+        except CompileError:  # find out whose fault it is
+            for group in part:
+                try:
+                    answers.append(compile_many(group))
+                except CompileError as e:
+                    answers.append(str(e))
+        advance(len(part))
+    return answers
+
+
+def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport] | str) -> list[str]:
+    """Why a tile is not worth running in half precision; none for a good one."""
+    from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT
+
+    if isinstance(made, str):
+        return [next((line for line in reversed(made.splitlines()) if line.strip()), "it does not compile")[:200]]
+    found = []
+    for report in made:
+        limit = SHARED_MEMORY_LIMIT[arch]
+        if report.shared_bytes > limit:
+            found.append(f"{report.shared_bytes} bytes of shared memory, and there are {limit}")
+        if report.loop_spill_share > LOOP_SPILLS:
+            found.append(f"{report.loop_spill_share:.0%} of the loops' instructions are spills")
+        rows = tile.block_n if kernel == "dkdv" else tile.block_m
+        expected = MATRIX_INSTRUCTION[arch] if rows >= 64 else "HMMA"  # wgmma and tcgen05 begin at 64 rows
+        if set(report.matrix_instructions) != {expected}:
+            found.append(f"matrix instructions are {' and '.join(report.matrix_instructions) or 'none'}, not {expected} alone")
+        if any("serialized" in warning for warning in report.warnings):
+            found.append("ptxas serialized wgmma")
+    return list(dict.fromkeys(found))
+
+
+def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) -> list[Path]:
+    """Writes the kernels' intermediate code, `<kernel>.<kind>` (and `<kernel>.1.<kind>` of a second launch), and says where."""
+    from flexattn.kernels_triton.compile_report import compile_many
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for n, request in enumerate(asked):
+        with tempfile.TemporaryDirectory() as scratch:
+            settings = {"TRITON_KERNEL_DUMP": "1", "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_DIR": scratch}
+            with _environment(settings):
+                compile_many([request], workers=1)
+            for kind in kinds:
+                [source] = Path(scratch).rglob(f"{request.kernel}.{'cubin' if kind == 'sass' else kind}")
+                target = folder / f"{request.kernel}{f'.{n}' if n else ''}.{kind}"
+                if kind == "sass":
+                    target.write_text(_disassembled(source))
+                else:
+                    shutil.copyfile(source, target)
+                written.append(target)
+    return written
+
+
+def _disassembled(cubin: Path) -> str:
+    import triton
+
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

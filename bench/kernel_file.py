@@ -1,0 +1,53 @@
+"""A developer's own copy of a kernel file, loaded beside the library's."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from flexattn.bench.implementations import KERNELS, Launchers, committed_launchers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flexattn.kernels_triton.configs import Tile
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a top-level module under its own name, so that the compiling processes can import it too.
+
+    Raises FileNotFoundError, or ValueError for a name that another module has.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--kernel-file {path}: there is no such file")
+    name, folder = path.stem, str(path.resolve().parent)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise ValueError(f"--kernel-file {path}: accepted: a Python file whose name is an identifier, as my_forward.py")
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: it must not hide anything
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
+        raise ValueError(f"--kernel-file {path}: a module {name!r} exists already; give the file a name of its own")
+    return importlib.import_module(name)
+
+
+def launchers(kernel: str, path: Path | None, tiles: Mapping[str, Tile]) -> Launchers:
+    """The library's launchers, with the file's own `attention_forward` or `attention_backward` in place of the one that runs `kernel`.
+
+    Raises what `load` raises, and ValueError for a file without that launcher.
+    """
+    library = committed_launchers(tiles)
+    if path is None:
+        return library
+    direction, name = KERNELS[kernel]
+    launcher = f"attention_{direction}"
+    module = load(path)
+    for needed in (launcher, name):
+        if not hasattr(module, needed):
+            raise ValueError(
+                f"--kernel-file {path} has no {needed}; begin with a copy of kernels_triton/{direction}.py and keep its names"
+            )
+    return library._replace(**{direction: getattr(module, launcher)})

@@ -1,0 +1,338 @@
+"""`python -m flexattn play`: a kernel with other tiles, or of your own, checked, compiled, and on a GPU timed beside the library's."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import flexattn
+from flexattn.bench import compiled, counts, record
+from flexattn.bench.check import Checker, Error
+from flexattn.bench.implementations import (
+    KERNELS,
+    TRITON,
+    Implementation,
+    Launchers,
+    committed_launchers,
+    committed_tile,
+    one_kernel,
+    with_launchers,
+)
+from flexattn.bench.inputs import make_tensors
+from flexattn.bench.kernel_file import launchers as launchers_of
+from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
+from flexattn.bench.peers import peers
+from flexattn.bench.record import Ceilings, Record, Row
+from flexattn.bench.run import line
+from flexattn.bench.shapes import Workload, select
+from flexattn.bench.tables import Table
+from flexattn.bench.tiles import FIELDS, tile_name, with_options
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.compile_report import CompileReport
+    from flexattn.kernels_triton.configs import Tile
+
+DEFAULT_SHAPE = "sweep-d128-causal-s4096"
+DEFAULT_ARCH = 90
+POLL_SECONDS = 0.5
+PASSED, WRONG, REFUSED = 0, 1, 2
+EPILOGUE = """examples:
+  %(prog)s forward                                      the committed kernel and tile
+  %(prog)s forward --shape llama3-8b-s8192 --block-m 128 --num-stages 2
+  %(prog)s forward --kernel-file my_forward.py --watch  your copy of kernels_triton/forward.py, on every save
+  %(prog)s dkdv --sweep --block-n 64 128                other tiles, and the row that the table should have
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flexattn play", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernel", choices=KERNELS)
+    parser.add_argument("--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several")
+    parser.add_argument("--kernel-file", type=Path, metavar="FILE.py", help="your copy of kernels_triton/forward.py or backward.py")
+    tile = parser.add_argument_group("tile", "in place of the committed one's; a sweep takes several values of each")
+    for name in FIELDS[:-1]:
+        tile.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", metavar="N")
+    tile.add_argument("--apart", action=argparse.BooleanOptionalAction, help="dk and dv by a launch each")
+    see = parser.add_argument_group("what the compiler made")
+    see.add_argument("--arch", type=int, metavar="SM", help="compute capability to compile for, as 80, 90, 100 (default: the GPU's, else 90)")
+    see.add_argument("--dump", type=lambda text: text.split(","), default=[], metavar="KINDS", help=f"of {','.join(compiled.DUMPS)}")
+    see.add_argument("--dump-folder", type=Path, default=Path("dump"), metavar="FOLDER", help="default: %(default)s")
+    how = parser.add_argument_group("how")
+    how.add_argument("--sweep", action="store_true", help="try many tiles: prune them by compiling, then check and time the rest")
+    how.add_argument("--watch", action="store_true", help="run again whenever the kernel file (or a file of kernels_triton) is saved")
+    how.add_argument("--peers", nargs="*", default=["SDPA*", "FlexAttention", "cuDNN*"], metavar="NAME", help="whose best to time beside")
+    how.add_argument("--budget-ms", type=float, default=100.0, help="device time for each of those timed (default: %(default)s)")
+    how.add_argument("--out", type=Path, metavar="FILE.json", help="also write what was measured, for `bench --compare` and --emit-rows")
+    return parser
+
+
+class Subject(NamedTuple):
+    """What is played with: one kernel on one workload."""
+
+    kernel: str
+    workload: Workload
+    launchers: Launchers  # the candidate
+    tile: Tile
+    committed: Tile
+    arch: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel} {tile_name(self.tile)}"
+
+    def with_tile(self, tile: Tile) -> Subject:
+        return self._replace(tile=tile, launchers=self.launchers._replace(tiles={self.kernel: tile}))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 where the kernel is right, 1 where it is wrong (it is never timed then), 2 where it could not be run."""
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if unknown := set(args.dump) - set(compiled.DUMPS):
+        parser.error(f"--dump {','.join(sorted(unknown))}; accepted: {','.join(compiled.DUMPS)}")
+    if args.watch:
+        return watch([a for a in arguments if a != "--watch"], args.kernel_file)
+    if not torch.cuda.is_available() and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; what is compiled is compiled in other processes
+    try:
+        subjects = [_subject(args, workload) for workload in select(args.shape)]
+        if args.sweep:
+            from flexattn.bench.sweep import sweep
+
+            options = {name: getattr(args, name) for name in FIELDS[:-1]}
+            options["apart"] = None if args.apart is None else [int(args.apart)]
+            return sweep(subjects, options, args.budget_ms, args.out, _command(arguments))
+        if len(subjects) > 1:
+            parser.error(f"--shape names {len(subjects)} shapes; accepted: one, or several with --sweep")
+        return play(subjects[0], args, _command(arguments))
+    except (ValueError, FileNotFoundError) as e:
+        parser.error(str(e))
+    except ModuleNotFoundError as e:
+        if e.name not in ("triton", "numpy"):
+            raise
+        parser.error(f"the playground needs {e.name}, which is not installed: pip install 'flexattn[bench]'")
+
+
+def _command(arguments: Sequence[str]) -> str:
+    return f"python -m flexattn play {shlex.join(arguments)}"
+
+
+def _subject(args: argparse.Namespace, workload: Workload) -> Subject:
+    arch = args.arch or _own_arch() or DEFAULT_ARCH
+    if arch not in compiled.MATRIX_INSTRUCTION:
+        raise ValueError(f"--arch is {arch}; accepted: {', '.join(map(str, compiled.MATRIX_INSTRUCTION))}")
+    committed = committed_tile(args.kernel, workload, arch)
+    tile = committed
+    if not args.sweep:
+        for name in FIELDS[:-1]:
+            if len(getattr(args, name) or []) > 1:
+                raise ValueError(f"--{name.replace('_', '-')} has several values; accepted: one, or several with --sweep")
+        options = {name: (getattr(args, name) or [None])[0] for name in FIELDS[:-1]}
+        tile = with_options(committed, options | {"apart": args.apart})
+    launchers = launchers_of(args.kernel, args.kernel_file, {args.kernel: tile})
+    return Subject(args.kernel, workload, launchers, tile, committed, arch)
+
+
+def _own_arch() -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    known = [sm for sm in compiled.MATRIX_INSTRUCTION if sm <= 10 * major + minor]
+    return max(known) if known else None
+
+
+def play(subject: Subject, args: argparse.Namespace, command: str) -> int:
+    """Checks, compiles, and where there is a GPU times; prints each as it is known."""
+    kernel, workload, _, tile, committed, arch = subject
+    on_gpu = torch.cuda.is_available()
+    checked = workload if on_gpu else small_enough(workload, tile)
+    file = f", from {args.kernel_file}" if args.kernel_file else ""
+    print(f"flexattn {flexattn.__version__}, torch {torch.__version__}, triton {record.versions()['triton']}, {record.device_facts()['name']}")
+    print(f"{kernel}{file}: tile {tile_name(tile)} (committed: {tile_name(committed)}) on {workload.name}: {workload}")
+    print(f"\nAgainst the reference in fp64{'' if on_gpu else f', in the interpreter, as {checked}'}:", flush=True)
+    try:
+        errors, failure = check(subject, checked, "cuda" if on_gpu else "cpu")
+    except Exception as e:  # whatever a developer's kernel raises is the answer
+        print(f"it does not run: {type(e).__name__}: {e}")
+        return REFUSED
+    print(error_table(errors))
+    print("right: within the budget of the tests" if failure is None else f"WRONG: {failure}")
+
+    print(f"\nCompiled for sm_{arch}:", flush=True)
+    groups = {"this": subject, "committed": subject._replace(launchers=committed_launchers({kernel: committed}))}
+    if subject.tile == committed and not args.kernel_file:
+        del groups["committed"]
+    asked = {name: compiled.requests(kernel, s.launchers, workload, arch) for name, s in groups.items()}
+    made = dict(zip(asked, compiled.reports(list(asked.values())), strict=True))
+    print(compile_table(made, arch))
+    for problem in compiled.complaints(kernel, tile, arch, made["this"]):
+        print(f"this: {problem}")
+    if args.dump:
+        for path in compiled.dump(asked["this"], args.dump, args.dump_folder):
+            print(f"wrote {path}")
+    print(f"\n{roofline_text(subject, None)}")
+    if failure is not None:
+        print("Not timed: it is wrong.")
+        return WRONG
+    if not on_gpu:
+        print("Not timed: no GPU here.")
+        return PASSED
+    return time_beside(subject, args, command)
+
+
+def small_enough(workload: Workload, tile: Tile) -> Workload:
+    """Few heads and sequences, and long enough for three blocks each way, the last of them cut."""
+    return workload.shortened(2 * max(tile.block_m, tile.block_n) + 3)
+
+
+def check(subject: Subject, workload: Workload, device: str) -> tuple[list[Error], str | None]:
+    """(errors of each result, what is wrong with them, if anything)."""
+    direction, _ = KERNELS[subject.kernel]
+    tensors = make_tensors(workload, device)
+    checker = Checker(workload, tensors)
+    results = with_launchers(subject.launchers, workload, tensors, direction).results()
+    errors = checker.errors(direction, results)
+    try:
+        checker.check(direction, results)
+    except AssertionError as e:
+        return errors, str(e)
+    return errors, None
+
+
+def error_table(errors: Sequence[Error]) -> str:
+    rows = []
+    for error in errors:
+        worst = ", ".join(f"{list(at)}" for at, _, _ in error.worst)
+        numbers = [f"{x:.2e}" for x in (error.max, error.rms, error.eager_max, error.eager_rms)]
+        rows.append((error.name, [*numbers, worst]))
+    return Table("", ["max error", "RMS", "plain torch: max", "RMS", "worst at [b, s, h, d]"], rows).text().lstrip("\n")
+
+
+def compile_table(made: dict[str, list[CompileReport] | str], arch: int) -> str:
+    from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT
+
+    rows: list[tuple[str, list[str]]] = []
+    for name, answer in made.items():
+        if isinstance(answer, str):
+            return f"{name} does not compile: {answer}"
+        for n, report in enumerate(answer):
+            shared = f"{report.shared_bytes} ({report.shared_bytes / SHARED_MEMORY_LIMIT[arch]:.0%})"
+            products = " ".join(f"{count} {instruction}" for instruction, count in report.matrix_instructions.items()) or "none"
+            spills = f"{report.spill_store_bytes}+{report.spill_load_bytes} ({report.loop_spill_share:.1%})"
+            part = f" {('dk', 'dv')[n]}" if len(answer) > 1 else ""
+            rows.append((name + part, [str(report.registers), spills, shared, products, str(len(report.warnings))]))
+    columns = ["registers", "spilled bytes, stored+loaded (of the loops)", "shared bytes", "matrix instructions", "warnings"]
+    return Table("", columns, rows).text().lstrip("\n")
+
+
+def roofline_text(subject: Subject, ceilings: Ceilings | None) -> str:
+    work = counts.kernel_work(subject.workload, subject.kernel)
+    text = f"{work.flops:.3g} FLOP on {work.bytes:.3g} bytes: {work.flops / work.bytes:.0f} FLOP per byte"
+    if ceilings is None:
+        return text
+    found = counts.roofline(work, ceilings.matmul_tflops, ceilings.copy_gb_s)
+    return (
+        f"{text}; the ceilings of this run, {ceilings.matmul_tflops:.0f} TFLOP/s and {ceilings.copy_gb_s:.0f} GB/s, meet at "
+        f"{found.ridge:.0f}: bound by {found.bound}, {found.attainable_tflops:.0f} TFLOP/s at most"
+    )
+
+
+def alone(subject: Subject, name: str) -> Implementation:
+    """The kernel by itself, with the subject's launchers and tile."""
+    prepare = functools.partial(one_kernel, subject.kernel, subject.launchers)
+    return Implementation(name, flexattn.__version__, prepare)
+
+
+def time_beside(subject: Subject, args: argparse.Namespace, command: str) -> int:
+    """Times the kernel alone and its whole call, beside the committed ones and the peers. CUDA only."""
+    kernel, workload, _, _, committed, _ = subject
+    direction, _ = KERNELS[kernel]
+    tensors = make_tensors(workload, "cuda")
+    checker = Checker(workload, tensors)
+    timer = functools.partial(time_on_device, budget_ms=args.budget_ms)
+    ceilings = measure_ceilings(timer, "cuda")
+    library = subject._replace(launchers=committed_launchers({kernel: committed}), tile=committed)
+    kernels = [alone(subject, subject.label + " (this)"), alone(library, library.label + " committed")]
+    work = counts.kernel_work(workload, kernel)
+    kernel_rows = measure(workload, direction, kernels, tensors, checker, work, ceilings, timer)
+    print(f"\nThe kernel alone ({counts.KERNEL_FLOPS}):")
+    print("\n".join(map(line, kernel_rows)))
+    print(roofline_text(subject, ceilings))
+    mine = kernel_rows[0]
+    if mine.roofline_share is not None:
+        print(f"this kernel: {mine.tflops:.0f} TFLOP/s, {mine.roofline_share:.0%} of what the roofline allows")
+
+    def whole(s: Subject, name: str) -> Implementation:
+        return Implementation(name, flexattn.__version__, functools.partial(with_launchers, s.launchers))
+
+    wanted = [p for p in peers() if any(fnmatch.fnmatch(p.name, pattern) for pattern in args.peers)]
+    everyone = [whole(subject, "this"), whole(library, TRITON), *wanted]
+    rows = measure(workload, direction, everyone, tensors, checker, counts.work(workload, direction), ceilings, timer)
+    print(f"\nThe whole {direction} ({counts.FLOPS}):")
+    print("\n".join(map(line, rows)))
+    print(standing(kernel_rows, rows))
+    if args.out is not None:
+        method = {"time": MEASURES["cuda"], "host": HOST, "flops": counts.FLOPS, "kernel_flops": counts.KERNEL_FLOPS}
+        record.write(args.out, Record(**record_facts(command, ceilings, method, [workload]), rows=[*kernel_rows, *rows]))
+    return PASSED if rows[0].us is not None else WRONG
+
+
+def standing(kernel_rows: Sequence[Row], rows: Sequence[Row]) -> str:
+    """In a sentence: against the committed kernel, and against the best peer."""
+    this, committed = kernel_rows
+    said = []
+    if this.us is not None and committed.us is not None:
+        said.append(f"The kernel takes {this.us / committed.us:.3f} of the committed one's time.")
+    mine, *others = rows
+    timed = [r for r in others if r.us is not None and r.implementation != TRITON]
+    if mine.us is not None and timed:
+        best = min(timed, key=lambda r: r.us or 0.0)
+        assert best.us is not None
+        said.append(f"The whole call takes {mine.us / best.us:.3f} of the time of the best peer, {best.implementation}.")
+    return " ".join(said)
+
+
+def watch(arguments: Sequence[str], kernel_file: Path | None) -> int:
+    """Runs `play` in a fresh process now and after each save, until interrupted; the status of the last run."""
+    package = Path(flexattn.__file__).parent
+    files = [*(package / "kernels_triton").glob("*.py"), *([kernel_file] if kernel_file else [])]
+    seen: dict[Path, float] = {}
+    status = PASSED
+    try:
+        while True:
+            now = {path: path.stat().st_mtime for path in files if path.exists()}
+            if now != seen:
+                changed = ", ".join(path.name for path in now if seen and now[path] != seen.get(path))
+                print(f"\n--- {changed or 'first run'} ---", flush=True)
+                seen = now
+                status = subprocess.run([sys.executable, "-m", "flexattn", "play", *arguments]).returncode
+                print("watching; Ctrl-C ends it", flush=True)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        return status
+
+
+def record_facts(command: str, ceilings: Ceilings | None, method: dict[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
+    """What a record says of how it was made."""
+    return {
+        "command": command,
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions(),
+        "ceilings": None if ceilings is None else ceilings._asdict(),
+        "method": method,
+        "workloads": {w.name: w for w in workloads},
+    }
