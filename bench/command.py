@@ -227,7 +227,7 @@ def _write(what: str, path: Path, records: dict[str, record.Record]) -> None:
 
 def _ceilings(shown: record.Record) -> str:
     if shown.ceilings is None:
-        return "Checked, not timed."
+        return "Not timed: " + ("memory alone." if any(r.peak_mib is not None for r in shown.rows) else "checked alone.")
     found = shown.ceilings
     product = f"matrix product {found['matmul_size']}^3 {found['matmul_dtype']}: {found['matmul_tflops']:.1f} TFLOP/s"
     copy = f"; copy: {found['copy_gb_s']:.0f} GB/s" if found["copy_gb_s"] is not None else ""

@@ -89,8 +89,7 @@ def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) ->
     written = []
     for n, request in enumerate(asked):
         with tempfile.TemporaryDirectory() as scratch:
-            settings = {"TRITON_KERNEL_DUMP": "1", "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_DIR": scratch}
-            with _environment(settings):
+            with _environment({"TRITON_CACHE_DIR": scratch}):  # Triton keeps every stage beside the kernel
                 compile_many([request], workers=1)
             for kind in kinds:
                 [source] = Path(scratch).rglob(f"{request.kernel}.{'cubin' if kind == 'sass' else kind}")

@@ -91,49 +91,70 @@ def _code(tile: Tile) -> str:
     return f"Tile({tile.block_m}, {tile.block_n}, {tile.num_warps}, {tile.num_stages}{apart})"
 
 
-class Measured(NamedTuple):
-    """Which of flexattn's backends was faster for one kind of call."""
+class Faster(NamedTuple):
+    """cuDNN faster than Triton, as a row `Measured(...)` of `dispatch/heuristics.py` says it: its fields, in its order."""
 
-    capability: tuple[int, int]
+    backend: str
     direction: str
+    capability: tuple[int, int]
+    dtypes: tuple[str, ...]
     head_dims: tuple[int, int]  # (d_qk, d_v)
-    mask: str  # "causal", "window" or "full"
-    packed: bool
-    backend: str  # the faster: by more than TIE in the geometric mean over the lengths, else triton
-    speed: float  # triton's time over cudnn's, geometric mean
-    cells: int
+    mask: str  # "full", "causal" or "window"
+    layout: str  # "dense" or "packed"
+    lengths: tuple[int, int]  # the smallest and the largest length class (the power of two that is at least the length)
+    factor: float  # Triton's time over cuDNN's, geometric mean
     source: str
 
+    def __str__(self) -> str:
+        return f"Measured({', '.join(map(_quoted, self))}),"
 
-def measured_preferences(name: str, record: Record) -> list[Measured]:
-    """One for each kind of call that both backends ran, plain scores only; empty where the record has no cuDNN rows."""
-    ratios: dict[tuple[str, tuple[int, int], str, bool], list[float]] = {}
+
+def _quoted(value: object) -> str:
+    return repr(value).replace("'", '"')
+
+
+def faster_rows(name: str, record: Record) -> list[Faster]:
+    """Where cuDNN was faster by more than TIE: one row for each kind of plain call and run of neighbouring length classes.
+
+    Triton comes first by default, so a class where it was faster, or that was not measured, has no row.
+    """
+    ratios: dict[tuple[str, str, tuple[int, int], str, str], dict[int, list[float]]] = {}
     for workload, direction in record.cells():
         w, rows = record.workloads[workload], record.of(workload, direction)
         triton, cudnn = (rows[n].us if n in rows else None for n in (TRITON, CUDNN))
         if triton is None or cudnn is None or w.score or w.softmax_type != "vanilla" or direction == "both":
             continue
         mask = "window" if w.window_size != (-1, -1) else "causal" if w.is_causal else "full"
-        ratios.setdefault((direction, (w.head_dim_qk, w.head_dim_v), mask, w.is_ragged), []).append(triton / cudnn)
+        key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, "packed" if w.is_ragged else "dense"
+        longest = max(w.seqlen_q, w.seqlen_kv)
+        ratios.setdefault(key, {}).setdefault(1 << (longest - 1).bit_length(), []).append(triton / cudnn)
     major, minor = record.device.get("capability", (0, 0))
     found = []
-    for key, values in ratios.items():
-        mean = geometric_mean(values)
-        backend = "cudnn" if mean > 1 + TIE else "triton"
-        found.append(Measured((major, minor), *key, backend, round(mean, 3), len(values), name))
+    for (direction, dtype, head_dims, mask, layout), of_class in ratios.items():
+        runs: list[list[int]] = [[]]
+        for length in sorted(of_class):
+            if geometric_mean(of_class[length]) > 1 + TIE:
+                runs[-1].append(length)
+            else:
+                runs.append([])
+        for run in filter(None, runs):
+            factor = round(geometric_mean(ratio for length in run for ratio in of_class[length]), 2)
+            kind = direction, (major, minor), (dtype,), head_dims, mask, layout
+            found.append(Faster("cudnn", *kind, (run[0], run[-1]), factor, name))
     return found
 
 
 def emit(records: Mapping[str, Record]) -> str:
     """The rows, as source lines. Raises ValueError where a file supports none."""
-    tiles, preferences = [], []
+    tiles: list[str] = []
+    preferences: list[str] = []
     for name, record in records.items():
-        of_tiles, of_backends = tile_rows(name, record), [str(m) for m in measured_preferences(name, record)]
+        of_tiles, of_backends = tile_rows(name, record), [str(row) for row in faster_rows(name, record)]
         if not of_tiles and not of_backends:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(
-                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor {TRITON} and {CUDNN} in the "
-                f"same cells; its implementations of flexattn: {', '.join(ours) or 'none'}"
+                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells where {CUDNN} was faster "
+                f"than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
             )
         tiles += of_tiles
         preferences += of_backends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from flexattn.bench.implementations import EAGER, TRITON
@@ -46,7 +46,7 @@ def figure(row: Row | None, with_share: bool = False) -> str:
 
 def tables(record: Record, with_share: bool = False) -> list[Table]:
     """TFLOP/s: the sweep by direction, head dim and mask against the length, every other group by direction against the workload."""
-    return [*sweep_tables(record, with_share), *group_tables(record, with_share)]
+    return [*sweep_tables(record, with_share), *group_tables(record, with_share), *host_tables(record), *memory_tables(record)]
 
 
 def sweep_tables(record: Record, with_share: bool = False) -> list[Table]:
@@ -82,21 +82,58 @@ def panel(record: Record, head_dim: int, mask: str) -> list[Workload]:
 
 
 def group_tables(record: Record, with_share: bool = False) -> list[Table]:
-    """One table for each direction of each group other than the sweep: implementations down, workloads across."""
+    """TFLOP/s of every group other than the sweep, a table for each direction: implementations down, workloads across."""
     found = []
-    groups = dict.fromkeys(w.group for w in record.workloads.values() if w.group != "sweep")
-    for group in groups:
+    for group, direction, names in _groups(record):
+        if group not in ("sweep", "memory"):
+            rows = _rows(record, direction, names, lambda row: figure(row, with_share), lambda row: row.status != "refused")
+            found += [Table(f"{direction}, {group}", names, rows)] if rows else []
+    return found
+
+
+def host_tables(record: Record) -> list[Table]:
+    """The host's time to enqueue a call, where calls are small enough for it to matter."""
+    found = []
+    for group, direction, names in _groups(record):
+        if group in ("small", "decode"):
+            rows = _rows(record, direction, names, lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})", lambda r: r.host_us is not None)
+            found += [Table(f"{direction}, {group}: host us to enqueue a call, median (99th percentile)", names, rows)] if rows else []
+    return found
+
+
+def memory_tables(record: Record) -> list[Table]:
+    """Peak memory of a call against the length."""
+    found = []
+    for group, direction, names in _groups(record):
+        if group in ("scaling", "memory"):
+            rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: r.peak_mib is not None)
+            columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
+            found += [Table(f"{direction}, {group}: peak MiB of a call", columns, rows)] if rows else []
+    return found
+
+
+def _groups(record: Record) -> list[tuple[str, str, list[str]]]:
+    """(group, direction, its workloads), as far as there are rows."""
+    found = []
+    for group in dict.fromkeys(w.group for w in record.workloads.values()):
         for direction in dict.fromkeys(d for _, d in record.cells()):
             names = [w.name for w in record.workloads.values() if w.group == group and record.of(w.name, direction)]
-            cells = {name: record.of(name, direction) for name in names}
-            rows = [
-                (name, [figure(cells[w].get(name), with_share) for w in names])
-                for name in record.implementations()
-                if any(name in cells[w] and cells[w][name].status != "refused" for w in names)
-            ]
-            if rows:
-                found.append(Table(f"{direction}, {group}", names, rows))
+            found += [(group, direction, names)] if names else []
     return found
+
+
+def _rows(
+    record: Record, direction: str, names: Sequence[str], show: Callable[[Row], str], has: Callable[[Row], bool]
+) -> list[tuple[str, list[str]]]:
+    """One for each implementation with anything to show; a cell without is its status, or "-" where there is no row."""
+    cells = {name: record.of(name, direction) for name in names}
+    rows = []
+    for implementation in record.implementations():
+        found = [cells[name].get(implementation) for name in names]
+        if any(row is not None and has(row) for row in found):
+            texts = ["-" if row is None else show(row) if has(row) else row.status for row in found]
+            rows.append((implementation, texts))
+    return rows
 
 
 class Standing(NamedTuple):

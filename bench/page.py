@@ -1,0 +1,142 @@
+"""docs/performance.md and the README's section on performance, made from result files; tests hold both to them.
+
+    python -m flexattn bench --from bench/results/RESULT.json bench/results/eager_memory.json --page docs/performance.md --readme README.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from flexattn.bench.record import Record
+
+from flexattn.bench.tables import Standing, Table, geometric_mean, is_ours, panel, refusals, standings, sweep_panels, tables
+
+BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
+
+
+def performance(records: Mapping[str, Record]) -> str:
+    """The page: the first record in full, of the others their tables. Names are those of the files in bench/results."""
+    [(name, main), *others] = records.items()
+    command = f"python -m flexattn bench --from {' '.join(f'bench/results/{n}' for n in records)} --page docs/performance.md"
+    parts = [
+        "# Performance",
+        f"Made by `{command}`; a test holds the page to the files.",
+        provenance(name, main),
+        method(main),
+        "What it shows:",
+        "\n".join(f"- {line}" for line in findings(main)),
+        *(t.markdown("TFLOP/s" if ":" not in t.title else "") for t in tables(main)),
+        *lost(main),
+        *refused(main),
+    ]
+    for other_name, other in others:
+        parts += [f"## {other_name.removesuffix('.json').replace('_', ' ')}", provenance(other_name, other)]
+        parts += [method(other), *(t.markdown("") for t in tables(other))]
+    return "\n\n".join(parts) + "\n"
+
+
+def provenance(name: str, record: Record) -> str:
+    versions = ", ".join(f"{package} {text}" for package, text in record.versions.items() if text)
+    when = f", begun {record.started}" if record.started else ""
+    return (
+        f"One run on {_article(record.device['name'])}{when}, with {versions}. [`bench/results/{name}`](../bench/results/{name}) has "
+        f"every figure with its quartiles; its command was `{record.command}`."
+        + ("" if record.complete else " It did not measure all that it set out to; the file has what was left out.")
+    )
+
+
+def _article(device: str) -> str:
+    return f"an {device}" if device.startswith("NVIDIA") else device
+
+
+def method(record: Record) -> str:
+    lines = [f"- {name}: {text}." for name, text in record.method.items()]
+    if record.ceilings is not None:
+        found = record.ceilings
+        copy = f", and a copy of {found['copy_bytes'] / 2**30:g} GiB at {found['copy_gb_s']:.0f} GB/s" if found["copy_gb_s"] else ""
+        product = f"{found['matmul_dtype']} matrix product of {found['matmul_size']}³ ran at {found['matmul_tflops']:.0f} TFLOP/s"
+        lines.append(f"- ceilings: a {product}{copy} in the same run.")
+    return "\n".join(lines)
+
+
+def findings(record: Record) -> list[str]:
+    """A line for each peer, and one for all: counts and means, nothing that is not in the file."""
+    lines = []
+    for peer in (name for name in record.implementations() if not is_ours(name)):
+        if both := standings(record, peer):
+            won = [s.speed for s in both if s.speed > 1]
+            mean = geometric_mean(s.speed for s in both)
+            extremes = f"from {min(s.speed for s in both):.2f} to {max(s.speed for s in both):.2f} times its speed"
+            lines.append(f"flexattn is faster than {peer} in {len(won)} of {len(both)} cells: {extremes}, {mean:.2f} in the geometric mean.")
+    every = standings(record)
+    lost_cells = sum(s.speed <= 1 for s in every)
+    return [*lines, f"The fastest peer is as fast as flexattn, or faster, in {lost_cells} of {len(every)} cells; these cells are all listed."]
+
+
+def lost(record: Record) -> list[str]:
+    """Every cell where a peer is as fast or faster, worst first."""
+    cells = sorted((s for s in standings(record) if s.speed <= 1), key=lambda s: s.speed)
+    if not cells:
+        return []
+    rows = [(f"{s.workload} {s.direction}", [s.peer.implementation, f"{s.speed:.2f}"]) for s in cells]
+    return ["## Lost cells", Table("", ["fastest peer", "flexattn's speed, the peer's being 1"], rows).markdown("cell")]
+
+
+def refused(record: Record) -> list[str]:
+    found = refusals(record)
+    if not found:
+        return []
+    lines = [f"- {name}, {len(cells)} cells, as {cells[0]}: {_plain(reason)}" for name, reason, cells in found]
+    return ["## Refused or wrong", "\n".join(lines)]
+
+
+def _plain(text: str) -> str:
+    """Without what Markdown would take for its own, and without the paths of one machine."""
+    return re.sub(r"(?<![\w.])(?:/[\w.+-]+){2,}", "(a path)", text).replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")
+
+
+def readme_section(records: Mapping[str, Record]) -> str:
+    """Every cell of the sweep as flexattn's speed beside its fastest peer, then the other workloads."""
+    name, record = next(iter(records.items()))
+    every = {(s.workload, s.direction): s for s in standings(record)}
+    parts = [
+        f"flexattn's speed beside the fastest peer of each cell, the peer's being 1.00, on {_article(record.device['name'])}, torch "
+        f"{record.versions['torch']}, {_dtypes(record)} (`bench/results/{name}`; [docs/performance.md](docs/performance.md) has TFLOP/s, "
+        "every peer, and how it was measured). Below 1.00 the peer is faster.",
+    ]
+    rows = []
+    seqlens: list[int] = []
+    for direction, head_dim, mask in sweep_panels(record):
+        shapes = panel(record, head_dim, mask)
+        seqlens = sorted({*seqlens, *(w.seqlen_q for w in shapes)})
+        found = {w.seqlen_q: every.get((w.name, direction)) for w in shapes}
+        rows.append((f"{direction}, head dim {head_dim}, {mask}", found))
+    if rows:
+        cells = [(title, [_speed(found.get(s)) for s in seqlens]) for title, found in rows]
+        parts.append(Table("", [str(s) for s in seqlens], cells).markdown("16384 tokens, length"))
+    others = [s for (workload, _), s in every.items() if record.workloads[workload].group != "sweep"]
+    if others:
+        listed = [(f"{s.workload} {s.direction}", [_speed(s)]) for s in others]
+        parts.append(Table("", ["speed, peer"], listed).markdown("workload"))
+    parts.append("\n".join(f"- {line}" for line in findings(record)))
+    return "\n\n".join(parts)
+
+
+def _speed(standing: Standing | None) -> str:
+    return "-" if standing is None else f"{standing.speed:.2f} {standing.peer.implementation}"
+
+
+def _dtypes(record: Record) -> str:
+    return " and ".join(dict.fromkeys(w.dtype for w in record.workloads.values()))
+
+
+def with_readme_section(text: str, records: Mapping[str, Record]) -> str:
+    """The README with the part between its two marks made anew. Raises ValueError where it has no marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the file has no part to make: it needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{readme_section(records)}\n\n{END}{after}"
+
+
