@@ -25,8 +25,8 @@ from flexattn.testing import (
 REFERENCE_SCORES = 2**28  # that the reference may materialise at once, several times, in fp64
 RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "both": ("out", "dq", "dk", "dv")}
 CHECK = (
-    "in fp64 on one sequence (the last; of a packed batch the longest) and one key head with all its query heads, within the budget of "
-    "flexattn.testing.check_close; elsewhere for NaN and infinity"
+    "in fp64 on one sequence (the last; of a packed batch the longest) and one key head with all its query heads, within the "
+    "budget of flexattn.testing.check_close; elsewhere for NaN and infinity"
 )
 
 
@@ -107,8 +107,10 @@ class Checker:
             for flat in error.flatten().topk(min(3, error.numel())).indices.tolist():
                 at = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), error.shape))
                 worst.append((at, float(got[at]), float(ref[at])))
-            norms = (float(norm) for e in (error, budget) for norm in (e.amax(), e.square().mean().sqrt()))
-            found.append(Error(name, *norms, tuple(worst)))
+            (largest, rms), (eager_largest, eager_rms) = (
+                (float(e.amax()), float(e.square().mean().sqrt())) for e in (error, budget)
+            )
+            found.append(Error(name, largest, rms, eager_largest, eager_rms, tuple(worst)))
         return found
 
     def check(self, direction: str, results: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import fnmatch
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
 ON_A_CPU = (
-    "No GPU here: flexattn runs its eager backend, and so do the peers their CPU code. The times mean something only beside each other, "
-    "on this machine."
+    "No GPU here: flexattn runs its eager backend, and the peers run their CPU code. The times mean something only beside each "
+    "other, on this machine."
 )
 EPILOGUE = """examples:
   %(prog)s --list                                            shapes, presets and peers
@@ -92,7 +92,8 @@ def main(arguments: Sequence[str]) -> int:
         if args.compare:
             from flexattn.bench.compare import compare
 
-            print(compare(*map(record.read, args.compare), names=[str(path) for path in args.compare]))
+            a, b = map(record.read, args.compare)
+            print(compare(a, b, [str(path) for path in args.compare]))
             return 0
         if args.emit_rows:
             from flexattn.bench.rows import emit
@@ -169,12 +170,12 @@ def _implementations(args: argparse.Namespace, device: str) -> list[Implementati
     return list(chosen.values())
 
 
-def _printer():  # type: ignore[no-untyped-def]  # tqdm has no types
+def _printer() -> Callable[[str], object]:
     try:
         from tqdm import tqdm
     except ImportError:
         return print
-    return tqdm.write
+    return lambda text: tqdm.write(text)
 
 
 def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTC
 
 
 def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -> list[CompileRequest]:
-    """What compiles the kernel as these launchers would launch it; two requests where dk and dv are apart. Lengths do not matter."""
+    """What compiles the kernel as these launchers would launch it, whatever the lengths; two requests where dk and dv are apart."""
     from flexattn.kernels_triton.compile_report import request_for
 
     small = workload.shortened(32)
@@ -38,8 +38,10 @@ def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -
     return [request_for(x, arch) for x in recorded(lambda: with_launchers(launchers, small, tensors, direction), kernel)]
 
 
-def reports(groups: Sequence[Sequence[CompileRequest]], advance: Callable[[int], object] = lambda n: None) -> list[list[CompileReport] | str]:
-    """For each group of requests its reports, or the compiler's message. Compiled in batches; `advance` hears of each batch's size."""
+def reports(
+    groups: Sequence[Sequence[CompileRequest]], advance: Callable[[int], object] = lambda n: None
+) -> list[list[CompileReport] | str]:
+    """For each group of requests its reports, or the compiler's message; `advance` hears of each batch's size."""
     from flexattn.kernels_triton.compile_report import CompileError, compile_many
 
     answers: list[list[CompileReport] | str] = []
@@ -50,13 +52,18 @@ def reports(groups: Sequence[Sequence[CompileRequest]], advance: Callable[[int],
             made = iter(compile_many([request for group in part for request in group]))
             answers += [[next(made) for _ in group] for group in part]
         except CompileError:  # find out whose fault it is
-            for group in part:
-                try:
-                    answers.append(compile_many(group))
-                except CompileError as e:
-                    answers.append(str(e))
+            answers += [_alone(group) for group in part]
         advance(len(part))
     return answers
+
+
+def _alone(group: Sequence[CompileRequest]) -> list[CompileReport] | str:
+    from flexattn.kernels_triton.compile_report import CompileError, compile_many
+
+    try:
+        return compile_many(group)
+    except CompileError as e:
+        return str(e)
 
 
 def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport] | str) -> list[str]:

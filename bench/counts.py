@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,8 @@ FLOPS = (
 )
 BYTES = "forward: each of q, k, v, out once; backward: also dout, dq, dk, dv; both: the sum of the two"
 KERNEL_FLOPS = (
-    "a kernel's own matrix products, 2 * heads * head dim for each visible pair: forward q k^T and p v; dq q k^T, dout v^T and ds k; "
-    "dkdv the first two again, p^T dout and ds^T q"
+    "a kernel's own matrix products, 2 * heads * head dim for each visible pair: forward q k^T and p v; dq q k^T, dout v^T and "
+    "ds k; dkdv the first two again, p^T dout and ds^T q"
 )
 KERNEL_BYTES = "each tensor that the kernel reads or writes once"
 BACKWARD = 2.5  # five matrix products for the forward's two
@@ -106,4 +105,4 @@ def roofline(work: Work, matmul_tflops: float, copy_gb_s: float) -> Roofline:
 
 def largest_matrix_bytes(workload: Workload) -> int:
     """Bytes of the scores of all heads and sequences in fp32: what an implementation that materialises them needs at least."""
-    return 4 * workload.num_heads * sum(starmap(lambda q, kv: q * kv, zip(workload.lengths_q, workload.lengths_kv, strict=True)))
+    return 4 * workload.num_heads * sum(q * kv for q, kv in zip(workload.lengths_q, workload.lengths_kv, strict=True))

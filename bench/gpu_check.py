@@ -1,4 +1,4 @@
-"""What a machine with a GPU should be asked first, in one command of under ten minutes: compiled tests, memory checks, the benchmark.
+"""What a machine with a GPU should be asked first, in under ten minutes: compiled tests, memory checks, the benchmark.
 
     python -m flexattn.bench.gpu_check                    # all steps
     python -m flexattn.bench.gpu_check memcheck bench     # some of them, in this order
@@ -136,7 +136,9 @@ def check(todo: Sequence[Step], out: Path, total_seconds: float) -> list[Outcome
 def main(arguments: Sequence[str]) -> int:
     out = Path(os.environ.get("OUT") or "out").resolve()
     known = {step.name: step for step in steps(out)}
-    parser = argparse.ArgumentParser(prog="python -m flexattn.bench.gpu_check", description="tests, memory checks and the benchmark on a GPU")
+    parser = argparse.ArgumentParser(
+        prog="python -m flexattn.bench.gpu_check", description="tests, memory checks and the benchmark on a GPU"
+    )
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(known)}; default all")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all steps together")
     args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What is measured: flexattn's own backends and launchers. An implementation prepares a workload, or raises with the reason why not."""
+"""flexattn's own backends and launchers, as what is measured: they prepare a workload, or raise with the reason why not."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def load(path: Path) -> ModuleType:
 
 
 def launchers(kernel: str, path: Path | None, tiles: Mapping[str, Tile]) -> Launchers:
-    """The library's launchers, with the file's own `attention_forward` or `attention_backward` in place of the one that runs `kernel`.
+    """The library's launchers, with the file's own in place of the one that runs `kernel`.
 
     Raises what `load` raises, and ValueError for a file without that launcher.
     """

@@ -51,7 +51,7 @@ def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
     def one_round() -> list[tuple[torch.cuda.Event, torch.cuda.Event, float]]:
         events = []
         for call in calls.values():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             flush.zero_()
             start.record()
             before = time.perf_counter()
@@ -109,7 +109,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def measure_ceilings(timer: Timer, device: str) -> Ceilings:
-    """The rates of a matrix product (bf16; on a CPU fp32) and of a copy, which no attention can pass by its arithmetic or its bytes."""
+    """The rates of a matrix product (bf16; on a CPU fp32) and of a copy: the two ceilings of the roofline."""
     size, dtype = MATMUL_SIZE[device], torch.bfloat16 if device == "cuda" else torch.float32
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     source = torch.ones(COPY_BYTES[device], dtype=torch.int8, device=device)

@@ -33,7 +33,9 @@ WARM_UP_SEQLEN = 64
 
 def workload(seqlen: int, heads: int, head_dim: int, causal: bool) -> Workload:
     mask = "causal" if causal else "no_mask"
-    return dense(f"memory-s{seqlen}", "memory", 1, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=mask, dtype="float32")
+    return dense(
+        f"memory-s{seqlen}", "memory", 1, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=mask, dtype="float32"
+    )
 
 
 def _eager(shape: Workload) -> Callable[[], object]:
@@ -76,13 +78,16 @@ def measure(variant: str, shape: Workload) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m flexattn.bench.memory", description="peak extra memory of attention forward + backward, batch 1, fp32 (Linux)"
+        prog="python -m flexattn.bench.memory",
+        description="peak extra memory of attention forward + backward, batch 1, fp32 (Linux)",
     )
     parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--materialised-up-to", type=int, default=4096, metavar="SEQLEN", help="its memory is quadratic (default 4096)")
+    parser.add_argument(
+        "--materialised-up-to", type=int, default=4096, metavar="SEQLEN", help="its memory is quadratic (default 4096)"
+    )
     parser.add_argument("--out", type=Path, help="also write the result")
     args = parser.parse_args(arguments)
 
@@ -106,9 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         command = f"python -m flexattn.bench.memory {shlex.join(arguments)}"
         names = {shape.name: shape for shape in shapes}
         device = {**record.device_facts(), "type": "cpu"}
-        record.write(
-            args.out, Record(command, record.now(), device, record.versions(), None, {"memory": MEASURES}, names, rows)
-        )
+        record.write(args.out, Record(command, record.now(), device, record.versions(), None, {"memory": MEASURES}, names, rows))
     return 0
 
 

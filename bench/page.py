@@ -1,6 +1,6 @@
 """docs/performance.md and the README's section on performance, made from result files; tests hold both to them.
 
-    python -m flexattn bench --from bench/results/RESULT.json bench/results/eager_memory.json --page docs/performance.md --readme README.md
+python -m flexattn bench --from bench/results/RESULT.json --page docs/performance.md --readme README.md
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 
 from flexattn.bench.record import Record
-
 from flexattn.bench.tables import Standing, Table, geometric_mean, is_ours, panel, refusals, standings, sweep_panels, tables
 
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
@@ -40,8 +39,8 @@ def provenance(name: str, record: Record) -> str:
     versions = ", ".join(f"{package} {text}" for package, text in record.versions.items() if text)
     when = f", begun {record.started}" if record.started else ""
     return (
-        f"One run on {_article(record.device['name'])}{when}, with {versions}. [`bench/results/{name}`](../bench/results/{name}) has "
-        f"every figure with its quartiles; its command was `{record.command}`."
+        f"One run on {_article(record.device['name'])}{when}, with {versions}. "
+        f"[`bench/results/{name}`](../bench/results/{name}) has every figure with its quartiles; its command was `{record.command}`."
         + ("" if record.complete else " It did not measure all that it set out to; the file has what was left out.")
     )
 
@@ -68,10 +67,15 @@ def findings(record: Record) -> list[str]:
             won = [s.speed for s in both if s.speed > 1]
             mean = geometric_mean(s.speed for s in both)
             extremes = f"from {min(s.speed for s in both):.2f} to {max(s.speed for s in both):.2f} times its speed"
-            lines.append(f"flexattn is faster than {peer} in {len(won)} of {len(both)} cells: {extremes}, {mean:.2f} in the geometric mean.")
+            lines.append(
+                f"flexattn is faster than {peer} in {len(won)} of {len(both)} cells: {extremes}, {mean:.2f} in the geometric mean."
+            )
     every = standings(record)
     lost_cells = sum(s.speed <= 1 for s in every)
-    return [*lines, f"The fastest peer is as fast as flexattn, or faster, in {lost_cells} of {len(every)} cells; these cells are all listed."]
+    return [
+        *lines,
+        f"The fastest peer is as fast as flexattn, or faster, in {lost_cells} of {len(every)} cells; these cells are all listed.",
+    ]
 
 
 def lost(record: Record) -> list[str]:
@@ -101,9 +105,9 @@ def readme_section(records: Mapping[str, Record]) -> str:
     name, record = next(iter(records.items()))
     every = {(s.workload, s.direction): s for s in standings(record)}
     parts = [
-        f"flexattn's speed beside the fastest peer of each cell, the peer's being 1.00, on {_article(record.device['name'])}, torch "
-        f"{record.versions['torch']}, {_dtypes(record)} (`bench/results/{name}`; [docs/performance.md](docs/performance.md) has TFLOP/s, "
-        "every peer, and how it was measured). Below 1.00 the peer is faster.",
+        f"flexattn's speed beside the fastest peer of each cell, the peer's being 1.00, on {_article(record.device['name'])}, "
+        f"torch {record.versions['torch']}, {_dtypes(record)} (`bench/results/{name}`; [docs/performance.md](docs/performance.md) "
+        "has TFLOP/s, every peer, and how it was measured). Below 1.00 the peer is faster.",
     ]
     rows = []
     seqlens: list[int] = []
@@ -138,5 +142,3 @@ def with_readme_section(text: str, records: Mapping[str, Record]) -> str:
     if not begin or not end:
         raise ValueError(f"the file has no part to make: it needs the lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{readme_section(records)}\n\n{END}{after}"
-
-

@@ -6,9 +6,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +17,15 @@ from flexattn.bench.counts import band_of, largest_matrix_bytes
 from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
 from flexattn.bench.implementations import Attend, Implementation, Unavailable, differentiable
 from flexattn.bench.inputs import SOFTCAP, Tensors, bias_of, mask_mod_of, score_mod_of
+from flexattn.bench.record import cudnn_version, installed
 from flexattn.bench.shapes import Workload
 
 FLEX = "FlexAttention"
 FLEX_MODE = "default"
 PEERS_NOTE = (
     "SDPA flash gets bhsd views of bshd memory, SDPA efficient, cuDNN and math contiguous bhsd; FlexAttention contiguous bhsd, "
-    "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and flash-attn "
-    "packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
+    "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and "
+    "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
 )
 LARGEST_MATH_BYTES = 4 * 2**30  # of the scores that SDPA math materialises
 
@@ -96,8 +96,8 @@ def _varlen(workload: Workload, tensors: Tensors) -> Attend:
         raise Unavailable(f"varlen_attn of torch {torch.__version__} has no window_size")
     if workload.group_size > 1 and "enable_gqa" in accepted:
         options["enable_gqa"] = True
-    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_kv, workload.seqlen_q, workload.seqlen_kv)
-    return lambda q, k, v: varlen_attn(q, k, v, *lengths, **options)
+    lengths: tuple[Any, ...] = (tensors.cu_seqlens_q, tensors.cu_seqlens_kv, workload.seqlen_q, workload.seqlen_kv)
+    return cast(Attend, lambda q, k, v: varlen_attn(q, k, v, *lengths, **options))
 
 
 def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
@@ -117,10 +117,10 @@ def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": workload.group_size > 1}
         if offset is None:
-            return flex_attention(q, k, v, **options)
+            return cast(Tensor, flex_attention(q, k, v, **options))
         # A sink is what the weights lose to it: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
         out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
-        return (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype)
+        return cast(Tensor, (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype))
 
     return torch.compile(call, dynamic=False, mode=None if mode == "default" else mode)
 
@@ -133,7 +133,7 @@ def _module(name: str, package: str) -> ModuleType:
 
 
 def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Tensors) -> Attend:
-    """flash-attn 2, 3 and 4 under their different names; a causal mask of theirs is bottom-right, as flexattn's own where sq == skv."""
+    """flash-attn 2, 3 and 4 under their different names; their causal masks are bottom-right."""
     module = _module(module_name, package)
     function = getattr(module, "flash_attn_varlen_func" if workload.is_ragged else "flash_attn_func")
     left, right, bottom_right = band_of(workload)
@@ -155,22 +155,15 @@ def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Ten
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     return attend
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
     """All of them; one that is not installed is Unavailable when it is prepared."""
     torch_version = f"torch {torch.__version__}"
-    of_cudnn = f"{torch_version}, cuDNN {torch.backends.cudnn.version()}"
+    of_cudnn = f"{torch_version}, cuDNN {cudnn_version()}"
 
     def back_to_tokens(workload: Workload) -> Callable[[Tensor], Tensor]:
         return lambda t: t.transpose(1, 2)[0] if workload.is_ragged else t.transpose(1, 2)
@@ -183,7 +176,9 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         return Implementation(name, version, differentiable(functools.partial(_sdpa, backend), layout, bhsd_view))
 
     def flash(name: str, module: str, package: str) -> Implementation:
-        return Implementation(name, _version(package), differentiable(functools.partial(_flash_attn, module, package)))
+        return Implementation(
+            name, installed(package) or "not installed", differentiable(functools.partial(_flash_attn, module, package))
+        )
 
     return [
         sdpa("SDPA flash", "FLASH_ATTENTION", bhsd_view),
@@ -192,7 +187,7 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         sdpa("SDPA math", "MATH", contiguous_bhsd),
         Implementation("varlen_attn", torch_version, differentiable(_varlen)),
         Implementation(FLEX, f"{torch_version}, mode {flex_mode}", flex, compiles=True),
-        Implementation(CUDNN_FRONTEND, f"{_version('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
+        Implementation(CUDNN_FRONTEND, f"{installed('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
         flash("flash-attn 2", "flash_attn", "flash-attn"),
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
         flash("flash-attn 4", "flash_attn.cute", "flash-attn-4"),

@@ -1,4 +1,4 @@
-"""`python -m flexattn play`: a kernel with other tiles, or of your own, checked, compiled, and on a GPU timed beside the library's."""
+"""`python -m flexattn play`: a kernel with other tiles, or your own, checked, compiled, and on a GPU timed beside the library's."""
 
 from __future__ import annotations
 
@@ -60,22 +60,34 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m flexattn play", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kernel", choices=KERNELS)
-    parser.add_argument("--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several")
+    parser.add_argument(
+        "--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several"
+    )
     parser.add_argument("--kernel-file", type=Path, metavar="FILE.py", help="your copy of kernels_triton/forward.py or backward.py")
     tile = parser.add_argument_group("tile", "in place of the committed one's; a sweep takes several values of each")
     for name in FIELDS[:-1]:
         tile.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", metavar="N")
     tile.add_argument("--apart", action=argparse.BooleanOptionalAction, help="dk and dv by a launch each")
     see = parser.add_argument_group("what the compiler made")
-    see.add_argument("--arch", type=int, metavar="SM", help="compute capability to compile for, as 80, 90, 100 (default: the GPU's, else 90)")
-    see.add_argument("--dump", type=lambda text: text.split(","), default=[], metavar="KINDS", help=f"of {','.join(compiled.DUMPS)}")
+    see.add_argument(
+        "--arch", type=int, metavar="SM", help="compute capability to compile for, as 80, 90, 100 (default: the GPU's, else 90)"
+    )
+    see.add_argument(
+        "--dump", type=lambda text: text.split(","), default=[], metavar="KINDS", help=f"of {','.join(compiled.DUMPS)}"
+    )
     see.add_argument("--dump-folder", type=Path, default=Path("dump"), metavar="FOLDER", help="default: %(default)s")
     how = parser.add_argument_group("how")
     how.add_argument("--sweep", action="store_true", help="try many tiles: prune them by compiling, then check and time the rest")
-    how.add_argument("--watch", action="store_true", help="run again whenever the kernel file (or a file of kernels_triton) is saved")
-    how.add_argument("--peers", nargs="*", default=["SDPA*", "FlexAttention", "cuDNN*"], metavar="NAME", help="whose best to time beside")
+    how.add_argument(
+        "--watch", action="store_true", help="run again whenever the kernel file (or a file of kernels_triton) is saved"
+    )
+    how.add_argument(
+        "--peers", nargs="*", default=["SDPA*", "FlexAttention", "cuDNN*"], metavar="NAME", help="whose best to time beside"
+    )
     how.add_argument("--budget-ms", type=float, default=100.0, help="device time for each of those timed (default: %(default)s)")
-    how.add_argument("--out", type=Path, metavar="FILE.json", help="also write what was measured, for `bench --compare` and --emit-rows")
+    how.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="also write what was measured, for `bench --compare` and --emit-rows"
+    )
     return parser
 
 
@@ -160,7 +172,8 @@ def play(subject: Subject, args: argparse.Namespace, command: str) -> int:
     on_gpu = torch.cuda.is_available()
     checked = workload if on_gpu else small_enough(workload, tile)
     file = f", from {args.kernel_file}" if args.kernel_file else ""
-    print(f"flexattn {flexattn.__version__}, torch {torch.__version__}, triton {record.versions()['triton']}, {record.device_facts()['name']}")
+    found = record.versions()
+    print(f"flexattn {found['flexattn']}, torch {found['torch']}, triton {found['triton']}, {record.device_facts()['name']}")
     print(f"{kernel}{file}: tile {tile_name(tile)} (committed: {tile_name(committed)}) on {workload.name}: {workload}")
     print(f"\nAgainst the reference in fp64{'' if on_gpu else f', in the interpreter, as {checked}'}:", flush=True)
     try:

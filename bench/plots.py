@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexattn.bench.record import Record, Row
-from flexattn.bench.tables import panel, sweep_panels
 from flexattn.bench.shapes import Workload
+from flexattn.bench.tables import panel, sweep_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,9 +81,7 @@ def _sweep(record: Record, direction: str, panels: Sequence[tuple[int, str]]) ->
     return figure
 
 
-def _lines(
-    ax: Axes, record: Record, shapes: Sequence[Workload], direction: str, of: Callable[[Row], float | None]
-) -> None:
+def _lines(ax: Axes, record: Record, shapes: Sequence[Workload], direction: str, of: Callable[[Row], float | None]) -> None:
     """One line for each implementation that has two figures or more, over the sequence length."""
     for name in record.implementations():
         points = [(w.seqlen_q, of(row)) for w in shapes if (row := record.of(w.name, direction).get(name)) is not None]
@@ -129,7 +127,10 @@ def _scaling(record: Record, group: str, shapes: Sequence[Workload]) -> Figure:
         "time": ("time of a call, ms", lambda r: None if r.us is None else r.us / 1e3),
         "memory": ("peak memory of a call, MiB", lambda r: r.peak_mib),
     }
-    has = {name: any(of(r) is not None for r in record.rows if r.workload in {w.name for w in shapes}) for name, (_, of) in measures.items()}
+    has = {
+        name: any(of(r) is not None for r in record.rows if r.workload in {w.name for w in shapes})
+        for name, (_, of) in measures.items()
+    }
     chosen = [measures[name] for name in measures if has[name]]
     figure, axes = _figure(len(directions), len(chosen), 5.2 * len(chosen), 3.6 * len(directions) + 0.6)
     for row, direction in zip(axes, directions, strict=True):

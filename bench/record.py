@@ -94,20 +94,28 @@ def device_facts() -> dict[str, Any]:
     }
 
 
+def cudnn_version() -> str | None:
+    found = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return str(found) if found else None
+
+
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "flexattn": flexattn.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.version() else None,
+        "cudnn": cudnn_version(),
     }
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    return found | {package: installed(package) for package in PACKAGES}
+
+
+def installed(package: str) -> str | None:
+    """Its version, or None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def now() -> str:
@@ -155,7 +163,8 @@ def read(path: Path) -> Record:
 
 
 def _workload(fields: Mapping[str, Any]) -> Workload:
-    return Workload(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    as_tuples: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Workload(**as_tuples)
 
 
 def write_csv(path: Path, record: Record) -> None:

@@ -44,8 +44,9 @@ def html(record: Record) -> str:
         *_rows(record),
         *_method(record),
     ]
-    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{_text(title)}</title>\n<style>{STYLE}</style>\n' + "\n".join(
-        [*parts, "</html>\n"]
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{_text(title)}</title>\n<style>{STYLE}</style>\n'
+        + "\n".join([*parts, "</html>\n"])
     )
 
 
@@ -87,7 +88,9 @@ def _table(table: Table, plain: bool = False) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in ("", *table.columns))
     lines = []
     for name, cells in table.rows:
-        marks = [' class="best"' if is_rate and _number(cell) == top is not None else "" for cell, top in zip(cells, best, strict=True)]
+        marks = [
+            ' class="best"' if is_rate and _number(cell) == top is not None else "" for cell, top in zip(cells, best, strict=True)
+        ]
         data = "".join(f"<td{mark}>{_text(cell)}</td>" for cell, mark in zip(cells, marks, strict=True))
         lines.append(f"<tr{' class=' + chr(34) + 'ours' + chr(34) if is_ours(name) else ''}><td>{_text(name)}</td>{data}</tr>")
     title = f"<h3>{_text(table.title)}</h3>" if table.title else ""
@@ -111,8 +114,17 @@ def _lost(record: Record) -> list[str]:
     if not every:
         return []
     rows = [(f"{s.workload} {s.direction}", [s.peer.implementation, f"{s.speed:.2f}"]) for s in lost]
-    head = f"<h2>Lost cells: {len(lost)} of {len(every)}</h2><p>Where a peer is as fast as flexattn or faster, and flexattn's speed of its.</p>"
-    return [head, _fold(f"all {len(lost)}", _table(Table("", ["fastest peer", "flexattn's speed"], rows), plain=True))] if rows else [head]
+    head = f"<h2>Lost cells: {len(lost)} of {len(every)}</h2><p>Where a peer is as fast as flexattn, or faster.</p>"
+    return (
+        [
+            head,
+            _fold(
+                f"all {len(lost)}", _table(Table("", ["fastest peer", "flexattn's speed, the peer's being 1"], rows), plain=True)
+            ),
+        ]
+        if rows
+        else [head]
+    )
 
 
 def _fold(summary: str, content: str) -> str:
@@ -129,7 +141,13 @@ def _roofline(record: Record) -> list[str]:
             best = max(mine, key=lambda r: r.roofline_share or 0.0)
             ceilings = record.ceilings["matmul_tflops"], record.ceilings["copy_gb_s"]
             found = roofline(work(record.workloads[workload], direction), *ceilings)
-            cells = [f"{found.intensity:.0f}", found.bound, f"{found.attainable_tflops:.0f}", f"{best.tflops:.0f}", f"{best.roofline_share:.0%}"]
+            cells = [
+                f"{found.intensity:.0f}",
+                found.bound,
+                f"{found.attainable_tflops:.0f}",
+                f"{best.tflops:.0f}",
+                f"{best.roofline_share:.0%}",
+            ]
             rows.append((f"{workload} {direction}", cells))
     columns = ["FLOP per byte", "bound by", "attainable TFLOP/s", "flexattn", "of it"]
     return ["<h2>Roofline</h2>", _fold("under the ceilings of the same run", _table(Table("", columns, rows), plain=True))]
@@ -137,7 +155,10 @@ def _roofline(record: Record) -> list[str]:
 
 def _refused(record: Record) -> list[str]:
     found = refusals(record)
-    items = [f"<li><b>{_text(name)}</b>, {len(cells)} cells ({_text(_few(cells))}): {_text(reason)}</li>" for name, reason, cells in found]
+    items = [
+        f"<li><b>{_text(name)}</b>, {len(cells)} cells ({_text(_few(cells))}): {_text(reason)}</li>"
+        for name, reason, cells in found
+    ]
     left_out = [f"<li>{_text(x['workload'])} {_text(x['direction'])}: {_text(x['reason'])}</li>" for x in record.left_out]
     parts = ["<h2>Refused or wrong</h2>", f"<ul>{''.join(items)}</ul>"] if items else []
     return [*parts, *(["<h2>Left out</h2>", f"<ul>{''.join(left_out)}</ul>"] if left_out else [])]
@@ -160,7 +181,12 @@ def _rows(record: Record) -> list[str]:
 
 
 def _method(record: Record) -> list[str]:
-    facts = {"command": record.command, "device": json.dumps(record.device), "ceilings": json.dumps(record.ceilings), **record.method}
+    facts = {
+        "command": record.command,
+        "device": json.dumps(record.device),
+        "ceilings": json.dumps(record.ceilings),
+        **record.method,
+    }
     items = "".join(f"<dt>{_text(name)}</dt><dd><code>{_text(text)}</code></dd>" for name, text in facts.items())
     shapes = [(w.name, [str(w)]) for w in record.workloads.values()]
     return ["<h2>How it was measured</h2>", f"<dl>{items}</dl>", _fold("shapes", _table(Table("", ["shape"], shapes), plain=True))]

@@ -153,8 +153,8 @@ def emit(records: Mapping[str, Record]) -> str:
         if not of_tiles and not of_backends:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(
-                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells where {CUDNN} was faster "
-                f"than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
+                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells where {CUDNN} was "
+                f"faster than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
             )
         tiles += of_tiles
         preferences += of_backends

@@ -75,7 +75,7 @@ class Workload(NamedTuple):
         return " ".join([*parts, *filter(None, [self.score])])
 
     def shortened(self, longest: int, most_sequences: int = 2, most_heads: int = 2) -> Workload:
-        """The same kind of call, small enough for Triton's interpreter: fewer and shorter sequences, windows, heads; head dims stay."""
+        """The same kind of call, small enough for Triton's interpreter: fewer and shorter sequences, fewer heads."""
         group = min(self.group_size, most_heads)
 
         def cut(lengths: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,9 +33,7 @@ def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:
                 advance(f"compiled for sm_{subject.arch}")
 
         made = compiled.reports(groups, step)
-    return {
-        tile: compiled.complaints(subject.kernel, tile, subject.arch, answer) for tile, answer in zip(tiles, made, strict=True)
-    }
+    return {tile: compiled.complaints(subject.kernel, tile, subject.arch, answer) for tile, answer in zip(tiles, made, strict=True)}
 
 
 def sweep(
@@ -86,7 +84,9 @@ def _measure(subjects: Sequence[Subject], tiles: Sequence[Tile], budget_ms: floa
         tried = [subject.with_tile(tile) for tile in tiles if is_own_file or tile != subject.committed]
         implementations = [alone(library, f"{library.label} committed"), *(alone(s, s.label) for s in tried)]
         work = counts.kernel_work(subject.workload, kernel)
-        new = measure(subject.workload, direction, implementations, tensors, Checker(subject.workload, tensors), work, ceilings, timer)
+        new = measure(
+            subject.workload, direction, implementations, tensors, Checker(subject.workload, tensors), work, ceilings, timer
+        )
         rows += sorted(new, key=lambda row: float("inf") if row.us is None else row.us)
         print("\n".join(map(line, rows[-len(new) :])), flush=True)
         if out is not None:

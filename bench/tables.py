@@ -45,7 +45,7 @@ def figure(row: Row | None, with_share: bool = False) -> str:
 
 
 def tables(record: Record, with_share: bool = False) -> list[Table]:
-    """TFLOP/s: the sweep by direction, head dim and mask against the length, every other group by direction against the workload."""
+    """TFLOP/s of the sweep against the length, of every other group against the workload; then host times and memory."""
     return [*sweep_tables(record, with_share), *group_tables(record, with_share), *host_tables(record), *memory_tables(record)]
 
 
@@ -96,8 +96,12 @@ def host_tables(record: Record) -> list[Table]:
     found = []
     for group, direction, names in _groups(record):
         if group in ("small", "decode"):
-            rows = _rows(record, direction, names, lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})", lambda r: r.host_us is not None)
-            found += [Table(f"{direction}, {group}: host us to enqueue a call, median (99th percentile)", names, rows)] if rows else []
+            rows = _rows(
+                record, direction, names, lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})", lambda r: r.host_us is not None
+            )
+            found += (
+                [Table(f"{direction}, {group}: host us to enqueue a call, median (99th percentile)", names, rows)] if rows else []
+            )
     return found
 
 

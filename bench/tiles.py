@@ -28,7 +28,8 @@ def parse_tile(name: str) -> Tile:
 
     fields = name.split("x")
     try:
-        return Tile(*map(int, fields[:4]), **dict.fromkeys(fields[4:], True))
+        block_m, block_n, num_warps, num_stages = map(int, fields[:4])
+        return Tile(block_m, block_n, num_warps, num_stages, **dict.fromkeys(fields[4:], True))
     except (TypeError, ValueError) as e:
         raise ValueError(f"{name!r} is no tile; accepted: block_m x block_n x warps x stages, as 128x64x8x3") from e
 
@@ -44,7 +45,7 @@ def with_options(tile: Tile, options: Mapping[str, int | None]) -> Tile:
         raise ValueError(f"--num-warps is {given['num_warps']}; accepted: 1, 2, 4, 8, 16")
     if given.get("num_stages", 1) < 1:
         raise ValueError(f"--num-stages is {given['num_stages']}; accepted: 1 or more")
-    return tile._replace(**{name: bool(value) if name == "apart" else value for name, value in given.items()})
+    return type(tile)(**tile._asdict() | {name: bool(value) if name == "apart" else value for name, value in given.items()})
 
 
 def candidates(kernel: str, committed: Tile, options: Mapping[str, Sequence[int] | None]) -> list[Tile]:

@@ -9,7 +9,6 @@ import sys
 import flexattn
 from flexattn.dispatch import options
 
-
 TOOLS = {
     "bench": ("flexattn.bench.command", "attention measured beside its peers, on your shapes"),
     "play": ("flexattn.bench.play", "a kernel checked, compiled and timed: with other tiles, or your own file"),

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from bench.rates import Cell, Implementation, Prepared, Row, Tensors, measure
 from torch import Tensor
 
 from bench import gpu_check, rates
-from bench.rates import Cell, Implementation, Prepared, Row, Tensors, measure
 from flexattn.kernels_triton import launch
 from flexattn.kernels_triton.configs import Tile
 
