@@ -106,9 +106,9 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, FileNotFoundError) as e:
         parser.error(str(e))
     except ModuleNotFoundError as e:
-        if e.name not in ("matplotlib", "rich"):
+        if (e.name or "").partition(".")[0] != "matplotlib":
             raise
-        parser.error(f"this needs {e.name}, which is not installed: pip install 'flexattn[bench]'")
+        parser.error("plots need matplotlib, which is not installed: pip install 'flexattn[bench]'")
 
 
 def _measure(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> int:

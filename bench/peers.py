@@ -27,6 +27,7 @@ PEERS_NOTE = (
     "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and "
     "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
 )
+LARGEST_MASK = 2**31  # of the elements that create_block_mask makes when it is not compiled, which takes longer for small ones
 LARGEST_MATH_BYTES = 4 * 2**30  # of the scores that SDPA math materialises
 
 
@@ -111,7 +112,8 @@ def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
     len_q, len_kv = (sum(workload.lengths_q), sum(workload.lengths_kv)) if is_packed else (workload.seqlen_q, workload.seqlen_kv)
     block_mask = None
     if mask_mod is not None:
-        block_mask = torch.compile(create_block_mask)(mask_mod, None, None, len_q, len_kv, device=tensors.q.device)
+        create = torch.compile(create_block_mask) if len_q * len_kv > LARGEST_MASK else create_block_mask
+        block_mask = create(mask_mod, None, None, len_q, len_kv, device=tensors.q.device)
     offset = tensors.softmax_offset
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

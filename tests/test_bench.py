@@ -1,28 +1,42 @@
-"""The benchmarks without a GPU: what is counted, that nothing wrong is timed, what is written, and the driver of all steps."""
+"""The benchmark without a GPU: what is counted, that nothing wrong is timed, what is recorded, compared and said."""
 
 from __future__ import annotations
 
-import argparse
 import csv
+import functools
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench.rates import Cell, Implementation, Prepared, Row, Tensors, measure
+from conftest import FreshPython
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from bench import gpu_check, rates
-from flexattn.kernels_triton import launch
-from flexattn.kernels_triton.configs import Tile
+from flexattn.bench import check, command, counts, implementations, peers, record, run
+from flexattn.bench.check import Checker
+from flexattn.bench.compare import compare, pairs
+from flexattn.bench.counts import Work, visible_pairs, work
+from flexattn.bench.implementations import Implementation, Prepared, Unavailable, differentiable
+from flexattn.bench.inputs import Tensors, make_tensors
+from flexattn.bench.measure import Calls, Samples, measure, time_on_cpu
+from flexattn.bench.record import Ceilings, Record, Row
+from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, Workload, dense, log_normal_lengths, select, sweep
+from flexattn.bench.tables import figure, refusals, standings, tables, verdict
+from flexattn.dispatch.spec import Band, make_band
 
-MATMUL_TFLOPS = 800.0
+CEILINGS = Ceilings(800.0, 8192, "bfloat16", 4000.0, 2**30)
 MILLISECONDS = [3.0, 1.0, 2.0, 5.0, 4.0]  # what the fake timer measures: the quartiles are 2, 3 and 4
+HOST_MILLISECONDS = [0.03, 0.01, 0.02, 0.05, 0.04]
 
 
 class FakeTimer:
@@ -31,281 +45,521 @@ class FakeTimer:
     def __init__(self) -> None:
         self.timed: list[str] = []
 
-    def __call__(self, timed: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        self.timed += timed
-        return dict.fromkeys(timed, MILLISECONDS)
+    def __call__(self, calls: Calls) -> dict[str, Samples]:
+        self.timed += calls
+        return dict.fromkeys(calls, Samples(MILLISECONDS, HOST_MILLISECONDS))
 
 
-def test_work_by_hand() -> None:
-    full = Cell("forward", 128, False, 1024)
-    assert (full.batch, full.heads) == (16, 16)
-    assert full.work.flops == 2**37  # 4 * 16 * 16 * 1024 * 1024 * 128
-    assert full.work.bytes == 4 * 2**26  # q, k, v, out of 16 * 1024 * 16 * 128 elements of 2 bytes
-    assert full._replace(causal=True).work == (2**36, 4 * 2**26)
-    assert full._replace(direction="backward").work == (2.5 * 2**37, 8 * 2**26)
-    assert full._replace(direction="backward", causal=True).work == (2.5 * 2**36, 8 * 2**26)
-    assert full.kernel_work("forward") == full.work
+# What is counted
+
+
+def test_work_of_a_square_by_hand() -> None:
+    full = sweep(128, "full", 1024)
+    assert (full.batch, full.num_heads) == (16, 16)
+    assert work(full, "forward") == Work(
+        2**37, 4 * 2**26
+    )  # 4 * 16 * 16 * 1024 * 1024 * 128; 16 * 1024 * 16 * 128 elements of 2 bytes
+    causal = sweep(128, "causal", 1024)
+    assert work(causal, "forward") == Work(2**36, 4 * 2**26)
+    assert work(causal, "backward") == Work(2.5 * 2**36, 8 * 2**26)
+    assert work(causal, "both") == Work(3.5 * 2**36, 12 * 2**26)
+    assert counts.kernel_work(full, "forward") == work(full, "forward")
     # q k^T, dout v^T and ds k; then the first two again, p^T dout and ds^T q
-    assert full.kernel_work("dq").flops + full.kernel_work("dkdv").flops == (3 + 4) * 2**36
+    assert counts.kernel_work(full, "dq").flops + counts.kernel_work(full, "dkdv").flops == (3 + 4) * 2**36
 
 
-@pytest.mark.parametrize("head_dim", rates.HEAD_DIMS)
-@pytest.mark.parametrize("seqlen", rates.SEQLENS)
-def test_the_sweep_keeps_tokens_and_width(head_dim: int, seqlen: int) -> None:
-    cell = Cell("forward", head_dim, True, seqlen)
-    assert (cell.batch * cell.seqlen, cell.heads * cell.head_dim) == (16384, 2048)
-    # so the operations double with the length, at every head dim
-    assert cell.work.flops == 2**35 * (seqlen / 512)
+@pytest.mark.parametrize(
+    ("len_q", "len_kv", "mask", "window", "pairs"),
+    [
+        (4, 4, "no_mask", (-1, -1), 16),
+        (4, 4, "causal", (-1, -1), 8),  # 1 + 2 + 3 + 4, less half of the diagonal
+        (2, 6, "causal", (-1, -1), 2),  # top-left: 1 + 2, less 1
+        (2, 6, "causal_bottom_right", (-1, -1), 10),  # 5 + 6, less 1
+        (6, 2, "causal", (-1, -1), 10),  # 1 + 2 + 2 + 2 + 2 + 2, less half of the 2 rows that have a diagonal
+        (6, 2, "causal_bottom_right", (-1, -1), 2),  # the first 4 rows see nothing
+        (6, 6, "causal", (2, 0), 15),  # 1 + 2 + 3 + 3 + 3 + 3, exact
+        (6, 6, "no_mask", (1, 1), 16),  # 2 + 3 + 3 + 3 + 3 + 2
+        (2, 6, "causal_bottom_right", (2, 0), 6),
+        (1, 8, "no_mask", (-1, -1), 8),
+    ],
+)
+def test_visible_pairs_by_hand(len_q: int, len_kv: int, mask: str, window: tuple[int, int], pairs: float) -> None:
+    assert visible_pairs(len_q, len_kv, make_band(mask, window, None)) == pairs
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.none() | st.integers(0, 20), st.none() | st.integers(0, 20), st.booleans())
+def test_visible_pairs_are_those_of_the_mask(
+    len_q: int, len_kv: int, left: int | None, right: int | None, bottom_right: bool
+) -> None:
+    i, j = torch.arange(len_q)[:, None], torch.arange(len_kv)
+    distance = j - i - (len_kv - len_q if bottom_right else 0)
+    seen = torch.ones(len_q, len_kv, dtype=torch.bool)
+    seen &= distance >= -left if left is not None else seen
+    seen &= distance <= right if right is not None else seen
+    half_diagonal = 0.5 * int((distance == 0).sum()) if left is None and right == 0 else 0.0
+    assert visible_pairs(len_q, len_kv, Band(left, right, bottom_right)) == int(seen.sum()) - half_diagonal
+
+
+def test_work_with_grouped_heads_uneven_dims_and_ragged_lengths_by_hand() -> None:
+    shape = Workload("x", "x", (3, 5), (3, 5), 8, 2, 192, 128, attn_mask_type="padding_causal", qkv_format="thd")
+    pairs = 3 * 3 / 2 + 5 * 5 / 2
+    assert work(shape, "forward").flops == 2 * 8 * (192 + 128) * pairs
+    tensors = 2 * (8 * 8 * 192 + 8 * 2 * 192 + 8 * 2 * 128 + 8 * 8 * 128)  # 8 tokens: q, k, v, out in bf16
+    assert work(shape, "forward").bytes == tensors
+    assert work(shape, "backward") == Work(2.5 * 2 * 8 * 320 * pairs, 2 * tensors)
+    decode = Workload("y", "y", (1,) * 4, (100,) * 4, 8, 2, 64, 64)
+    assert work(decode, "forward") == Work(2 * 8 * 128 * 400, 2 * (2 * 4 * 8 * 64 + 2 * 400 * 2 * 64))
+    assert counts.kernel_work(shape, "dkdv").flops == 2 * 8 * (2 * 192 + 2 * 128) * pairs
+
+
+def test_roofline_by_hand() -> None:
+    found = counts.roofline(Work(1e12, 1e9), matmul_tflops=800.0, copy_gb_s=4000.0)
+    assert (found.intensity, found.ridge, found.attainable_tflops, found.bound) == (1000.0, 200.0, 800.0, "matrix products")
+    found = counts.roofline(Work(1e11, 1e9), matmul_tflops=800.0, copy_gb_s=4000.0)
+    assert (found.attainable_tflops, found.bound) == (400.0, "memory")
+
+
+# Workloads
+
+
+def test_the_sweep_keeps_tokens_and_width() -> None:
+    shapes = select(["sweep"])
+    assert len(shapes) == 36
+    for w in shapes:
+        assert (w.batch * w.seqlen_q, w.num_heads * w.head_dim_qk) == (16384, 2048)
+        # so the operations double with the length, at every head dim
+        assert work(w, "forward").flops == 2**35 * (w.seqlen_q / 512) * (1 if w.is_causal else 2)
+
+
+def test_every_workload_is_one() -> None:
+    for name, w in WORKLOADS.items():
+        assert w.name == name
+        assert len(w.lengths_q) == len(w.lengths_kv) == w.batch
+        assert w.num_heads % w.num_heads_kv == 0
+        assert w.is_ragged or len(set(w.lengths_q)) == len(set(w.lengths_kv)) == 1
+        small = w.shortened(40)
+        assert small.seqlen_q <= 40
+        assert (small.head_dim_qk, small.attn_mask_type, small.score) == (w.head_dim_qk, w.attn_mask_type, w.score)
+    assert {"sweep", "models", "long", "ragged", "decode", "small", "score_mods", "scaling"} == {
+        w.group for w in WORKLOADS.values()
+    }
+    assert len({sum(w.lengths_q) for w in select(["scaling"])}) == 1
+
+
+def test_log_normal_lengths_are_the_same_everywhere() -> None:
+    lengths = log_normal_lengths()
+    assert (sum(lengths), len(lengths), max(lengths)) == (32768, 29, 8192)
+    assert lengths == WORKLOADS["ragged-log-normal"].lengths_q == log_normal_lengths()
+    assert sorted(lengths)[len(lengths) // 2] < sum(lengths) / len(lengths)  # skewed, as documents are
+
+
+def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
+    assert [w.name for w in select(["long-128k", "small-*"])] == ["long-128k", "small-s128", "small-s256", "small-s512"]
+    assert {w.name for w in select(["standard"])} == {w.name for w in WORKLOADS.values() if w.group != "scaling"}
+    assert all(select([preset]) for preset in PRESETS)
+    with pytest.raises(ValueError, match=r"no workload is called 'llama'; accepted: .*presets quick"):
+        select(["llama"])
+
+
+# Check, then time
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Cell, Tensors]]:
-    """small(direction): a causal cell of 2 sequences of 32 tokens and 2 heads of 16, and its inputs."""
-    monkeypatch.setattr(rates, "TOKENS", 64)
-    monkeypatch.setattr(rates, "MODEL_DIM", 32)
-
-    def make(direction: str) -> tuple[Cell, Tensors]:
-        cell = Cell(direction, 16, True, 32)
-        return cell, rates.make_tensors(cell, "cpu")
-
-    return make
+def small() -> tuple[Workload, Tensors]:
+    """2 sequences of 32 tokens, causal, 4 heads over 2 of 16."""
+    shape = dense("small", "small", 2, 32, (4, 2), (16, 16), attn_mask_type="causal")
+    return shape, make_tensors(shape, "cpu")
 
 
-def sdpa(spoil: Callable[[Tensor], Tensor] = lambda t: t) -> Callable[[Cell, Tensors], Prepared]:
-    """Plain SDPA on bhsd, with something done to the last of its results."""
-    prepare = rates.differentiable(
-        lambda cell: lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal), "bhsd"
-    )
+def sdpa(spoil: str = "", change: Callable[[Tensor], None] = lambda t: None) -> Callable[[Workload, Tensors, str], Prepared]:
+    """Plain SDPA on bhsd, with something done to one of its results."""
+    sound = differentiable(functools.partial(peers._sdpa, "MATH"), peers.contiguous_bhsd, peers.bhsd_view)
 
-    def prepare_and_spoil(cell: Cell, tensors: Tensors) -> Prepared:
-        prepared = prepare(cell, tensors)
+    def prepare(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+        prepared = sound(workload, tensors, direction)
 
-        def results() -> Sequence[Tensor]:
-            *others, last = prepared.results()
-            return [*others, spoil(last.clone())]
+        def results() -> Mapping[str, Tensor]:
+            found = {name: t.clone() for name, t in prepared.results().items()}
+            if spoil in found:
+                change(found[spoil])
+            return found
 
         return prepared._replace(results=results)
 
-    return prepare_and_spoil
+    return prepare
 
 
-def nudged(t: Tensor) -> Tensor:
+def nudge_last(t: Tensor) -> None:
     t[-1, -1, -1, -1] += 0.5
-    return t
 
 
-def nan_elsewhere(t: Tensor) -> Tensor:
+def nan_elsewhere(t: Tensor) -> None:
     t[0, 0, 0, 0] = float("nan")
-    return t
 
 
-def refuses(cell: Cell, tensors: Tensors) -> Prepared:
+def refuses(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     warnings.warn("head dims above 4 are not for us", stacklevel=1)
     raise RuntimeError("No available kernel.\nAborting execution.")
 
 
-@pytest.mark.parametrize("direction", rates.DIRECTIONS)
-def test_what_is_wrong_is_never_timed(direction: str, small: Callable[[str], tuple[Cell, Tensors]]) -> None:
-    cell, tensors = small(direction)
+def missing(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+    raise Unavailable("flash-attn-9 is not installed")
+
+
+@pytest.mark.parametrize(
+    ("direction", "spoil"), [("forward", "out"), ("backward", "dq"), ("backward", "dk"), ("both", "dv"), ("both", "out")]
+)
+def test_what_is_wrong_is_never_timed(direction: str, spoil: str, small: tuple[Workload, Tensors]) -> None:
+    shape, tensors = small
     candidates = [
         Implementation("right", "1", sdpa()),
-        Implementation("wrong", "2", sdpa(nudged)),
-        Implementation("nan", "3", sdpa(nan_elsewhere)),
+        Implementation("wrong", "2", sdpa(spoil, nudge_last)),
+        Implementation("nan", "3", sdpa(spoil, nan_elsewhere)),
         Implementation("refuses", "4", refuses),
+        Implementation("missing", "5", missing),
     ]
-    timer = FakeTimer()
-    right, *others = measure(cell, candidates, tensors, rates.checker(cell, tensors), timer, MATMUL_TFLOPS)
+    timer, counted = FakeTimer(), work(shape, direction)
+    right, *others = measure(shape, direction, candidates, tensors, Checker(shape, tensors), counted, CEILINGS, timer)
     assert timer.timed == ["right"]
-    assert [row.status for row in others] == ["wrong", "wrong", "refused"]
+    assert [row.status for row in others] == ["wrong", "wrong", "refused", "refused"]
     assert all(figure is None for row in others for figure in row[Row._fields.index("calls") :])
     assert "max error" in (others[0].reason or "")
     assert "not finite" in (others[1].reason or "")
     assert others[2].reason == "RuntimeError: No available kernel. Aborting execution.; head dims above 4 are not for us"
-    assert (right.calls, right.us_q1, right.us, right.us_q3) == (5, 2000.0, 3000.0, 4000.0)
-    assert right.tflops == pytest.approx(cell.work.flops / 3e-3 / 1e12)
-    assert right.gb_s == pytest.approx(cell.work.bytes / 3e-3 / 1e9)
-    assert right.share == pytest.approx((right.tflops or 0.0) / MATMUL_TFLOPS)
+    assert others[3].reason == "flash-attn-9 is not installed"
+    assert (right.status, right.calls, right.us_q1, right.us, right.us_q3) == ("measured", 5, 2000.0, 3000.0, 4000.0)
+    assert right.tflops == pytest.approx(counted.flops / 3e-3 / 1e12)
+    assert right.gb_s == pytest.approx(counted.bytes / 3e-3 / 1e9)
+    assert right.share == pytest.approx((right.tflops or 0.0) / 800.0)
+    attainable = min(800.0, 4.0 * counted.flops / counted.bytes)
+    assert right.roofline_share == pytest.approx((right.tflops or 0.0) / attainable)
+    assert (right.host_us, right.host_us_p99) == (pytest.approx(30.0), pytest.approx(49.6))  # of 10, 20, 30, 40 and 50
 
 
-def test_nothing_right_is_no_timing_at_all(small: Callable[[str], tuple[Cell, Tensors]]) -> None:
-    cell, tensors = small("forward")
-    check = rates.checker(cell, tensors)
-    [row] = measure(
-        cell, [Implementation("wrong", "1", sdpa(nudged))], tensors, check, lambda _: pytest.fail("timed"), MATMUL_TFLOPS
-    )
-    assert "wrong: out" in str(row)
+def test_nothing_right_is_no_timing_at_all(small: tuple[Workload, Tensors]) -> None:
+    shape, tensors = small
+    wrong = [Implementation("wrong", "1", sdpa("out", nudge_last))]
+    never = functools.partial(pytest.fail, "timed")
+    [row] = measure(shape, "forward", wrong, tensors, Checker(shape, tensors), Work(1.0, 1.0), CEILINGS, lambda _: never())
+    assert "wrong: out" in run.line(row)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's tiles are measured there, not interpreted")
-@pytest.mark.parametrize("kernel", rates.KERNELS)
-def test_our_kernels_with_other_tiles_and_alone(kernel: str, small: Callable[[str], tuple[Cell, Tensors]]) -> None:
-    cell, tensors = small(rates.KERNELS[kernel][0])
-    args = rates.parse(["--head-dims", "16", "--seqlens", "32", "--masks", "causal", "--sweep", f"{kernel}=16x16x4x1,32x32x4x1"])
-    [(swept, candidates, work)] = rates.groups(args, "cpu")
-    assert (swept, work) == (cell, cell.kernel_work(kernel))
-    assert [c.name for c in candidates] == [f"{kernel} 32x32x4x1 committed", f"{kernel} 16x16x4x1"]  # the committed one only once
-    shape = ["--head-dims", "16", "--seqlens", "32", "--masks", "causal", "--directions", cell.direction]
-    args = rates.parse([*shape, "--tiles", f"{kernel}=16x32x4x1"])
-    [(_, everyone, _)] = rates.groups(args, "cpu")
-    assert [i.name for i in everyone] == ["flexattn", f"{kernel}=16x32x4x1", "SDPA flash", "SDPA cuDNN", "FlexAttention"]
-
-    seen = []
-
-    def timer(timed: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        for name, call in timed.items():
-            call()
-            seen.append(name)
-        return FakeTimer()(timed)
-
-    ours = [*candidates, *everyone[:2]]
-    rows = measure(cell, ours, tensors, rates.checker(cell, tensors), timer, MATMUL_TFLOPS)
-    assert [row.status for row in rows] == ["measured"] * 4, rows
-    assert seen == [i.name for i in ours]
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-log-normal", "decode-kv2048", "sweep-d64-full-s512"]
+)
+def test_the_reference_in_blocks_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = WORKLOADS[name].shortened(60, 3, 4)._replace(dtype="float32")
+    tensors = make_tensors(shape, "cpu")
+    whole = Checker(shape, tensors)
+    expected = [whole._forward[0], whole._backward[0]]
+    monkeypatch.setattr(check, "REFERENCE_SCORES", 1500)
+    blocks = Checker(shape, tensors)
+    for found, ref in zip([blocks._forward[0], blocks._backward[0]], expected, strict=True):
+        for result, t in found.items():
+            torch.testing.assert_close(t, ref[result], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's tiles are measured there, not interpreted")
-def test_a_kernel_alone_is_launched_with_its_tile(
-    small: Callable[[str], tuple[Cell, Tensors]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[tuple[Any, ...]] = []
-    original = launch.launch
-    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments) or original(*arguments))
-    tile = Tile(16, 64, 4, 1)
-    prepared = rates.one_kernel("dkdv", tile, *small("backward"))
-    prepared.results()
-    launched.clear()
-    prepared.timed()
-    [(kernel, _, _, its_tile, _)] = launched
-    assert (kernel.__name__, its_tile) == ("_attn_bwd_dkdv_kernel", tile)
+# Shapes that between them have every feature, cut to what a CPU does in a moment.
+FEATURES = [
+    "gpt-oss-window-s8192",
+    "score-softcap",
+    "score-alibi",
+    "score-relative-bias",
+    "score-document-mask",
+    "decode-kv2048",
+    "deepseek-v3-s4096",
+]
 
 
-def test_tiles_are_read() -> None:
-    assert rates.parse_tiles("dq=64x64x4x2,128x64x8x1") == ("dq", [Tile(64, 64, 4, 2), Tile(128, 64, 8, 1)])
-    for text in ("dq", "dq=", "dq=64x64x4", "dq=64x64x4xtwo", "dv=64x64x4x2"):
-        with pytest.raises(argparse.ArgumentTypeError, match="accepted: forward, dq, dkdv"):
-            rates.parse_tiles(text)
-    with pytest.raises(SystemExit):
-        rates.parse(["--tiles", "dq=64x64x4x2,128x64x8x1"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_flexattn_and_peers_agree_with_the_reference(name: str) -> None:
+    """Each workload's arguments, masks and score_mods mean the same to all; what SDPA cannot express it refuses."""
+    shape = WORKLOADS[name].shortened(40, 2, 4)
+    tensors = make_tensors(shape, "cpu")
+    everyone = {i.name: i for i in (*implementations.ours("cpu"), *peers.peers())}
+    candidates = [everyone["flexattn eager"], everyone["SDPA math"]]
+    for direction in DIRECTIONS:
+        ours, theirs = measure(shape, direction, candidates, tensors, Checker(shape, tensors), work(shape, direction), None, None)
+        assert ours.status == "checked", ours
+        can = not shape.is_ragged and shape.softmax_type == "vanilla" and shape.score != "softcap"
+        assert theirs.status == ("checked" if can else "refused"), theirs
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_flex_attention_gets_the_same_masks_and_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f=None, **_: f)  # the meaning is the same, and a CPU does not compile all of it
+    shape = WORKLOADS[name].shortened(40, 2, 4)
+    tensors = make_tensors(shape, "cpu")
+    [flex] = [i for i in peers.peers() if i.name == peers.FLEX]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it is not compiled
+        [row] = measure(shape, "forward", [flex], tensors, Checker(shape, tensors), work(shape, "forward"), None, None)
+    assert row.status == "checked", row
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+@pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents", "decode-kv2048"])
+def test_our_launchers_and_each_kernel_alone(name: str) -> None:
+    """The Triton path as a GPU's run takes it, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
+    shape = WORKLOADS[name].shortened(40, 2, 2)
+    tensors = make_tensors(shape, "cpu")
+    [triton] = [i for i in implementations.ours("cuda") if i.name == implementations.TRITON]
+    checker = Checker(shape, tensors)
+    for kernel, (direction, _) in implementations.KERNELS.items():
+        launchers = implementations.committed_launchers({kernel: implementations.committed_tile(kernel, shape, 0)})
+        alone = Implementation("alone", "1", functools.partial(implementations.one_kernel, kernel, launchers))
+        whole = Implementation("whole", "1", functools.partial(implementations.with_launchers, launchers))
+        called: list[str] = []
+
+        def timer(calls: Calls) -> dict[str, Samples]:
+            for call_name, call in calls.items():
+                call()
+                called.append(call_name)
+            return FakeTimer()(calls)
+
+        rows = measure(shape, direction, [alone, whole, triton], tensors, checker, work(shape, direction), CEILINGS, timer)
+        assert [row.status for row in rows] == ["measured"] * 3, rows
+        assert called == ["alone", "whole", triton.name]
+
+
+def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensors]) -> None:
+    shape, tensors = small
+    broken = shape._replace(head_dim_qk=12, head_dim_v=12)  # no multiple of 8
+    [triton] = [i for i in implementations.ours("cuda") if i.name == implementations.TRITON]
+    tensors = make_tensors(broken, "cpu")
+    [row] = measure(broken, "forward", [triton], tensors, Checker(broken, tensors), work(broken, "forward"), None, None)
+    assert row.status == "refused"
+    assert "BackendError" in (row.reason or "")
+
+
+def test_time_on_a_cpu_is_the_calls_own() -> None:
+    samples = time_on_cpu({"short": lambda: time.sleep(0.001), "long": lambda: time.sleep(0.02)}, 40.0)
+    assert len(samples["short"].ms) == len(samples["long"].ms) >= 3
+    assert min(samples["long"].ms) >= 20.0 > 1.0
+    assert samples["short"].host_ms == samples["short"].ms
+
+
+# Runs and records
+
+
+def plan(out: Path | None, **more: Any) -> run.Plan:
+    shapes = [dense(f"s{s}", "small", 1, s, (2, 2), (16, 16), attn_mask_type="causal") for s in (16, 32)]
+    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("wrong", "2", sdpa("out", nudge_last))]
+    settings = {"budget_ms": 1.0, "budget_s": 60.0, "out": out} | more
+    return run.Plan("python -m flexattn bench", shapes, ("forward", "backward"), candidates, "cpu", **settings)
+
+
+def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
+    out, seen = tmp_path / "results" / "run.json", []
+
+    def show(line: str) -> None:
+        if out.exists():
+            seen.append(len(record.read(out).rows))
+
+    done = run.run(plan(out), show=show, timer=FakeTimer())
+    assert sorted(set(seen)) == [2, 4, 6]  # of 8 rows, two a cell, each cell written before the next is shown
+    assert record.read(out) == done._replace(left_out=[])
+    assert (done.complete, len(done.rows), done.cells()[0]) == (True, 8, ("s16", "forward"))
+    assert done.ceilings is not None
+    assert done.ceilings["matmul_size"] == 1024
+    assert {"check", "flops", "bytes", "time", "host", "peers", "inputs"} <= done.method.keys()
+    assert {"flexattn", "python", "torch", "triton", "cudnn"} <= done.versions.keys()
+    assert done.device["type"] == "cpu"
+    assert not list(out.parent.glob("*.partial"))
+
+
+def test_a_spent_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    done = run.run(plan(out, budget_s=-1.0), show=lambda _: None, timer=FakeTimer())
+    assert not done.rows
+    assert not done.complete
+    assert [(x["workload"], x["direction"]) for x in done.left_out] == [
+        *(("s16", d) for d in ("forward", "backward")),
+        *(("s32", d) for d in ("forward", "backward")),
+    ]
+    assert "budget" in done.left_out[0]["reason"]
+    assert record.read(out).left_out == list(done.left_out)
+
+
+def test_only_checking_times_nothing() -> None:
+    done = run.run(plan(None, only_check=True), show=lambda _: None, timer=lambda _: pytest.fail("timed"))
+    assert {row.status for row in done.rows} == {"checked", "wrong"}
+    assert done.ceilings is None
+
+
+def test_a_killed_run_is_readable(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    arguments = ["--shapes", "small-*", "--peers", "SDPA flash", "--budget-ms", "1", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen([sys.executable, "-m", "flexattn", "bench", *arguments], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while not out.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.wait()
+    found = record.read(out)
+    assert found.rows
+    assert all(row.workload in found.workloads for row in found.rows)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"rows": []}'])
+def test_what_is_no_result_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json is no result file"):
+        record.read(tmp_path / "x.json")
+    (tmp_path / "y.json").write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="has schema 99; this version reads schema 1"):
+        record.read(tmp_path / "y.json")
 
 
 def row(name: str, us: float | None, seqlen: int = 1024, **more: Any) -> Row:
-    cell = Cell("forward", 128, True, seqlen)
-    measured = {} if us is None else {"us": us, "tflops": 4e5 / us, "share": 500 / us}
-    status = "refused" if us is None else "measured"
-    return Row(name, "1", *cell, cell.batch, cell.heads, status, **(measured | more))
+    shape = sweep(128, "causal", seqlen)
+    if us is None:
+        return Row(name, "1", shape.name, "forward", **({"status": "refused", "reason": "too wide"} | more))
+    figures = {"us": us, "us_q1": us - 5, "us_q3": us + 5, "tflops": 4e5 / us, "share": 500 / us, "gb_s": 1.0, "host_us": 9.0}
+    return Row(name, "1", shape.name, "forward", "measured", **(figures | {"host_us_p99": 12.0, "calls": 9} | more))
+
+
+def recorded(rows: list[Row], **more: Any) -> Record:
+    shapes = {w.name: w for w in (sweep(128, "causal", s) for s in (1024, 2048, 4096))}
+    facts = {"versions": {"torch": "2.11.0"}, "device": {"name": "NVIDIA H200", "type": "cuda", "capability": [9, 0]}} | more
+    return Record(
+        command="x", started=None, ceilings=CEILINGS._asdict(), method={"flops": counts.FLOPS}, workloads=shapes, rows=rows, **facts
+    )
 
 
 ROWS = [
-    row("flexattn", 1000.0),
-    row("SDPA cuDNN", None, reason="too wide"),
+    row("flexattn triton", 1000.0),
+    row("SDPA cuDNN", None),
     row("FlexAttention", 2000.0),
-    row("flexattn", 1000.0, 2048),
+    row("flexattn triton", 1000.0, 2048),
     row("FlexAttention", 800.0, 2048),
     row("FlexAttention", 800.0, 4096),
 ]
 
 
 def test_tables() -> None:
-    assert rates.tables(ROWS).splitlines() == [
-        "forward, head dim 128, causal: TFLOP/s (share of the matrix product)",
-        "                      s1024         s2048         s4096",
-        "flexattn          400 (50%)     400 (50%)             -",
-        "SDPA cuDNN          refused             -             -",
-        "FlexAttention     200 (25%)     500 (62%)     500 (62%)",
+    [table] = tables(recorded(ROWS), with_share=True)
+    assert table.text().splitlines() == [
+        "forward, head dim 128, causal",
+        "                      1024       2048       4096",
+        "flexattn triton  400 (50%)  400 (50%)          -",
+        "FlexAttention    200 (25%)  500 (62%)  500 (62%)",
     ]
+    assert table.markdown("TFLOP/s").splitlines()[2:4] == ["| TFLOP/s | 1024 | 2048 | 4096 |", "|---|---:|---:|---:|"]
+    assert [figure(None), figure(ROWS[1]), figure(row("x", 4e5 / 0.0123))] == ["-", "refused", "0.012"]
 
 
 def test_the_verdict_names_every_cell_that_is_lost() -> None:
-    assert rates.verdict(ROWS).splitlines() == [
-        "faster than FlexAttention in 1 of the 2 cells where both were measured",
-        "  forward d128 causal s2048: 1.25 times its time",
+    assert verdict(recorded(ROWS)).splitlines() == [
+        "faster than FlexAttention in 1 of 2 cells; its time over ours, geometric mean: 1.26",
+        "lost: 1 of 2 cells",
+        "  sweep-d128-causal-s2048 forward: 0.80 of the speed of FlexAttention",
     ]
-    assert rates.verdict(ROWS, "SDPA cuDNN") == "faster than SDPA cuDNN in 0 of the 0 cells where both were measured"
+    assert standings(recorded(ROWS), "SDPA cuDNN") == []
+    assert refusals(recorded(ROWS)) == [("SDPA cuDNN", "refused: too wide", ["sweep-d128-causal-s1024 forward"])]
 
 
-def test_what_is_written_says_how_it_was_made(tmp_path: Path) -> None:
-    out = tmp_path / "results" / "rates.json"
-    rates.write(out, "python -m bench.rates --quick", 790.5, ROWS, kernels=False)
-    result = json.loads(out.read_text())
-    assert result["command"] == "python -m bench.rates --quick"
-    assert result["flops"] == rates.FLOPS
-    assert result["matmul"] == {"shape": [8192, 8192, 8192], "tflops": 790.5}
-    assert {"flexattn", "torch", "triton", "cuda", "cudnn", "python"} == result["versions"].keys()
-    assert [Row(**found) for found in result["rows"]] == ROWS
-    with out.with_suffix(".csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [(r["name"], r["us"]) for r in found] == [(r.name, "" if r.us is None else str(r.us)) for r in ROWS]
+def test_csv_has_how_it_was_made(tmp_path: Path) -> None:
+    record.write_csv(tmp_path / "x.csv", recorded(ROWS))
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    about = [line for line in lines if line.startswith("#")]
+    assert json.loads(next(line for line in about if line.startswith("# versions: "))[len("# versions: ") :]) == {"torch": "2.11.0"}
+    found = list(csv.DictReader(lines[len(about) :]))
+    assert [(r["implementation"], r["us"]) for r in found] == [(r.implementation, "" if r.us is None else str(r.us)) for r in ROWS]
+    assert found[0]["shape"] == "b16 s1024 h16 d128 causal"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there to be measured")
-def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert rates.main(["--quick", "--out", str(tmp_path / "rates.json")]) == 2
-    assert "no GPU" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def python(name: str, code: str, seconds: float = 30.0, **environment: str) -> gpu_check.Step:
-    return gpu_check.Step(name, [sys.executable, "-c", code], seconds, environment)
-
-
-def test_each_step_runs_whatever_became_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    todo = [
-        python("fails", "print('1 failed, 2 passed in 3.21s'); raise SystemExit(3)"),
-        python("hangs", "import time; print('still here', flush=True); time.sleep(60)", 1.5),
-        gpu_check.Step("missing", ["/no/such/program"], 10.0),
-        python("works", "import os; print('ERROR SUMMARY:', os.environ['GIVEN'], 'errors')", GIVEN="0"),
+def test_compare_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = recorded(ROWS)
+    b = recorded([row("flexattn triton", 500.0), row("FlexAttention", 2004.0), row("FlexAttention", 800.0, 2048)])
+    assert [(p.a.implementation, round(p.ratio, 3), p.is_apart) for p in pairs(a, b)] == [
+        ("flexattn triton", 0.5, True),
+        ("FlexAttention", 1.002, False),
+        ("FlexAttention", 1.0, False),
     ]
-    outcomes = gpu_check.check(todo, out, 60.0)
-    assert [outcome.status for outcome in outcomes] == ["failed (3)", "timed out", "failed (not started)", "ok"]
-    assert [o.last_words for o in outcomes[::3]] == ["1 failed, 2 passed in 3.21s", "ERROR SUMMARY: 0 errors"]
-    assert outcomes[1].last_words == "still here"
-    assert outcomes[1].seconds < 30
-    assert (out / "summary.txt").read_text() == gpu_check.table(outcomes) + "\n"
-    assert {path.name for path in out.iterdir()} == {"summary.txt", *(f"{step.name}.log" for step in todo)}
+    for name, one in (("a.json", a), ("b.json", b)):
+        record.write(tmp_path / name, one)
+    assert command.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    said = capsys.readouterr().out
+    assert "sweep-d128-causal-s1024 forward flexattn triton  1000.0   500.0  0.500  *" in said
+    assert "flexattn triton: B / A 0.500 (geometric mean of 1 cells)" in said
+    assert "FlexAttention: B / A 1.001 (geometric mean of 2 cells)" in said
+    assert "2 rows were measured in A alone" in said
+    assert "devices differ" not in said
 
 
-def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(alive)!r}).touch()"
-    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    assert gpu_check.run(python("parent", parent), tmp_path, 2.0).status == "timed out"
-    time.sleep(4)
-    assert not alive.exists()
+def test_only_the_same_workload_is_compared() -> None:
+    a = recorded(ROWS)
+    other = dict(a.workloads) | {name: w._replace(num_heads=8) for name, w in a.workloads.items()}
+    with pytest.raises(ValueError, match="nothing|no implementation"):
+        compare(a, a._replace(workloads=other))
+    assert "The devices differ" in compare(a, a._replace(device={"name": "another"}))
 
 
-def test_no_step_starts_when_the_time_is_spent(tmp_path: Path) -> None:
-    [outcome] = gpu_check.check([python("late", "print('ran')")], tmp_path, 0.0)
-    assert (outcome.status, outcome.seconds) == ("not run", 0.0)
+# The command
 
 
-def test_the_steps_fit_what_they_are_for(tmp_path: Path) -> None:
-    todo = {step.name: step for step in gpu_check.steps(tmp_path)}
-    assert list(todo) == ["triton", "gpu", "memcheck", "rates"]
-    assert gpu_check.TOTAL_SECONDS < 600
-    assert len(todo) + len(["summary.txt", "rates.json", "rates.csv"]) <= 8  # files
-    for step in todo.values():
-        assert all((gpu_check.ROOT / word).exists() for word in step.command if word.startswith("tests/"))
-    assert todo["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    module, *arguments = todo["rates"].command[2:]
-    assert module == "bench.rates"
-    assert rates.parse(arguments).out == tmp_path / "rates.json"
+def test_the_command_checks_measures_and_says_what_a_cpu_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "x.json"
+    arguments = ["--shapes", "small-s128", "--directions", "forward", "--peers", "SDPA flash", "varlen*", "--budget-ms", "1"]
+    assert command.main([*arguments, "--out", str(out), "--csv", str(tmp_path / "x.csv")]) == 0
+    said = capsys.readouterr().out
+    assert "No GPU here" in said
+    assert "faster than SDPA flash in" in said
+    found = record.read(out)
+    assert [(r.implementation, r.status) for r in found.rows] == [
+        ("flexattn eager", "measured"),
+        ("SDPA flash", "measured"),
+        ("varlen_attn", "refused"),
+    ]
+    assert found.command.startswith("python -m flexattn bench --shapes small-s128")
+    assert (tmp_path / "x.csv").exists()
+    assert command.main([*arguments, "--check"]) == 0
+    assert "Not timed: checked alone." in capsys.readouterr().out
+    assert command.main(["--from", str(out)]) == 0
+    assert "x.json" in capsys.readouterr().out
 
 
-def test_memcheck_selects_every_kind_of_test_that_it_names(fresh_python: Callable[..., Any]) -> None:
-    done = fresh_python("-m", "pytest", "--collect-only", "-q", "tests/test_triton.py", "-k", gpu_check.MEMCHECK_TESTS)
-    for name in ("everything_together", "bias_of_ragged", "wrong_cu_seqlens", "head_dims", "dropout", "grouped_heads", "thd"):
-        assert name in done.stdout
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shapes", "llama"], "no workload is called 'llama'"),
+        (["--peers", "FA5"], "nothing to measure on .* is called 'FA5'; accepted: SDPA flash"),
+        (["--backends", "magic"], "called 'magic'; accepted: "),
+        (["--shapes", "small-*", "--seqlens", "7"], "longest sequence of 7"),
+        (["--from", "no_such_file.json"], "no_such_file.json"),
+        (["--emit-rows", "bench/results/eager_memory.json"], "supports no row"),
+    ],
+)
+def test_errors_name_the_argument(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    import re
+
+    assert re.search(said, capsys.readouterr().err)
 
 
-def test_steps_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(
-        gpu_check, "steps", lambda out: [python("a", "print('a')"), python("b", "raise SystemExit(1)"), python("c", "print('c')")]
-    )
-    assert gpu_check.main(["c", "a"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"c.log", "a.log", "summary.txt"}
-    assert gpu_check.main([]) == 1
-    assert "b          failed (1)" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        gpu_check.main(["d"])
+def test_the_list_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in (*WORKLOADS, *PRESETS, "flash-attn 4", "cuDNN frontend", "flexattn cudnn"))
+
+
+def test_bench_needs_neither_matplotlib_nor_tqdm_nor_rich(fresh_python: FreshPython, tmp_path: Path) -> None:
+    blocked = dict.fromkeys(("matplotlib", "tqdm", "rich", "einops", "cudnn"))
+    code = f"import sys; sys.modules.update({blocked!r}); from flexattn.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["bench", "--shapes", "small-s128", "--directions", "forward", "--peers", "SDPA flash", "--budget-ms", "1"]
+    ran = fresh_python("-c", code, *arguments, "--out", str(tmp_path / "x.json"), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert ran.returncode == 0, ran.stderr
+    assert "1/1 small-s128 forward" in ran.stderr
+    asked = fresh_python("-c", code, "bench", "--from", str(tmp_path / "x.json"), "--plots", str(tmp_path))
+    assert asked.returncode == 2
+    assert "pip install 'flexattn[bench]'" in asked.stderr

@@ -1,0 +1,82 @@
+"""The driver of all steps on a machine with a GPU, without one: what runs, what becomes of it, what it leaves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexattn.bench import command, gpu_check
+
+
+def python(name: str, code: str, seconds: float = 30.0, **environment: str) -> gpu_check.Step:
+    return gpu_check.Step(name, [sys.executable, "-c", code], seconds, environment)
+
+
+def test_each_step_runs_whatever_became_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    todo = [
+        python("fails", "print('1 failed, 2 passed in 3.21s'); raise SystemExit(3)"),
+        python("hangs", "import time; print('still here', flush=True); time.sleep(60)", 1.5),
+        gpu_check.Step("missing", ["/no/such/program"], 10.0),
+        python("works", "import os; print('ERROR SUMMARY:', os.environ['GIVEN'], 'errors')", GIVEN="0"),
+    ]
+    outcomes = gpu_check.check(todo, out, 60.0)
+    assert [outcome.status for outcome in outcomes] == ["failed (3)", "timed out", "failed (not started)", "ok"]
+    assert [o.last_words for o in outcomes[::3]] == ["1 failed, 2 passed in 3.21s", "ERROR SUMMARY: 0 errors"]
+    assert outcomes[1].last_words == "still here"
+    assert outcomes[1].seconds < 30
+    assert (out / "summary.txt").read_text() == gpu_check.table(outcomes) + "\n"
+    assert {path.name for path in out.iterdir()} == {"summary.txt", *(f"{step.name}.log" for step in todo)}
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(alive)!r}).touch()"
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    assert gpu_check.run(python("parent", parent), tmp_path, 2.0).status == "timed out"
+    time.sleep(4)
+    assert not alive.exists()
+
+
+def test_no_step_starts_when_the_time_is_spent(tmp_path: Path) -> None:
+    [outcome] = gpu_check.check([python("late", "print('ran')")], tmp_path, 0.0)
+    assert (outcome.status, outcome.seconds) == ("not run", 0.0)
+
+
+def test_the_steps_fit_what_they_are_for(tmp_path: Path) -> None:
+    todo = {step.name: step for step in gpu_check.steps(tmp_path)}
+    assert list(todo) == ["triton", "gpu", "memcheck", "bench"]
+    assert gpu_check.TOTAL_SECONDS < 600
+    assert len(todo) + len(["summary.txt", "bench.json"]) <= 8  # files
+    for step in todo.values():
+        assert all((gpu_check.ROOT / word).exists() for word in step.command if word.startswith("tests/"))
+    assert todo["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    module, tool, *arguments = todo["bench"].command[2:]
+    assert (module, tool) == ("flexattn", "bench")
+    args = command.make_parser().parse_args(arguments)
+    assert args.out == tmp_path / "bench.json"
+    assert args.budget_s < todo["bench"].seconds  # so that it ends by itself, and with a whole file
+
+
+def test_memcheck_selects_every_kind_of_test_that_it_names(fresh_python: Callable[..., Any]) -> None:
+    done = fresh_python("-m", "pytest", "--collect-only", "-q", "tests/test_triton.py", "-k", gpu_check.MEMCHECK_TESTS)
+    for name in ("everything_together", "bias_of_ragged", "wrong_cu_seqlens", "head_dims", "dropout", "grouped_heads", "thd"):
+        assert name in done.stdout
+
+
+def test_steps_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(
+        gpu_check, "steps", lambda out: [python("a", "print('a')"), python("b", "raise SystemExit(1)"), python("c", "print('c')")]
+    )
+    assert gpu_check.main(["c", "a"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"c.log", "a.log", "summary.txt"}
+    assert gpu_check.main([]) == 1
+    assert "b          failed (1)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu_check.main(["d"])
