@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn.bench.counts import band_of
-from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, make_tensors, score_mod_of
+from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, score_mod_of
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
@@ -179,8 +179,9 @@ def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, d
 
     def backward() -> dict[str, Tensor]:
         gradients = [torch.empty_like(t) for t in (q, k, v)]
+        doffset = None if tensors.softmax_offset is None else torch.empty_like(tensors.softmax_offset)
         tiles = {f"tile_{kernel}": launchers.tiles.get(kernel) for kernel in ("dq", "dkdv")}
-        launchers.backward(problem, out, lse, dout, None, *gradients, **tiles)
+        launchers.backward(problem, out, lse, dout, None, *gradients, None, doffset, **tiles)
         return {f"d{name}": t for name, t in zip("qkv", gradients, strict=True)}
 
     return Prepared(backward, backward)
@@ -220,8 +221,15 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
 
 def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
     """What the tables have for a kernel, whatever the device."""
-    from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD
+    from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD, select_tile, split_head_dim
 
-    small = workload.shortened(16, 1, 1)
-    problem = problem_of(small, make_tensors(small, "cpu"))
-    return problem.tile({"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel], capability)
+    band = band_of(workload)
+    return select_tile(
+        {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel],
+        capability,
+        getattr(torch, workload.dtype).itemsize,
+        sum(split_head_dim(workload.head_dim_qk)) + sum(split_head_dim(workload.head_dim_v)),
+        is_loaded=workload.score == "relative_bias",
+        is_open=band.left is None and band.right is None,
+        length=max(workload.seqlen_q, workload.seqlen_kv),
+    )

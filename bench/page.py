@@ -40,7 +40,8 @@ def provenance(name: str, record: Record) -> str:
     when = f", begun {record.started}" if record.started else ""
     return (
         f"One run on {_article(record.device['name'])}{when}, with {versions}. "
-        f"[`bench/results/{name}`](../bench/results/{name}) has every figure with its quartiles; its command was `{record.command}`."
+        f"[`bench/results/{name}`](../bench/results/{name}) has every figure with its quartiles; "
+        f"its command was `{record.command}`."
         + ("" if record.complete else " It did not measure all that it set out to; the file has what was left out.")
     )
 

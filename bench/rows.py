@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flexattn.bench.implementations import CUDNN, KERNELS, TRITON
+from flexattn.bench.counts import band_of
+from flexattn.bench.implementations import CUDNN, KERNELS, TRITON, committed_tile
 from flexattn.bench.record import Record
+from flexattn.bench.shapes import Workload
 from flexattn.bench.tables import geometric_mean, is_ours
 from flexattn.bench.tiles import parse_tile, tile_name
 
@@ -17,78 +19,104 @@ TIE = 0.02  # of the time: what runs of one tile differ by on one device; within
 
 
 class Swept(NamedTuple):
-    """What one result file says of one kernel's tiles at one width."""
+    """What one result file says of one kernel's tiles, at one width and in one slot of a row."""
 
     kernel: str
     capability: int
     element_size: int
     head_dims: int  # d_qk + d_v, as the tiles hold them
-    times: Mapping[Tile, float]  # us, the geometric mean over the workloads where all were measured
+    slot: str  # of the row: "tile", "loaded", "open" or "short"
+    committed: Tile
+    times: Mapping[Tile, float]  # us, the geometric mean over the slot's workloads where all were measured
 
-    def best(self, committed: Tile) -> Tile:
+    @property
+    def best(self) -> Tile:
         """The fastest tile; the committed one where nothing measured beside it is faster by more than TIE."""
         fastest = min(self.times, key=lambda tile: self.times[tile])
-        known = self.times.get(committed)
-        return committed if known is not None and known <= self.times[fastest] * (1 + TIE) else fastest
+        known = self.times.get(self.committed)
+        return self.committed if known is not None and known <= self.times[fastest] * (1 + TIE) else fastest
+
+    @property
+    def why(self) -> str:
+        us, committed_us = self.times[self.best], self.times.get(self.committed)
+        if self.best == self.committed:
+            others = [time for tile, time in self.times.items() if tile != self.best]
+            return f"{self.slot} as committed, {us:.0f} us" + (f", the next {min(others):.0f}" if others else "")
+        if committed_us is None:
+            return f"{self.slot} {us:.0f} us; the committed {tile_name(self.committed)} was not measured beside it"
+        return f"{self.slot} {us:.0f} us, {committed_us / us - 1:.0%} faster than the committed {tile_name(self.committed)}"
+
+
+def slot_of(workload: Workload) -> str:
+    """Which of a row's tiles the workload runs with, where the row has it."""
+    from flexattn.kernels_triton.configs import SHORT
+
+    band = band_of(workload)
+    if workload.score == "relative_bias":
+        return "loaded"
+    if band.left is None and band.right is None:
+        return "open"
+    return "short" if max(workload.seqlen_q, workload.seqlen_kv) <= SHORT else "tile"
 
 
 def swept(record: Record) -> list[Swept]:
-    """Of a sweep's record, each kernel and width; nothing of another record."""
+    """Of a sweep's record, each kernel, width and slot; nothing of another record."""
     import torch
 
     from flexattn.kernels_triton.configs import split_head_dim
 
-    times: dict[tuple[str, int, int], dict[Tile, dict[str, float]]] = {}
+    times: dict[tuple[str, int, int, str], dict[Tile, dict[str, float]]] = {}
     for row in record.rows:
         kernel, _, tile = row.implementation.removesuffix(" committed").removesuffix(" (this)").partition(" ")
-        if kernel not in KERNELS or row.us is None:
-            continue
-        w = record.workloads[row.workload]
-        width = sum(split_head_dim(w.head_dim_qk)) + sum(split_head_dim(w.head_dim_v))
-        key = kernel, getattr(torch, w.dtype).itemsize, width
-        times.setdefault(key, {}).setdefault(parse_tile(tile), {})[row.workload] = row.us
+        if kernel in KERNELS and row.us is not None:
+            w = record.workloads[row.workload]
+            width = sum(split_head_dim(w.head_dim_qk)) + sum(split_head_dim(w.head_dim_v))
+            key = kernel, getattr(torch, w.dtype).itemsize, width, slot_of(w)
+            times.setdefault(key, {}).setdefault(parse_tile(tile), {})[row.workload] = row.us
     major, minor = record.device.get("capability", (0, 0))
     found = []
-    for (kernel, element_size, width), of_tiles in times.items():
+    for (kernel, element_size, width, slot), of_tiles in times.items():
         common = set.intersection(*(set(of_workload) for of_workload in of_tiles.values()))
         if common:
             means = {tile: geometric_mean(of_workload[name] for name in common) for tile, of_workload in of_tiles.items()}
-            found.append(Swept(kernel, 10 * major + minor, element_size, width, means))
+            committed = committed_tile(kernel, record.workloads[min(common)], 10 * major + minor)
+            found.append(Swept(kernel, 10 * major + minor, element_size, width, slot, committed, means))
     return found
 
 
-def committed_row(found: Swept) -> Row:
-    """The row of the tables that serves what was swept."""
+def tile_rows(name: str, record: Record) -> list[str]:
+    """A line for each kernel and width that was swept: the row of `configs.py`, and what speaks for each of its tiles."""
     from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD
 
-    table = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[found.kernel]
-    newest = max(sm for sm, size in table if size == found.element_size and sm <= found.capability)
-    return next(row for row in table[newest, found.element_size] if found.head_dims <= row.head_dims)
-
-
-def tile_rows(name: str, record: Record) -> list[str]:
-    """A line for each kernel and width that was swept: the row of `configs.py`, and what speaks for it."""
-    lines = []
+    tables = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
+    rows: dict[tuple[str, int, int, int], list[Swept]] = {}
     for found in swept(record):
-        row = committed_row(found)
-        best = found.best(row.tile)
-        proposed = f"Row({row.head_dims}, {_code(best)}, {_code(row.loaded)}),"
-        us, committed_us = found.times[best], found.times.get(row.tile)
-        if best == row.tile:
-            others = [time for tile, time in found.times.items() if tile != best]
-            why = f"as committed; {us:.0f} us, the next {min(others):.0f}" if others else f"as committed; {us:.0f} us, alone"
-        elif committed_us is None:
-            why = f"{us:.0f} us; the committed {tile_name(row.tile)} was not measured beside it"
-        else:
-            why = f"{us:.0f} us, {committed_us / us - 1:.0%} faster than the committed {tile_name(row.tile)}"
-        table = {"forward": "FORWARD", "dq": "DQ", "dkdv": "DKDV"}[found.kernel]
-        lines.append(f"{table}[{found.capability}, {found.element_size}]: {proposed}  # {why} ({name})")
+        rows.setdefault(found[:4], []).append(found)
+    lines = []
+    for (kernel, capability, element_size, head_dims), slots in rows.items():
+        newest = max(sm for sm, size in tables[kernel] if size == element_size and sm <= capability)
+        row = next(row for row in tables[kernel][newest, element_size] if head_dims <= row.head_dims)
+        better: dict[str, Any] = {found.slot: found.best for found in slots if found.best != found.committed}
+        row = row._replace(**better)
+        why = "; ".join(found.why for found in slots)
+        lines.append(f"{kernel.upper()}[{newest}, {element_size}]: {_row_code(row)},  # {why} ({name})")
     return lines
 
 
-def _code(tile: Tile) -> str:
+def _row_code(row: Row) -> str:
+    fields = [str(row.head_dims), _tile_code(row.tile), _tile_code(row.loaded)]
+    fields += [f"{name}={_tile_code(tile)}" for name, tile in (("open", row.open), ("short", row.short)) if tile is not None]
+    return f"Row({', '.join(fields)})"
+
+
+def _tile_code(tile: Tile) -> str:
     apart = ", apart=True" if tile.apart else ""
     return f"Tile({tile.block_m}, {tile.block_n}, {tile.num_warps}, {tile.num_stages}{apart})"
+
+
+def contradictions(name: str, record: Record) -> list[str]:
+    """The committed tiles that the record speaks against: another is faster by more than TIE, or they were not measured."""
+    return [f"{name}: {found.kernel} {found.head_dims} {found.why}" for found in swept(record) if found.best != found.committed]
 
 
 class Faster(NamedTuple):
@@ -160,8 +188,3 @@ def emit(records: Mapping[str, Record]) -> str:
         preferences += of_backends
     text = ["kernels_triton/configs.py:", *tiles] if tiles else []
     return "\n".join([*text, *(["dispatch/heuristics.py:", *preferences] if preferences else [])])
-
-
-def contradictions(name: str, record: Record) -> Sequence[str]:
-    """The committed rows that the record speaks against."""
-    return [line for line in tile_rows(name, record) if "# as committed" not in line]

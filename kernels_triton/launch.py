@@ -45,7 +45,7 @@ def num_processors(device: torch.device) -> int:
 
 
 class Launch(NamedTuple):
-    """One launch as it was asked for: all that `launch` needs to make it, and `compile_report.request_for` to compile its kernel."""
+    """One launch as it was asked for: what `launch` needs to make it, and `compile_report.request_for` to compile its kernel."""
 
     kernel: Any
     tile: Tile

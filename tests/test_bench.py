@@ -50,6 +50,15 @@ class FakeTimer:
         return dict.fromkeys(calls, Samples(MILLISECONDS, HOST_MILLISECONDS))
 
 
+class CallingTimer(FakeTimer):
+    """Makes the calls too."""
+
+    def __call__(self, calls: Calls) -> dict[str, Samples]:
+        for call in calls.values():
+            call()
+        return super().__call__(calls)
+
+
 # What is counted
 
 
@@ -301,7 +310,7 @@ def test_flex_attention_gets_the_same_masks_and_scores(name: str, monkeypatch: p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents", "decode-kv2048"])
 def test_our_launchers_and_each_kernel_alone(name: str) -> None:
-    """The Triton path as a GPU's run takes it, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
+    """The Triton path as on a GPU, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
     shape = WORKLOADS[name].shortened(40, 2, 2)
     tensors = make_tensors(shape, "cpu")
     [triton] = [i for i in implementations.ours("cuda") if i.name == implementations.TRITON]
@@ -310,17 +319,10 @@ def test_our_launchers_and_each_kernel_alone(name: str) -> None:
         launchers = implementations.committed_launchers({kernel: implementations.committed_tile(kernel, shape, 0)})
         alone = Implementation("alone", "1", functools.partial(implementations.one_kernel, kernel, launchers))
         whole = Implementation("whole", "1", functools.partial(implementations.with_launchers, launchers))
-        called: list[str] = []
-
-        def timer(calls: Calls) -> dict[str, Samples]:
-            for call_name, call in calls.items():
-                call()
-                called.append(call_name)
-            return FakeTimer()(calls)
-
+        timer = CallingTimer()
         rows = measure(shape, direction, [alone, whole, triton], tensors, checker, work(shape, direction), CEILINGS, timer)
         assert [row.status for row in rows] == ["measured"] * 3, rows
-        assert called == ["alone", "whole", triton.name]
+        assert timer.timed == ["alone", "whole", triton.name]
 
 
 def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensors]) -> None:
@@ -336,7 +338,7 @@ def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensor
 def test_time_on_a_cpu_is_the_calls_own() -> None:
     samples = time_on_cpu({"short": lambda: time.sleep(0.001), "long": lambda: time.sleep(0.02)}, 40.0)
     assert len(samples["short"].ms) == len(samples["long"].ms) >= 3
-    assert min(samples["long"].ms) >= 20.0 > 1.0
+    assert min(samples["long"].ms) >= 20.0  # what sleep promises
     assert samples["short"].host_ms == samples["short"].ms
 
 
@@ -495,7 +497,7 @@ def test_compare_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_only_the_same_workload_is_compared() -> None:
     a = recorded(ROWS)
     other = dict(a.workloads) | {name: w._replace(num_heads=8) for name, w in a.workloads.items()}
-    with pytest.raises(ValueError, match="nothing|no implementation"):
+    with pytest.raises(ValueError, match="no implementation measured in the same workload"):
         compare(a, a._replace(workloads=other))
     assert "The devices differ" in compare(a, a._replace(device={"name": "another"}))
 
