@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from flexattn.bench.record import Record
-from flexattn.bench.tables import Standing, Table, geometric_mean, is_ours, panel, refusals, standings, sweep_panels, tables
+from flexattn.bench.tables import Standing, Table, is_ours, panel, refusals, standing_table, standings, sweep_panels, tables
 
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 
@@ -23,8 +23,7 @@ def performance(records: Mapping[str, Record]) -> str:
         f"Made by `{command}`; a test holds the page to the files.",
         provenance(name, main),
         method(main),
-        "What it shows:",
-        "\n".join(f"- {line}" for line in findings(main)),
+        *standing(main),
         *(t.markdown("TFLOP/s" if ":" not in t.title else "") for t in tables(main)),
         *lost(main),
         *refused(main),
@@ -40,7 +39,7 @@ def provenance(name: str, record: Record) -> str:
     when = f", begun {record.started}" if record.started else ""
     return (
         f"One run on {_article(record.device['name'])}{when}, with {versions}. "
-        f"[`bench/results/{name}`](../bench/results/{name}) has every figure with its quartiles; "
+        f"[`bench/results/{name}`](../bench/results/{name}) has every figure that was measured; "
         f"its command was `{record.command}`."
         + ("" if record.complete else " It did not measure all that it set out to; the file has what was left out.")
     )
@@ -60,22 +59,16 @@ def method(record: Record) -> str:
     return "\n".join(lines)
 
 
-def findings(record: Record) -> list[str]:
-    """A line for each peer, and one for all: counts and means, nothing that is not in the file."""
-    lines = []
-    for peer in (name for name in record.implementations() if not is_ours(name)):
-        if both := standings(record, peer):
-            won = [s.speed for s in both if s.speed > 1]
-            mean = geometric_mean(s.speed for s in both)
-            extremes = f"from {min(s.speed for s in both):.2f} to {max(s.speed for s in both):.2f} times its speed"
-            lines.append(
-                f"flexattn is faster than {peer} in {len(won)} of {len(both)} cells: {extremes}, {mean:.2f} in the geometric mean."
-            )
-    every = standings(record)
-    lost_cells = sum(s.speed <= 1 for s in every)
+def standing(record: Record) -> list[str]:
+    """flexattn beside each peer: cells won, and speeds. Nothing that is not in the file."""
+    table, every = standing_table(record), standings(record)
+    if table is None:
+        return []
+    behind = sum(s.speed <= 1 for s in every)
     return [
-        *lines,
-        f"The fastest peer is as fast as flexattn, or faster, in {lost_cells} of {len(every)} cells; these cells are all listed.",
+        f"{table.title}:",
+        table._replace(title="").markdown("peer"),
+        f"The fastest peer of a cell is as fast as the fastest of flexattn, or faster, in {behind} of {len(every)} cells.",
     ]
 
 
@@ -106,9 +99,10 @@ def readme_section(records: Mapping[str, Record]) -> str:
     name, record = next(iter(records.items()))
     every = {(s.workload, s.direction): s for s in standings(record)}
     parts = [
-        f"flexattn's speed beside the fastest peer of each cell, the peer's being 1.00, on {_article(record.device['name'])}, "
-        f"torch {record.versions['torch']}, {_dtypes(record)} (`bench/results/{name}`; [docs/performance.md](docs/performance.md) "
-        "has TFLOP/s, every peer, and how it was measured). Below 1.00 the peer is faster.",
+        f"Speed of the fastest of flexattn's backends that were measured ({_ours(record)}) beside the fastest peer of each cell, "
+        f"whose speed is 1.00, on {_article(record.device['name'])}, torch {record.versions['torch']}, {_dtypes(record)} "
+        f"(`bench/results/{name}`; [docs/performance.md](docs/performance.md) has TFLOP/s, every peer, and how it was measured). "
+        "Below 1.00 the peer is faster.",
     ]
     rows = []
     seqlens: list[int] = []
@@ -118,18 +112,24 @@ def readme_section(records: Mapping[str, Record]) -> str:
         found = {w.seqlen_q: every.get((w.name, direction)) for w in shapes}
         rows.append((f"{direction}, head dim {head_dim}, {mask}", found))
     if rows:
-        cells = [(title, [_speed(found.get(s)) for s in seqlens]) for title, found in rows]
-        parts.append(Table("", [str(s) for s in seqlens], cells).markdown("16384 tokens, length"))
+        cells = []
+        for title, found in rows:
+            fastest = dict.fromkeys(s.peer.implementation for s in found.values() if s is not None)
+            cells.append((title, [*(_speed(found.get(s)) for s in seqlens), ", ".join(fastest)]))
+        parts.append(Table("", [*map(str, seqlens), "fastest peer"], cells).markdown("16384 tokens, length"))
     others = [s for (workload, _), s in every.items() if record.workloads[workload].group != "sweep"]
     if others:
-        listed = [(f"{s.workload} {s.direction}", [_speed(s)]) for s in others]
-        parts.append(Table("", ["speed, peer"], listed).markdown("workload"))
-    parts.append("\n".join(f"- {line}" for line in findings(record)))
-    return "\n\n".join(parts)
+        listed = [(f"{s.workload} {s.direction}", [_speed(s), s.peer.implementation]) for s in others]
+        parts.append(Table("", ["speed", "fastest peer"], listed).markdown("workload"))
+    return "\n\n".join([*parts, *standing(record)])
 
 
-def _speed(standing: Standing | None) -> str:
-    return "-" if standing is None else f"{standing.speed:.2f} {standing.peer.implementation}"
+def _speed(cell: Standing | None) -> str:
+    return "-" if cell is None else f"{cell.speed:.2f}"
+
+
+def _ours(record: Record) -> str:
+    return ", ".join(name.removeprefix("flexattn ") for name in record.implementations() if is_ours(name))
 
 
 def _dtypes(record: Record) -> str:

@@ -60,7 +60,7 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Figur
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", dpi=DPI)
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return figure, [list(row) for row in figure.subplots(rows, columns, squeeze=False)]
 
 
 def _sweep(record: Record, direction: str, panels: Sequence[tuple[int, str]]) -> Figure:

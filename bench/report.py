@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from flexattn.bench.counts import roofline, work
 from flexattn.bench.record import Record
-from flexattn.bench.tables import Table, geometric_mean, is_ours, refusals, standings, tables
+from flexattn.bench.tables import Table, is_ours, refusals, standing_table, standings, tables
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c; }
@@ -62,15 +62,8 @@ def _summary(record: Record) -> str:
 
 
 def _standing(record: Record) -> list[str]:
-    rows = []
-    for peer in (name for name in record.implementations() if not is_ours(name)):
-        if both := standings(record, peer):
-            won = sum(s.speed > 1 for s in both)
-            rows.append((peer, [f"{won} of {len(both)}", f"{geometric_mean(s.speed for s in both):.2f}"]))
-    if not rows:
-        return []
-    columns = ["cells where flexattn is faster", "its time over flexattn's, geometric mean"]
-    return ["<h2>Where flexattn stands</h2>", _table(Table("", columns, rows), plain=True)]
+    table = standing_table(record)
+    return [] if table is None else ["<h2>Where flexattn stands</h2>", _table(table, plain=True)]
 
 
 def _plots(record: Record) -> list[str]:

@@ -182,15 +182,29 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+def standing_table(record: Record) -> Table | None:
+    """Peers down, flexattn's implementations across; None where the record has none of one or the other."""
+    ours = [name for name in record.implementations() if is_ours(name)]
+    columns = [*ours, "the fastest of them"] if len(ours) > 1 else ours
+    rows = []
+    for peer in (name for name in record.implementations() if not is_ours(name)):
+        found = [standings(record, peer, name if name in ours else None) for name in columns]
+        if any(found):
+            rows.append((peer, [_won(both) if both else "-" for both in found]))
+    title = "Cells where flexattn is faster, and the geometric mean (lowest, highest) of its speed, the peer's being 1"
+    return Table(title, columns, rows) if rows else None
+
+
+def _won(both: Sequence[Standing]) -> str:
+    speeds = [s.speed for s in both]
+    won = sum(speed > 1 for speed in speeds)
+    return f"{won} of {len(both)}, {geometric_mean(speeds):.2f} ({min(speeds):.2f}, {max(speeds):.2f})"
+
+
 def verdict(record: Record) -> str:
-    """For each peer, in how many cells flexattn's median is below its; then each cell that is lost to the fastest peer."""
-    peers = [name for name in record.implementations() if not is_ours(name)]
-    lines = []
-    for peer in peers:
-        if both := standings(record, peer):
-            won = sum(s.speed > 1 for s in both)
-            mean = geometric_mean(s.speed for s in both)
-            lines.append(f"faster than {peer} in {won} of {len(both)} cells; its time over ours, geometric mean: {mean:.2f}")
+    """Where flexattn stands beside each peer; then each cell that is lost to the fastest of them."""
+    table = standing_table(record)
+    lines = [table.text()] if table is not None else []
     lost = sorted((s for s in standings(record) if s.speed <= 1), key=lambda s: s.speed)
     lines += [f"lost: {len(lost)} of {len(standings(record))} cells"] if standings(record) else []
     lines += [f"  {s.workload} {s.direction}: {s.speed:.2f} of the speed of {s.peer.implementation}" for s in lost]
