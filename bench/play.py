@@ -172,8 +172,9 @@ def play(subject: Subject, args: argparse.Namespace, command: str) -> int:
     on_gpu = torch.cuda.is_available()
     checked = workload if on_gpu else small_enough(workload, tile)
     file = f", from {args.kernel_file}" if args.kernel_file else ""
-    found = record.versions()
-    print(f"flexattn {found['flexattn']}, torch {found['torch']}, triton {found['triton']}, {record.device_facts()['name']}")
+    torch_version = torch.__version__.partition("+")[0]
+    device = record.device_facts()["name"] if on_gpu else "no GPU"
+    print(f"flexattn {flexattn.__version__}, torch {torch_version}, triton {record.installed('triton')}, {device}")
     print(f"{kernel}{file}: tile {tile_name(tile)} (committed: {tile_name(committed)}) on {workload.name}: {workload}")
     print(f"\nAgainst the reference in fp64{'' if on_gpu else f', in the interpreter, as {checked}'}:", flush=True)
     try:

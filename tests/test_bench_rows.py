@@ -1,0 +1,141 @@
+"""Rows of tile tables and heuristics: what a result file supports, and that what is committed is what the files support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from flexattn.bench import record, rows
+from flexattn.bench.record import Record, Row
+from flexattn.bench.rows import Faster, contradictions, emit, faster_rows, swept, tile_rows
+from flexattn.bench.shapes import WORKLOADS, Workload, sweep
+from flexattn.dispatch import heuristics
+from flexattn.kernels_triton import configs
+from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD, Tile
+
+RESULTS = ROOT / "bench" / "results"
+TILE_FILES = sorted(RESULTS.glob("tiles_*.json"))
+TABLES = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
+# Tiles in half precision of sm_90 that no file in bench/results speaks of; one that gets its file leaves this list.
+UNRECORDED = {("forward", 256, "short"), ("dq", 256, "short")}
+
+
+def recorded(measured: list[tuple[str, Workload, str, float]], **more: Any) -> Record:
+    """Of (implementation, workload, direction, us)."""
+    found = [Row(name, "1", w.name, direction, "measured", us=us) for name, w, direction, us in measured]
+    shapes = {w.name: w for _, w, _, _ in measured}
+    device = {"type": "cuda", "name": "NVIDIA H200", "capability": [9, 0]}
+    return Record("x", None, device, {}, None, {}, shapes, found, **more)
+
+
+@pytest.mark.parametrize("path", TILE_FILES, ids=lambda path: path.name)
+def test_no_file_speaks_against_a_committed_tile(path: Any) -> None:
+    assert contradictions(path.name, record.read(path)) == []
+
+
+def test_the_files_cover_the_tiles_that_were_chosen() -> None:
+    covered = {(s.kernel, s.head_dims, s.slot) for path in TILE_FILES for s in swept(record.read(path))}
+    assert {(kernel, width, slot) for kernel in TABLES for width in (128, 256, 512) for slot in ("tile", "open")} <= covered
+    of_their_own = {
+        (kernel, row.head_dims, slot)
+        for kernel, table in TABLES.items()
+        for row in table[90, 2]
+        for slot in ("open", "short")
+        if getattr(row, slot) is not None
+    }
+    assert of_their_own - covered == UNRECORDED
+
+
+def test_a_faster_tile_is_proposed_and_a_tie_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, full, short = sweep(128, "causal", 4096), sweep(128, "full", 4096), sweep(128, "causal", 512)
+    committed, other = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
+    table = {(90, 2): (configs.Row(256, committed, Tile(32, 32, 4, 1)), configs.Row(512, other, other))}
+    monkeypatch.setitem(configs.__dict__, "FORWARD", table)
+    names = [f"forward 128x64x8x3{mark}" for mark in (" committed", "")]
+    measured = [
+        (names[0], causal, "forward", 101.0),
+        ("forward 64x64x4x2", causal, "forward", 100.0),  # within what runs differ by
+        (names[0], full, "forward", 110.0),
+        ("forward 64x64x4x2", full, "forward", 100.0),
+        ("forward 64x64x4x2", short, "forward", 10.0),
+        ("forward 128x64x8x3 (this)", short, "forward", 9.0),
+    ]
+    assert tile_rows("x.json", recorded(measured)) == [
+        "FORWARD[90, 2]: Row(256, Tile(128, 64, 8, 3), Tile(32, 32, 4, 1), open=Tile(64, 64, 4, 2)),  "
+        "# tile as committed, 101 us, the next 100; open 100 us, 10% faster than the committed 128x64x8x3; "
+        "short as committed, 9 us, the next 10 (x.json)"
+    ]
+    assert contradictions("x.json", recorded(measured)) == [
+        "x.json: forward 256 open 100 us, 10% faster than the committed 128x64x8x3"
+    ]
+    alone = recorded([("forward 64x64x4x2", causal, "forward", 100.0)])
+    assert "the committed 128x64x8x3 was not measured beside it" in contradictions("x.json", alone)[0]
+
+
+def test_only_workloads_where_all_were_measured_count() -> None:
+    causal, longer = sweep(64, "causal", 4096), sweep(64, "causal", 8192)
+    committed = tile = Tile(64, 64, 4, 3)
+    measured = [
+        ("forward 64x64x4x3 committed", causal, "forward", 100.0),
+        ("forward 128x64x8x3", causal, "forward", 120.0),
+        ("forward 64x64x4x3 committed", longer, "forward", 900.0),
+    ]
+    [found] = swept(recorded(measured))
+    assert (found.head_dims, found.slot, found.committed, found.best) == (128, "tile", committed, tile)
+    assert {t: round(us) for t, us in found.times.items()} == {tile: 100, Tile(128, 64, 8, 3): 120}
+
+
+def both(workload: Workload, triton: float, cudnn: float, direction: str = "forward") -> list[tuple[str, Workload, str, float]]:
+    return [("flexattn triton", workload, direction, triton), ("flexattn cudnn", workload, direction, cudnn)]
+
+
+def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
+    measured = [
+        *both(sweep(128, "causal", 512), 99.0, 100.0),  # Triton, by default
+        *both(sweep(128, "causal", 2048), 150.0, 100.0),
+        *both(sweep(128, "causal", 4096), 240.0, 150.0),
+        *both(WORKLOADS["llama3-8b-s8192"], 101.0, 100.0),  # a tie ends the run of lengths
+        *both(sweep(128, "causal", 16384), 120.0, 100.0),
+        *both(sweep(128, "causal", 4096), 200.0, 100.0, "backward"),
+        *both(WORKLOADS["ragged-log-normal"], 130.0, 100.0),
+        *both(WORKLOADS["score-sliding-window"], 110.0, 100.0),
+        *both(WORKLOADS["score-softcap"], 300.0, 100.0),  # not plain: no row
+        *both(WORKLOADS["gpt-oss-full-s8192"], 300.0, 100.0),
+        ("flexattn triton", sweep(64, "full", 512), "forward", 5.0),  # the other did not run it
+    ]
+    kind = (9, 0), ("bfloat16",), (128, 128)
+    assert faster_rows("x.json", recorded(measured)) == [
+        Faster("cudnn", "forward", *kind, "causal", "dense", (2048, 4096), 1.55, "x.json"),
+        Faster("cudnn", "forward", *kind, "causal", "dense", (16384, 16384), 1.2, "x.json"),
+        Faster("cudnn", "backward", *kind, "causal", "dense", (4096, 4096), 2.0, "x.json"),
+        Faster("cudnn", "forward", *kind, "causal", "packed", (8192, 8192), 1.3, "x.json"),
+        Faster("cudnn", "forward", *kind, "window", "dense", (8192, 8192), 1.1, "x.json"),
+    ]
+    assert emit({"x.json": recorded(measured)}).splitlines()[:2] == [
+        "dispatch/heuristics.py:",
+        'Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (2048, 4096), 1.55, "x.json"),',
+    ]
+
+
+def test_every_committed_preference_is_its_files() -> None:
+    """Each row of heuristics that cites a file in bench/results is one that the file supports, word for word."""
+    for row in getattr(heuristics, "MEASURED", ()):
+        name = row.source.removeprefix("bench/results/")
+        supported = [tuple(found)[:-1] for found in faster_rows(name, record.read(RESULTS / name))]
+        assert tuple(row)[:-1] in supported, f"{row} is not what {name} says: {supported}"
+
+
+def test_a_preference_that_its_file_does_not_support_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = Faster("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "full", "dense", (512, 512), 9.0, "rates_h200.json")
+    monkeypatch.setattr(heuristics, "MEASURED", (planted,), raising=False)
+    with pytest.raises(AssertionError, match=r"is not what rates_h200\.json says"):
+        test_every_committed_preference_is_its_files()
+
+
+def test_a_file_that_supports_no_row_is_named() -> None:
+    name = "rates_h200.json"
+    with pytest.raises(ValueError, match=r"rates_h200\.json supports no row: .*of flexattn: flexattn triton"):
+        emit({name: record.read(RESULTS / name)})
+    assert rows.TIE < 0.05
