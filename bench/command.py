@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from flexattn.bench import record, tables
-from flexattn.bench.implementations import Implementation, ours
+from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
 from flexattn.bench.peers import FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
 from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
@@ -150,9 +150,8 @@ def _measure(args: argparse.Namespace, arguments: Sequence[str], parser: argpars
         print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
         plan = plan._replace(budget_s=plan.budget_s - seconds)
     done = run(plan, show=_printer())
-    _show({"": done}, args)
-    failed = [r for r in done.rows if r.status == "wrong" or (tables.is_ours(r.implementation) and r.status == "refused")]
-    return int(any(r.status == "wrong" or r.implementation in ("flexattn triton", "flexattn eager") for r in failed))
+    _show({args.out.name if args.out else "this run": done}, args)
+    return int(any(r.status == "wrong" or (r.implementation in (TRITON, EAGER) and r.status == "refused") for r in done.rows))
 
 
 def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:
@@ -181,7 +180,7 @@ def _printer() -> Callable[[str], object]:
 def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
     """Prints the tables, and writes the pages that were asked for."""
     for name, shown in records.items():
-        print("\n".join(filter(None, ["", name, tables.headline(shown) if name else "", _ceilings(shown)])))
+        print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
         print("\n\n".join(["", *(t.text() for t in tables.tables(shown, with_share=True)), tables.verdict(shown)]))
         if shown.left_out:
             print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")

@@ -57,7 +57,7 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
         left_out=left_out,
         complete=False,
     )
-    cells = [(w, direction) for w in plan.workloads for direction in plan.directions]
+    cells = [(w, direction) for w in plan.workloads for direction in plan.directions if direction in w.directions]
     with progress(len(cells)) as advance:
         for workload, directions in _by_workload(cells):
             if time.monotonic() - began > plan.budget_s:
@@ -106,7 +106,7 @@ def method(plan: Plan) -> dict[str, str]:
 
 def line(row: Row) -> str:
     """A row on one line of a terminal."""
-    head = f"{row.workload:26} {row.direction:8} {row.implementation:20}"
+    head = f"{row.workload:26} {row.direction:8} {row.implementation:28}"
     if row.us is None:
         return f"{head} {row.status}" + (f": {row.reason}" if row.reason else "")
     quartiles = f"[{row.us_q1:.1f}, {row.us_q3:.1f}]"
@@ -138,7 +138,8 @@ def compile_only(plan: Plan) -> None:
     compiling = [i for i in plan.implementations if i.compiles]
     for workload in plan.workloads:
         tensors = make_tensors(workload, plan.device)
-        for direction, implementation in itertools.product(plan.directions, compiling):
+        directions = [d for d in plan.directions if d in workload.directions]
+        for direction, implementation in itertools.product(directions, compiling):
             with contextlib.suppress(Exception):  # the run itself says why, in the cell
                 implementation.prepare(workload, tensors, direction).results()
 

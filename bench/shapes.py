@@ -39,6 +39,11 @@ class Workload(NamedTuple):
         return len(self.lengths_q)
 
     @property
+    def directions(self) -> tuple[str, ...]:
+        """Those that mean anything: a decoding step has no backward."""
+        return DIRECTIONS if self.seqlen_q > 1 else DIRECTIONS[:1]
+
+    @property
     def is_ragged(self) -> bool:
         return self.qkv_format == "thd"
 

@@ -45,8 +45,14 @@ def figure(row: Row | None, with_share: bool = False) -> str:
 
 
 def tables(record: Record, with_share: bool = False) -> list[Table]:
-    """TFLOP/s of the sweep against the length, of every other group against the workload; then host times and memory."""
-    return [*sweep_tables(record, with_share), *group_tables(record, with_share), *host_tables(record), *memory_tables(record)]
+    """TFLOP/s of the sweep against the length, of every other group against the workload; then host times, memory and scaling."""
+    return [
+        *sweep_tables(record, with_share),
+        *group_tables(record, with_share),
+        *host_tables(record),
+        *memory_tables(record),
+        *scaling_tables(record),
+    ]
 
 
 def sweep_tables(record: Record, with_share: bool = False) -> list[Table]:
@@ -113,6 +119,31 @@ def memory_tables(record: Record) -> list[Table]:
             rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: r.peak_mib is not None)
             columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
             found += [Table(f"{direction}, {group}: peak MiB of a call", columns, rows)] if rows else []
+    return found
+
+
+TURNED_OVER = 0.9  # of its highest rate: from here on an implementation is bound by its arithmetic, not by launches or small tiles
+
+
+def scaling_tables(record: Record) -> list[Table]:
+    """How memory grows at fixed tokens (1 is O(s) in all: as much for one long sequence as for many short ones), and where the
+    rate has turned over."""
+    found = []
+    for group, direction, names in _groups(record):
+        if group != "scaling" or len(names) < 2:
+            continue
+        rows = []
+        for implementation in record.implementations():
+            of_length = [(record.workloads[name].seqlen_q, record.of(name, direction).get(implementation)) for name in names]
+            measured = [(s, r.tflops, r.peak_mib) for s, r in of_length if r is not None and r.tflops is not None]
+            if len(measured) > 1:
+                best = max(tflops for _, tflops, _ in measured)
+                turned = next(s for s, tflops, _ in measured if tflops >= TURNED_OVER * best)
+                first, last = measured[0][2], measured[-1][2]
+                growth = f"{last / first:.2f}" if first and last else "-"
+                rows.append((implementation, [f"s{measured[0][0]} to s{measured[-1][0]}", growth, f"s{turned}"]))
+        columns = ["measured", "memory, longest over shortest", f"reaches {TURNED_OVER:.0%} of its best rate at"]
+        found += [Table(f"{direction}, scaling: at fixed tokens", columns, rows)] if rows else []
     return found
 
 
@@ -184,7 +215,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def standing_table(record: Record) -> Table | None:
     """Peers down, flexattn's implementations across; None where the record has none of one or the other."""
-    ours = [name for name in record.implementations() if is_ours(name)]
+    ours = [name for name in record.implementations() if standings(record, ours=name)]
     columns = [*ours, "the fastest of them"] if len(ours) > 1 else ours
     rows = []
     for peer in (name for name in record.implementations() if not is_ours(name)):

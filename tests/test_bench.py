@@ -119,6 +119,8 @@ def test_work_with_grouped_heads_uneven_dims_and_ragged_lengths_by_hand() -> Non
     assert work(shape, "forward").bytes == tensors
     assert work(shape, "backward") == Work(2.5 * 2 * 8 * 320 * pairs, 2 * tensors)
     decode = Workload("y", "y", (1,) * 4, (100,) * 4, 8, 2, 64, 64)
+    assert decode.directions == ("forward",)
+    assert shape.directions == DIRECTIONS
     assert work(decode, "forward") == Work(2 * 8 * 128 * 400, 2 * (2 * 4 * 8 * 64 + 2 * 400 * 2 * 64))
     assert counts.kernel_work(shape, "dkdv").flops == 2 * 8 * (2 * 192 + 2 * 128) * pairs
 
@@ -289,7 +291,7 @@ def test_flexattn_and_peers_agree_with_the_reference(name: str) -> None:
     tensors = make_tensors(shape, "cpu")
     everyone = {i.name: i for i in (*implementations.ours("cpu"), *peers.peers())}
     candidates = [everyone["flexattn eager"], everyone["SDPA math"]]
-    for direction in DIRECTIONS:
+    for direction in shape.directions:
         ours, theirs = measure(shape, direction, candidates, tensors, Checker(shape, tensors), work(shape, direction), None, None)
         assert ours.status == "checked", ours
         can = not shape.is_ragged and shape.softmax_type == "vanilla" and shape.score != "softcap"
@@ -466,6 +468,25 @@ def test_the_verdict_names_every_cell_that_is_lost() -> None:
     ]
     assert standings(recorded(ROWS), "SDPA cuDNN") == []
     assert refusals(recorded(ROWS)) == [("SDPA cuDNN", "refused: too wide", ["sweep-d128-causal-s1024 forward"])]
+
+
+def test_scaling_says_how_memory_grows_and_where_the_rate_turns_over() -> None:
+    shapes = select(["scaling"])[:3]
+    flat = [(100.0, 64.0), (190.0, 64.0), (200.0, 64.0)]
+    quadratic = [(50.0, 64.0), (40.0, 128.0), None]
+    rows = [
+        row(name, 1.0, tflops=cell[0], peak_mib=cell[1])._replace(workload=w.name)
+        for name, cells in (("flexattn triton", flat), ("SDPA math", quadratic))
+        for w, cell in zip(shapes, cells, strict=True)
+        if cell is not None
+    ]
+    found = {t.title: t for t in tables(recorded(rows)._replace(workloads={w.name: w for w in shapes}))}
+    assert found["forward, scaling: at fixed tokens"].rows == [
+        ("flexattn triton", ["s512 to s2048", "1.00", "s1024"]),
+        ("SDPA math", ["s512 to s1024", "2.00", "s512"]),
+    ]
+    memory = found["forward, scaling: peak MiB of a call"]
+    assert (memory.columns, memory.rows[1]) == (["s512", "s1024", "s2048"], ("SDPA math", ["64", "128", "-"]))
 
 
 def test_csv_has_how_it_was_made(tmp_path: Path) -> None:
