@@ -311,10 +311,10 @@ def test_flex_attention_gets_the_same_masks_and_scores(name: str, monkeypatch: p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
-@pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents", "decode-kv2048"])
+@pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents"])
 def test_our_launchers_and_each_kernel_alone(name: str) -> None:
     """The Triton path as on a GPU, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
-    shape = WORKLOADS[name].shortened(40, 2, 2)
+    shape = WORKLOADS[name].shortened(24, 2 if name.startswith("ragged") else 1, 2)
     tensors = make_tensors(shape, "cpu")
     [triton] = [i for i in implementations.ours("cuda") if i.name == implementations.TRITON]
     checker = Checker(shape, tensors)
@@ -461,7 +461,7 @@ def test_tables() -> None:
 def test_the_verdict_names_every_cell_that_is_lost() -> None:
     assert verdict(recorded(ROWS)).splitlines() == [
         "Cells where flexattn is faster, and the geometric mean (lowest, highest) of its speed, the peer's being 1",
-        "                        flexattn triton",
+        "                         flexattn triton",
         "FlexAttention  1 of 2, 1.26 (0.80, 2.00)",
         "lost: 1 of 2 cells",
         "  sweep-d128-causal-s2048 forward: 0.80 of the speed of FlexAttention",
