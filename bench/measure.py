@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 import time
 import warnings
@@ -18,17 +20,22 @@ from flexattn.bench.record import Ceilings, Row
 from flexattn.bench.shapes import Workload
 
 MEASURES = {
-    "cuda": "CUDA events around one call; median and quartiles over calls that take turns with the others', L2 emptied before each",
+    "cuda": (
+        "CUDA events around one call; median and quartiles over calls that take turns with the others', L2 emptied before each for "
+        "longer than the host takes to enqueue it"
+    ),
     "cpu": "wall time of one call; median and quartiles over calls that take turns with the others'",
 }
-HOST = "time until the call returns to Python, the device's queue short; median and 99th percentile of the calls that were timed"
+HOST = "time until a call returns to Python, with nothing before it in the device's queue; median and 99th percentile"
 MEMORY = (
     "the most that torch's allocator held during one call less what it held before: inputs apart, outputs and workspaces included"
 )
 
 WARM_UPS = 3
+HEAD_START = 2.0  # of the host's time to enqueue a call: how long the device is kept busy before it
+HOST_SHARE = 0.3  # of the budget, before the calls are timed on the device
 ROUNDS = {"cuda": (5, 200), "cpu": (3, 20)}  # at least, at most
-FLUSH_BYTES = 2**30  # several times any L2; writing it also takes longer than a host takes to enqueue a call
+FLUSH_BYTES = 2**30  # several times any L2
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 
@@ -45,31 +52,67 @@ Timer = Callable[[Calls], dict[str, Samples]]
 
 
 def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
-    """All calls taking turns, in about `budget_ms` of device time for each of them."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    """All calls taking turns, in about `budget_ms` of device time for each of them.
 
-    def one_round() -> list[tuple[torch.cuda.Event, torch.cuda.Event, float]]:
-        events = []
-        for call in calls.values():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            flush.zero_()
+    A call is enqueued while the device is still busy with what was put before it, so that the host's time does not count: L2 is
+    emptied by writing FLUSH_BYTES, as many times over as that takes.
+    """
+    host = _host_times(calls, budget_ms)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    [(start, end)] = _events(1)
+    for _ in range(WARM_UPS):
+        start.record()
+        flush.zero_()
+        end.record()
+    torch.cuda.synchronize()
+    flush_ms = start.elapsed_time(end)
+    flushes = {name: max(1, math.ceil(HEAD_START * statistics.median(ms) / flush_ms)) for name, ms in host.items()}
+
+    def one_round() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        events = _events(len(calls))
+        for (name, call), (start, end) in zip(calls.items(), events, strict=True):
+            for _ in range(flushes[name]):
+                flush.zero_()
             start.record()
-            before = time.perf_counter()
             call()
-            host = time.perf_counter() - before
             end.record()
-            events.append((start, end, host * 1e3))
-        torch.cuda.synchronize()  # a full queue would hold the host up
         return events
 
+    began = time.perf_counter()
+    one_round()
+    torch.cuda.synchronize()
+    affordable = budget_ms * len(calls) / ((time.perf_counter() - began) * 1e3)
+    rounds = [one_round() for _ in range(_rounds("cuda", affordable))]
+    torch.cuda.synchronize()
+    return {name: Samples([r[i][0].elapsed_time(r[i][1]) for r in rounds], host[name]) for i, name in enumerate(calls)}
+
+
+def _events(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    made = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count)]  # type: ignore[no-untyped-call]
+    return list(zip(made[::2], made[1::2], strict=True))
+
+
+def _host_times(calls: Calls, budget_ms: float) -> dict[str, list[float]]:
+    """Milliseconds until each call returned, with nothing before it in the device's queue; the calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+
+    def one_round() -> float:
+        began = time.perf_counter()
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - before) * 1e3)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
     for _ in range(WARM_UPS):
-        events = one_round()
-    round_ms = events[0][0].elapsed_time(events[-1][1])
-    rounds = [one_round() for _ in range(_rounds("cuda", budget_ms * len(calls) / round_ms))]
-    return {
-        name: Samples([row[i][0].elapsed_time(row[i][1]) for row in rounds], [row[i][2] for row in rounds])
-        for i, name in enumerate(calls)
-    }
+        round_ms = one_round()
+    for samples in times.values():
+        samples.clear()
+    for _ in range(_rounds("cuda", HOST_SHARE * budget_ms * len(calls) / round_ms)):
+        one_round()
+    return times
 
 
 def time_on_cpu(calls: Calls, budget_ms: float) -> dict[str, Samples]:
@@ -179,7 +222,12 @@ def measure(
     return list(rows.values())
 
 
+NOISE = re.compile(r"\(Triggered internally at [^)]*\)|Exception raised from .*", re.DOTALL)  # where in torch's sources
+SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # of the backends that were not asked for
+
+
 def _reason(e: Exception, warned: Sequence[str]) -> str:
     """One line: what was raised, and what was warned of before."""
     head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"
-    return "; ".join(" ".join(text.split())[:300] for text in dict.fromkeys([head, *warned]))
+    texts = [" ".join(NOISE.sub("", text).split()) for text in [head, *warned]]
+    return "; ".join(text[:300] for text in dict.fromkeys(texts) if not SAYS_NOTHING.search(text))

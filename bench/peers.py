@@ -28,7 +28,7 @@ PEERS_NOTE = (
     "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
 )
 LARGEST_MASK = 2**31  # of the elements that create_block_mask makes when it is not compiled, which takes longer for small ones
-LARGEST_MATH_BYTES = 4 * 2**30  # of the scores that SDPA math materialises
+LARGEST_MATH_BYTES = 2**30  # of the scores that SDPA math materialises
 
 
 def contiguous_bhsd(t: Tensor) -> Tensor:

@@ -108,11 +108,16 @@ def line(row: Row) -> str:
     """A row on one line of a terminal."""
     head = f"{row.workload:26} {row.direction:8} {row.implementation:28}"
     if row.us is None:
-        return f"{head} {row.status}" + (f": {row.reason}" if row.reason else "")
+        return f"{head} {row.status}" + (f": {shortened(row.reason)}" if row.reason else "")
     quartiles = f"[{row.us_q1:.1f}, {row.us_q3:.1f}]"
     memory = "" if row.peak_mib is None else f" {row.peak_mib:8.1f} MiB"
     figures = f"{row.tflops:6.4g} TFLOP/s {row.share:4.0%} {row.gb_s:7.1f} GB/s, host {row.host_us:6.1f} us"
     return f"{head} {row.us:9.1f} us {quartiles:20} {figures}{memory}"
+
+
+def shortened(reason: str) -> str:
+    """A wrong result's worst elements as they are; else so much of a refusal as a terminal has room for."""
+    return reason if "\n" in reason else reason[:200] + ("..." if len(reason) > 200 else "")
 
 
 @contextlib.contextmanager

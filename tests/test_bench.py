@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexattn.bench import check, command, counts, implementations, peers, record, run
+from flexattn.bench import measure as bench_measure
 from flexattn.bench.check import Checker
 from flexattn.bench.compare import compare, pairs
 from flexattn.bench.counts import Work, visible_pairs, work
 from flexattn.bench.implementations import Implementation, Prepared, Unavailable, differentiable
 from flexattn.bench.inputs import Tensors, make_tensors
-from flexattn.bench.measure import Calls, Samples, measure, time_on_cpu
+from flexattn.bench.measure import Calls, Samples, measure, time_on_cpu, time_on_device
 from flexattn.bench.record import Ceilings, Record, Row
 from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, Workload, dense, log_normal_lengths, select, sweep
 from flexattn.bench.tables import figure, refusals, standings, tables, verdict
@@ -336,6 +338,55 @@ def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensor
     [row] = measure(broken, "forward", [triton], tensors, Checker(broken, tensors), work(broken, "forward"), None, None)
     assert row.status == "refused"
     assert "BackendError" in (row.reason or "")
+
+
+class SlowHost:
+    """A device with a queue, and a host that takes longer to fill it than the device to empty it; times in seconds."""
+
+    FLUSH, ENQUEUE = 250e-6, 5e-6
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0  # what time it is, and until when the device is busy
+        self.flushes = 0
+        cuda = SimpleNamespace(Event=lambda enable_timing: FakeEvent(self), synchronize=self.synchronize)
+        self.torch = SimpleNamespace(cuda=cuda, empty=lambda *_, **__: SimpleNamespace(zero_=self.flush), int8=torch.int8)
+        self.time = SimpleNamespace(perf_counter=lambda: self.host)
+
+    def work(self, host: float, device: float) -> None:
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+    def flush(self) -> None:
+        self.flushes += 1
+        self.work(self.ENQUEUE, self.FLUSH)
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+
+class FakeEvent:
+    def __init__(self, machine: SlowHost) -> None:
+        self.machine, self.at = machine, 0.0
+
+    def record(self) -> None:
+        self.machine.work(self.machine.ENQUEUE, 0.0)
+        self.at = self.machine.device
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_a_slow_host_is_not_in_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SlowHost()
+    monkeypatch.setattr(bench_measure, "torch", machine.torch)
+    monkeypatch.setattr(bench_measure, "time", machine.time)
+    calls = {"slow host": lambda: machine.work(1e-3, 50e-6), "slow device": lambda: machine.work(20e-6, 3e-3)}
+    found = time_on_device(calls, 30.0)
+    assert found["slow host"].ms == pytest.approx([0.05] * len(found["slow host"].ms))
+    assert found["slow device"].ms == pytest.approx([3.0] * len(found["slow device"].ms))
+    assert found["slow host"].host_ms == pytest.approx([1.0] * len(found["slow host"].host_ms))
+    assert found["slow device"].host_ms == pytest.approx([0.02] * len(found["slow device"].host_ms))
+    assert machine.flushes == 3 + (8 + 1) * (1 + len(found["slow host"].ms))  # 2 ms of a head start; one is enough for the other
 
 
 def test_time_on_a_cpu_is_the_calls_own() -> None:
