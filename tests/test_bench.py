@@ -217,6 +217,17 @@ def refuses(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     raise RuntimeError("No available kernel.\nAborting execution.")
 
 
+def refuses_as_sdpa_does(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+    noise = " (Triggered internally at sdp_utils.cpp:986.)"
+    for text in (
+        "Memory efficient kernel not used because:",
+        "Memory Efficient attention has been runtime disabled.",
+        "head dims differ",
+    ):
+        warnings.warn(text + noise, stacklevel=1)
+    raise RuntimeError("No available kernel.")
+
+
 def missing(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     raise Unavailable("flash-attn-9 is not installed")
 
@@ -232,16 +243,18 @@ def test_what_is_wrong_is_never_timed(direction: str, spoil: str, small: tuple[W
         Implementation("nan", "3", sdpa(spoil, nan_elsewhere)),
         Implementation("refuses", "4", refuses),
         Implementation("missing", "5", missing),
+        Implementation("sdpa", "6", refuses_as_sdpa_does),
     ]
     timer, counted = FakeTimer(), work(shape, direction)
     right, *others = measure(shape, direction, candidates, tensors, Checker(shape, tensors), counted, CEILINGS, timer)
     assert timer.timed == ["right"]
-    assert [row.status for row in others] == ["wrong", "wrong", "refused", "refused"]
+    assert [row.status for row in others] == ["wrong", "wrong", "refused", "refused", "refused"]
     assert all(figure is None for row in others for figure in row[Row._fields.index("calls") :])
     assert "max error" in (others[0].reason or "")
     assert "not finite" in (others[1].reason or "")
     assert others[2].reason == "RuntimeError: No available kernel. Aborting execution.; head dims above 4 are not for us"
     assert others[3].reason == "flash-attn-9 is not installed"
+    assert others[4].reason == "RuntimeError: No available kernel.; head dims differ"
     assert (right.status, right.calls, right.us_q1, right.us, right.us_q3) == ("measured", 5, 2000.0, 3000.0, 4000.0)
     assert right.tflops == pytest.approx(counted.flops / 3e-3 / 1e12)
     assert right.gb_s == pytest.approx(counted.bytes / 3e-3 / 1e9)

@@ -28,6 +28,12 @@ def main(records: dict[str, Record]) -> Record:
     return records[PAGE_FILES[0]]
 
 
+@pytest.fixture
+def matplotlib() -> None:
+    """Which the extra `test` installs; where it is missing the report has no plots, and says so."""
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+
+
 def test_the_page_is_what_the_command_makes_of_the_files(records: dict[str, Record]) -> None:
     assert (ROOT / "docs" / "performance.md").read_text("utf-8") == page.performance(records)
 
@@ -99,6 +105,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_the_report_stands_alone(main: Record) -> None:
     parsed = Page()
     parsed.feed(report.html(main))
@@ -130,6 +137,14 @@ def dimensions(png: bytes) -> tuple[int, int]:
     return width, height
 
 
+def test_a_report_without_matplotlib_says_so(main: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    text = report.html(main)
+    assert "There are no plots" in text
+    assert "<img" not in text
+
+
+@pytest.mark.usefixtures("matplotlib")
 def test_plots_of_a_recorded_run(records: dict[str, Record], tmp_path: Path) -> None:
     for name, shown in records.items():
         assert command.main(["--from", str(RESULTS / name), "--plots", str(tmp_path)]) == 0
@@ -141,6 +156,7 @@ def test_plots_of_a_recorded_run(records: dict[str, Record], tmp_path: Path) -> 
         assert height > 300
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_plots_have_labels_and_the_peers_their_colours(main: Record) -> None:
     drawn = dict(plots.figures(main))
     for figure in drawn.values():
@@ -158,6 +174,7 @@ def test_plots_have_labels_and_the_peers_their_colours(main: Record) -> None:
     assert list(ours.get_ydata()) == [main.of(w, "backward")["flexattn triton"].tflops for w in workloads]
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_bars_of_other_groups_and_curves_of_scaling(main: Record) -> None:
     from flexattn.bench.shapes import WORKLOADS
 
