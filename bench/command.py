@@ -18,6 +18,7 @@ from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
 from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
+DEFAULT_PRESET = {"cuda": "quick", "cpu": "tiny"}
 ON_A_CPU = (
     "No GPU here: flexattn runs its eager backend, and the peers run their CPU code. The times mean something only beside each "
     "other, on this machine."
@@ -36,11 +37,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m flexattn bench", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--preset", choices=PRESETS, help="a selection of shapes (default: quick)")
+    what.add_argument("--preset", choices=PRESETS, help="a selection of shapes (default: quick; without a GPU tiny)")
     what.add_argument(
         "--shapes", nargs="+", metavar="NAME", help="shapes by name or pattern, as 'sweep-d64-*', instead of a preset"
     )
-    what.add_argument("--quick", action="store_true", help="the preset quick, and fewer calls")
+    what.add_argument("--quick", action="store_true", help="the default preset, and fewer calls")
     what.add_argument(
         "--seqlens", type=int, nargs="+", metavar="S", help="of the chosen shapes, those whose longest sequence is one of these"
     )
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    workloads = select(args.shapes or [args.preset or "quick"])
+    workloads = select(args.shapes or [args.preset or DEFAULT_PRESET[device]])
     if args.seqlens:
         workloads = [w for w in workloads if w.seqlen_kv in args.seqlens]
     if not workloads:
@@ -229,7 +230,7 @@ def _ceilings(shown: record.Record) -> str:
     if shown.ceilings is None:
         return "Not timed: " + ("memory alone." if any(r.peak_mib is not None for r in shown.rows) else "checked alone.")
     found = shown.ceilings
-    product = f"matrix product {found['matmul_size']}^3 {found['matmul_dtype']}: {found['matmul_tflops']:.1f} TFLOP/s"
+    product = f"matrix product {found['matmul_size']}^3 {found['matmul_dtype']}: {found['matmul_tflops']:.4g} TFLOP/s"
     copy = f"; copy: {found['copy_gb_s']:.0f} GB/s" if found["copy_gb_s"] is not None else ""
     return f"{product}{copy}; TFLOP/s, share of the matrix product's; {shown.method['flops']}"
 

@@ -41,7 +41,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 
 
 class Samples(NamedTuple):
-    """Of one implementation, for each call: milliseconds on the device, and on the host until the call returned."""
+    """Of one implementation: milliseconds of calls on the device, and of calls on the host until they returned (none on a CPU)."""
 
     ms: list[float]
     host_ms: list[float]
@@ -132,7 +132,7 @@ def time_on_cpu(calls: Calls, budget_ms: float) -> dict[str, Samples]:
         samples.clear()
     for _ in range(_rounds("cpu", budget_ms * len(calls) / round_ms)):
         one_round()
-    return {name: Samples(ms, ms) for name, ms in times.items()}
+    return {name: Samples(ms, []) for name, ms in times.items()}
 
 
 def _rounds(device: str, affordable: float) -> int:
@@ -215,8 +215,8 @@ def measure(
             gb_s=gb_s,
             share=tflops / ceilings.matmul_tflops,
             roofline_share=tflops / roofline(work, ceilings.matmul_tflops, ceilings.copy_gb_s).attainable_tflops,
-            host_us=statistics.median(samples.host_ms) * 1e3,
-            host_us_p99=statistics.quantiles(samples.host_ms, n=100, method="inclusive")[-1] * 1e3,
+            host_us=statistics.median(samples.host_ms) * 1e3 if samples.host_ms else None,
+            host_us_p99=statistics.quantiles(samples.host_ms, n=100, method="inclusive")[-1] * 1e3 if samples.host_ms else None,
             peak_mib=memory[name] / 2**20 if name in memory else None,
         )
     return list(rows.values())

@@ -100,8 +100,8 @@ def method(plan: Plan) -> dict[str, str]:
     texts = {"check": CHECK, "flops": counts.FLOPS, "bytes": counts.BYTES, "peers": PEERS_NOTE}
     texts["inputs"] = "standard normal"
     if not plan.only_check:
-        texts |= {"time": MEASURES[plan.device], "host": HOST}
-    return texts | ({"memory": MEMORY} if plan.device == "cuda" else {})
+        texts["time"] = MEASURES[plan.device]
+    return texts | ({"host": HOST, "memory": MEMORY} if plan.device == "cuda" and not plan.only_check else {})
 
 
 def line(row: Row) -> str:
@@ -111,8 +111,9 @@ def line(row: Row) -> str:
         return f"{head} {row.status}" + (f": {shortened(row.reason)}" if row.reason else "")
     quartiles = f"[{row.us_q1:.1f}, {row.us_q3:.1f}]"
     memory = "" if row.peak_mib is None else f" {row.peak_mib:8.1f} MiB"
-    figures = f"{row.tflops:6.4g} TFLOP/s {row.share:4.0%} {row.gb_s:7.1f} GB/s, host {row.host_us:6.1f} us"
-    return f"{head} {row.us:9.1f} us {quartiles:20} {figures}{memory}"
+    host = "" if row.host_us is None else f", host {row.host_us:6.1f} us"
+    figures = f"{row.tflops:6.4g} TFLOP/s {row.share:4.0%} {row.gb_s:7.1f} GB/s"
+    return f"{head} {row.us:9.1f} us {quartiles:20} {figures}{host}{memory}"
 
 
 def shortened(reason: str) -> str:

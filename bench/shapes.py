@@ -177,6 +177,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 PRESETS: dict[str, tuple[str, ...]] = {
+    "tiny": ("small-s256", "small-s512"),
     "quick": ("sweep-*-s4096",),
     "standard": (
         "llama3-*",
