@@ -9,7 +9,18 @@ import re
 from collections.abc import Mapping
 
 from flexattn.bench.record import Record
-from flexattn.bench.tables import Standing, Table, is_ours, panel, refusals, standing_table, standings, sweep_panels, tables
+from flexattn.bench.tables import (
+    Standing,
+    Table,
+    is_ours,
+    panel,
+    refusals,
+    standing_table,
+    standings,
+    sweep_panels,
+    tables,
+    versions_of_implementations,
+)
 
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
 
@@ -40,7 +51,8 @@ def provenance(name: str, record: Record) -> str:
     return (
         f"One run on {_article(record.device['name'])}{when}, with {versions}. "
         f"[`bench/results/{name}`](../bench/results/{name}) has every figure that was measured; "
-        f"its command was `{record.command}`."
+        f"its command was `{record.command}`. Measured: "
+        f"{versions_of_implementations(record)}."
         + ("" if record.complete else " It did not measure all that it set out to; the file has what was left out.")
     )
 

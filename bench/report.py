@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from flexattn.bench.counts import roofline, work
 from flexattn.bench.record import Record
-from flexattn.bench.tables import Table, is_ours, refusals, standing_table, standings, tables
+from flexattn.bench.tables import Table, is_ours, refusals, standing_table, standings, tables, versions_of_implementations
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c; }
@@ -175,6 +175,7 @@ def _rows(record: Record) -> list[str]:
 
 def _method(record: Record) -> list[str]:
     facts = {
+        "measured": versions_of_implementations(record),
         "command": record.command,
         "device": json.dumps(record.device),
         "ceilings": json.dumps(record.ceilings),

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from flexattn.bench.implementations import EAGER, TRITON
 from flexattn.bench.record import Record, Row
 from flexattn.bench.shapes import MASKS, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workload
 
@@ -258,6 +257,7 @@ def headline(record: Record) -> str:
     return f"{record.device['name']}; {', '.join(known)}"
 
 
-def main_implementation(record: Record) -> str:
-    """What flexattn's own column is: Triton's, or on a CPU the eager backend's."""
-    return TRITON if TRITON in record.implementations() else EAGER
+def versions_of_implementations(record: Record) -> str:
+    """Each implementation that ran anything, with its version."""
+    ran = {r.implementation: r.version for r in record.rows if r.status != "refused"}
+    return ", ".join(f"{name} ({version})" for name, version in ran.items())

@@ -457,6 +457,48 @@ def test_only_checking_times_nothing() -> None:
     assert done.ceilings is None
 
 
+def test_compiling_beforehand_runs_what_compiles_and_records_nothing(tmp_path: Path) -> None:
+    ran: list[tuple[str, str, str]] = []
+
+    def compiles(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+        ran.append(("compiles", workload.name, direction))
+        raise RuntimeError("what keeps it from running is for the run itself to say")
+
+    def has_no_kernels(*_: Any) -> Prepared:
+        return pytest.fail("prepared")
+
+    candidates = [Implementation("a", "1", compiles, compiles=True), Implementation("b", "1", has_no_kernels)]
+    run.compile_only(plan(tmp_path / "x.json")._replace(implementations=candidates))
+    assert ran == [("compiles", shape, d) for shape in ("s16", "s32") for d in ("forward", "backward")]
+    assert not list(tmp_path.iterdir())
+
+
+def test_compiling_in_processes_shares_the_workloads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    killed: list[int] = []
+
+    class Process:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            started.append(command)
+            self.n = len(started)
+
+        def poll(self) -> int | None:
+            return None if self.n == 2 else 0  # the second one hangs
+
+        def kill(self) -> None:
+            killed.append(self.n)
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(run.subprocess, "Popen", Process)
+    run.compile_in_processes(["--peers", "SDPA*"], ["a", "b", "c"], 2, 0.3)
+    assert [command[command.index("bench") :] for command in started] == [
+        ["bench", "--peers", "SDPA*", "--compile-only", "--shapes", "a", "c"],
+        ["bench", "--peers", "SDPA*", "--compile-only", "--shapes", "b"],
+    ]
+    assert killed == [1, 2]
+
+
 def test_a_killed_run_is_readable(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     arguments = ["--shapes", "small-*", "--peers", "SDPA flash", "--budget-ms", "1", "--out", str(out)]
