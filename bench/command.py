@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import shlex
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,6 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     """The exit status is 1 where a result was wrong, or flexattn's own first backend refused."""
     parser = make_parser()
     args = parser.parse_args(arguments)
+    if args.plots and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plots needs matplotlib, which is not installed: pip install 'flexattn[bench]'")
     try:
         if args.list:
             print(listing())
@@ -103,24 +105,25 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if args.source:
             return _show({path.name: record.read(path) for path in args.source}, args)
-        return _measure(args, arguments, parser)
+        plan = _plan(args, arguments)
     except (ValueError, FileNotFoundError) as e:
         parser.error(str(e))
-    except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] != "matplotlib":
-            raise
-        parser.error("plots need matplotlib, which is not installed: pip install 'flexattn[bench]'")
+    if args.compile_only:
+        compile_only(plan)
+        return 0
+    return _measure(plan, args)
 
 
-def _measure(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> int:
+def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> Plan:
+    """Raises ValueError for what names nothing."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workloads = select(args.shapes or [args.preset or DEFAULT_PRESET[device]])
     if args.seqlens:
         workloads = [w for w in workloads if w.seqlen_kv in args.seqlens]
     if not workloads:
-        parser.error(f"none of the chosen shapes has a longest sequence of {', '.join(map(str, args.seqlens))}")
-    plan = Plan(
-        command=f"python -m flexattn bench {shlex.join(arguments)}".rstrip(),
+        raise ValueError(f"none of the chosen shapes has a longest sequence of {', '.join(map(str, args.seqlens))}")
+    return Plan(
+        command=record.command_line("flexattn bench", arguments, args.out),
         workloads=workloads,
         directions=[d for d in DIRECTIONS if d in args.directions],
         implementations=_implementations(args, device),
@@ -130,24 +133,16 @@ def _measure(args: argparse.Namespace, arguments: Sequence[str], parser: argpars
         only_check=args.check,
         out=args.out,
     )
-    if args.compile_only:
-        compile_only(plan)
-        return 0
+
+
+def _measure(plan: Plan, args: argparse.Namespace) -> int:
     print(f"{record.device_facts()['name']}; {', '.join(f'{name} {text}' for name, text in record.versions().items() if text)}")
-    if device == "cpu" and not args.check:
+    if plan.device == "cpu" and not args.check:
         print(ON_A_CPU)
     if args.compile_processes:
-        same = [
-            "--directions",
-            *plan.directions,
-            "--flex-mode",
-            args.flex_mode,
-            "--backends",
-            *args.backends,
-            "--peers",
-            *args.peers,
-        ]
-        seconds = compile_in_processes(same, [w.name for w in workloads], args.compile_processes, args.budget_s / 2)
+        same = ["--directions", *plan.directions, "--backends", *args.backends, "--peers", *args.peers]
+        names = [w.name for w in plan.workloads]
+        seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, args.budget_s / 2)
         print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
         plan = plan._replace(budget_s=plan.budget_s - seconds)
     done = run(plan, show=_printer())

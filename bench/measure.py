@@ -223,11 +223,12 @@ def measure(
 
 
 NOISE = re.compile(r"\(Triggered internally at [^)]*\)|Exception raised from .*", re.DOTALL)  # where in torch's sources
+A_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)")  # of one machine: its last part is enough
 SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # of the backends that were not asked for
 
 
 def _reason(e: Exception, warned: Sequence[str]) -> str:
     """One line: what was raised, and what was warned of before."""
     head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"
-    texts = [" ".join(NOISE.sub("", text).split()) for text in [head, *warned]]
+    texts = [" ".join(A_PATH.sub(r"\1", NOISE.sub("", text)).split()) for text in [head, *warned]]
     return "; ".join(text[:300] for text in dict.fromkeys(texts) if not SAYS_NOTHING.search(text))

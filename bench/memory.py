@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         plain = f"{figures[MATERIALISED]:.1f}" if MATERIALISED in figures else "-"
         print(f"{shape.seqlen_q:>8} {figures[EAGER]:>10.1f} {plain:>14} {scores:>18.1f}", flush=True)
     if args.out is not None:
-        command = f"python -m flexattn.bench.memory {shlex.join(arguments)}"
+        command = record.command_line("flexattn.bench.memory", arguments, args.out)
         names = {shape.name: shape for shape in shapes}
         device = {**record.device_facts(), "type": "cpu"}
         record.write(args.out, Record(command, record.now(), device, record.versions(), None, {"memory": MEASURES}, names, rows))

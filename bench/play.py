@@ -6,7 +6,6 @@ import argparse
 import fnmatch
 import functools
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -121,25 +120,29 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; what is compiled is compiled in other processes
     try:
         subjects = [_subject(args, workload) for workload in select(args.shape)]
-        if args.sweep:
-            from flexattn.bench.sweep import sweep
-
-            options = {name: getattr(args, name) for name in FIELDS[:-1]}
-            options["apart"] = None if args.apart is None else [int(args.apart)]
-            return sweep(subjects, options, args.budget_ms, args.out, _command(arguments))
-        if len(subjects) > 1:
-            parser.error(f"--shape names {len(subjects)} shapes; accepted: one, or several with --sweep")
-        return play(subjects[0], args, _command(arguments))
+        _check_shapes(subjects, args.sweep)
     except (ValueError, FileNotFoundError) as e:
         parser.error(str(e))
     except ModuleNotFoundError as e:
         if e.name not in ("triton", "numpy"):
             raise
         parser.error(f"the playground needs {e.name}, which is not installed: pip install 'flexattn[bench]'")
+    command = record.command_line("flexattn play", arguments, args.out)
+    if not args.sweep:
+        return play(subjects[0], args, command)
+    from flexattn.bench.sweep import sweep
+
+    options = {name: getattr(args, name) for name in FIELDS[:-1]}
+    options["apart"] = None if args.apart is None else [int(args.apart)]
+    return sweep(subjects, options, args.budget_ms, args.out, command)
 
 
-def _command(arguments: Sequence[str]) -> str:
-    return f"python -m flexattn play {shlex.join(arguments)}"
+def _check_shapes(subjects: Sequence[Subject], is_sweep: bool) -> None:
+    shapes = [s.workload for s in subjects]
+    if not is_sweep and len(shapes) > 1:
+        raise ValueError(f"--shape names {len(shapes)} shapes; accepted: one, or several with --sweep")
+    if len({(w.head_dim_qk, w.head_dim_v, w.dtype) for w in shapes}) > 1:
+        raise ValueError("--shape names shapes of several head dims; accepted: one head dim in a sweep, as a row serves one")
 
 
 def _subject(args: argparse.Namespace, workload: Workload) -> Subject:

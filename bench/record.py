@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -116,6 +117,12 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def command_line(module: str, arguments: Sequence[str], out: Path | None) -> str:
+    """The command as a record keeps it: with the result where results are kept, and not where it was on one machine."""
+    kept = [f"bench/results/{out.name}" if out is not None and argument == str(out) else argument for argument in arguments]
+    return f"python -m {module} {shlex.join(kept)}".rstrip()
 
 
 def now() -> str:

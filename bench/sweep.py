@@ -41,8 +41,6 @@ def sweep(
 ) -> int:
     """Prunes, then checks (without a GPU in the interpreter) and on a GPU times what is left, and proposes."""
     first = subjects[0]
-    if len({(s.workload.head_dim_qk, s.workload.head_dim_v, s.workload.dtype) for s in subjects}) > 1:
-        raise ValueError("--shape names shapes of several head dims; accepted: one head dim in a sweep, as a row serves one")
     tiles = candidates(first.kernel, first.committed, options)
     print(f"{first.kernel}: {len(tiles)} tiles on {', '.join(s.workload.name for s in subjects)}, compiled for sm_{first.arch}")
     judged = prune(first, tiles)

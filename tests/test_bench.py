@@ -219,11 +219,8 @@ def refuses(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
 
 def refuses_as_sdpa_does(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     noise = " (Triggered internally at sdp_utils.cpp:986.)"
-    for text in (
-        "Memory efficient kernel not used because:",
-        "Memory Efficient attention has been runtime disabled.",
-        "head dims differ",
-    ):
+    texts = ("Memory efficient kernel not used because:", "Memory Efficient attention has been runtime disabled.")
+    for text in (*texts, "head dims differ, says /usr/lib/python3/torch/sdp.py"):
         warnings.warn(text + noise, stacklevel=1)
     raise RuntimeError("No available kernel.")
 
@@ -254,7 +251,7 @@ def test_what_is_wrong_is_never_timed(direction: str, spoil: str, small: tuple[W
     assert "not finite" in (others[1].reason or "")
     assert others[2].reason == "RuntimeError: No available kernel. Aborting execution.; head dims above 4 are not for us"
     assert others[3].reason == "flash-attn-9 is not installed"
-    assert others[4].reason == "RuntimeError: No available kernel.; head dims differ"
+    assert others[4].reason == "RuntimeError: No available kernel.; head dims differ, says sdp.py"
     assert (right.status, right.calls, right.us_q1, right.us, right.us_q3) == ("measured", 5, 2000.0, 3000.0, 4000.0)
     assert right.tflops == pytest.approx(counted.flops / 3e-3 / 1e12)
     assert right.gb_s == pytest.approx(counted.bytes / 3e-3 / 1e9)
@@ -652,6 +649,7 @@ def test_the_command_checks_measures_and_says_what_a_cpu_can(
         ("varlen_attn", "refused"),
     ]
     assert found.command.startswith("python -m flexattn bench --shapes small-s128")
+    assert f"--out bench/results/x.json --csv {tmp_path / 'x.csv'}" in found.command
     assert (tmp_path / "x.csv").exists()
     assert command.main([*arguments, "--check"]) == 0
     assert "Not timed: checked alone." in capsys.readouterr().out
