@@ -144,6 +144,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.steps if name not in known]:
         parser.error(f"unknown steps {', '.join(unknown)}; accepted: {', '.join(known)}")
+    if not (ROOT / "tests").is_dir():
+        parser.error(f"it runs the tests of a checkout, and {ROOT} has none; clone the repository and run it there")
     outcomes = check([known[name] for name in args.steps or known], out, args.seconds)
     print(f"\n{table(outcomes)}\nlogs in {out}")
     return int(any(outcome.status != "ok" for outcome in outcomes))

@@ -69,6 +69,15 @@ def test_memcheck_selects_every_kind_of_test_that_it_names(fresh_python: Callabl
         assert name in done.stdout
 
 
+def test_an_installed_package_has_no_tests_to_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    with pytest.raises(SystemExit):
+        gpu_check.main([])
+    assert "it runs the tests of a checkout" in capsys.readouterr().err
+
+
 def test_steps_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(
