@@ -43,6 +43,7 @@ class Implementation(NamedTuple):
     version: str
     prepare: Callable[[Workload, Tensors, str], Prepared]
     compiles: bool = False  # kernels, when first run, into a cache on disk
+    needs_score: bool = False  # only asked where a workload modifies scores
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -90,11 +91,8 @@ def _attention_with_score_mod(workload: Workload, tensors: Tensors) -> Attend:
     """attention() with the workload's score as a traced callable; masks and lengths stay its own arguments."""
     if "score_mod" not in inspect.signature(flexattn.attention).parameters:
         raise Unavailable(f"attention() of flexattn {flexattn.__version__} has no score_mod argument")
-    score_mod = score_mod_of(workload, tensors)
-    if score_mod is None:
-        raise Unavailable("the workload modifies no score")
     arguments: dict[str, Any] = arguments_of(workload._replace(score=""), tensors._replace(alibi_slopes=None, bias_table=None))
-    arguments |= {"score_mod": score_mod, "backend": "triton"}
+    arguments |= {"score_mod": score_mod_of(workload, tensors), "backend": "triton"}
     return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
 
 
@@ -107,17 +105,14 @@ def ours(device: str) -> list[Implementation]:
     """Each backend by its name, which never falls back: its own reason is the cell where it cannot run."""
     version = flexattn.__version__
     backends = {TRITON: "triton", CUDNN: "cudnn"} if device == "cuda" else {EAGER: "eager"}
-    return [
-        *(
-            Implementation(name, version, differentiable(functools.partial(_attention, backend)), compiles=backend == "triton")
-            for name, backend in backends.items()
-        ),
-        *(
-            [Implementation(SCORE_MOD, version, differentiable(_attention_with_score_mod), compiles=True)]
-            if device == "cuda"
-            else []
-        ),
+    found = [
+        Implementation(name, version, differentiable(functools.partial(_attention, backend)), compiles=backend == "triton")
+        for name, backend in backends.items()
     ]
+    if device == "cuda":
+        prepare = differentiable(_attention_with_score_mod)
+        found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, needs_score=True))
+    return found
 
 
 class Launchers(NamedTuple):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from flexattn import BackendError
 from flexattn.bench.check import Checker
 from flexattn.bench.counts import Work, roofline
 from flexattn.bench.implementations import Implementation, Unavailable
@@ -230,5 +231,7 @@ SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*
 def _reason(e: Exception, warned: Sequence[str]) -> str:
     """One line: what was raised, and what was warned of before."""
     head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"
+    if isinstance(e, BackendError):
+        _, head, *_ = str(e).splitlines()  # what the backend itself says; the others' reasons follow
     texts = [" ".join(A_PATH.sub(r"\1", NOISE.sub("", text)).split()) for text in [head, *warned]]
     return "; ".join(text[:300] for text in dict.fromkeys(texts) if not SAYS_NOTHING.search(text))

@@ -68,7 +68,8 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
             checker = Checker(workload, tensors)
             for direction in directions:
                 work = counts.work(workload, direction)
-                arguments = (plan.implementations, tensors, checker, work, ceilings, None if plan.only_check else timer)
+                asked = [i for i in plan.implementations if workload.score or not i.needs_score]
+                arguments = (asked, tensors, checker, work, ceilings, None if plan.only_check else timer)
                 new = measure(workload, direction, *arguments)
                 rows += new
                 for row in new:
@@ -145,7 +146,8 @@ def compile_only(plan: Plan) -> None:
     for workload in plan.workloads:
         tensors = make_tensors(workload, plan.device)
         directions = [d for d in plan.directions if d in workload.directions]
-        for direction, implementation in itertools.product(directions, compiling):
+        asked = [i for i in compiling if workload.score or not i.needs_score]
+        for direction, implementation in itertools.product(directions, asked):
             with contextlib.suppress(Exception):  # the run itself says why, in the cell
                 implementation.prepare(workload, tensors, direction).results()
 

@@ -347,7 +347,9 @@ def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensor
     tensors = make_tensors(broken, "cpu")
     [row] = measure(broken, "forward", [triton], tensors, Checker(broken, tensors), work(broken, "forward"), None, None)
     assert row.status == "refused"
-    assert "BackendError" in (row.reason or "")
+    assert row.reason is not None
+    assert row.reason.startswith("triton: the head dim of q and k is 12; the kernels take multiples of 8")
+    assert "eager:" not in row.reason  # the reasons of backends that were not asked
 
 
 class SlowHost:
@@ -433,6 +435,18 @@ def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
     assert {"flexattn", "python", "torch", "triton", "cudnn"} <= done.versions.keys()
     assert done.device["type"] == "cpu"
     assert not list(out.parent.glob("*.partial"))
+
+
+def test_a_score_mod_is_asked_only_where_there_is_one() -> None:
+    plain, scored = plan(None).workloads[0], plan(None).workloads[1]._replace(score="softcap")
+    both = plan(None)._replace(workloads=[plain, scored], directions=["forward"])
+    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("mod", "1", missing, needs_score=True)]
+    done = run.run(both._replace(implementations=candidates), show=lambda _: None, timer=FakeTimer())
+    assert [(r.workload, r.implementation) for r in done.rows] == [
+        ("s16", "flexattn eager"),
+        ("s32", "flexattn eager"),
+        ("s32", "mod"),
+    ]
 
 
 def test_a_spent_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
