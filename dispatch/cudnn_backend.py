@@ -1,23 +1,288 @@
-"""The cuDNN backend: its name is known and its answer honest, so that asking for it says what to do instead."""
+"""cuDNN's SDPA graphs: what they take, and the way from a spec and its operands to their launchers."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import contextlib
+import functools
+import importlib.util
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+from flexattn.dispatch import options
+from flexattn.dispatch.known_bad import known_bad, version_text
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
-_REASON = 'this version of flexattn has no cuDNN graphs; use backend="triton" or backend="auto"'
+SUPPORT_IS_FINAL = False  # cuDNN's own answer comes with a plan
+DTYPES = (torch.float16, torch.bfloat16)
+CAPABILITIES = ((9, 0),)  # where the graphs were checked
+OLDEST_LIBRARY = 91900  # what torch 2.11 brings; older versions have more faults than are worth a table
+OLDEST_FRONTEND = (1, 28)  # the first that refuses statistics which cuDNN would read wrongly (cudnn-frontend issue 462)
+MOST_HEADS = 65535
+EXACT_SHAPES = 8  # of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
 
 
 def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    return _REASON
+    """None if the graphs can run `spec` in `direction` as far as is known without building one, else why not and what to change.
+
+    First our rules, then `known_bad`. What cuDNN itself says comes when a plan is built to be run: a refusal is raised as Refused
+    then, and `select` remembers it.
+    """
+    return _device_error(spec.device_type, spec.capability) or _rule_error(spec, direction) or _known_bad(spec, direction)
 
 
-def forward(spec: AttentionSpec, x: Operands) -> NoReturn:
-    raise NotImplementedError(_REASON)
+@functools.cache
+def _device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
+    if device_type != "cuda":
+        return f"cuDNN runs on CUDA devices, not on {device_type!r}"
+    if capability not in CAPABILITIES:
+        known = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES)
+        have = "unknown" if capability is None else f"sm_{capability[0]}{capability[1]}"
+        return f"the cuDNN graphs were checked on {known} alone, and this device is {have}; use backend='triton'"
+    return library_error()
 
 
-def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> NoReturn:
-    raise NotImplementedError(_REASON)
+@functools.cache
+def library_error() -> str | None:
+    """None if cudnn's frontend and library are there and of versions that will do, else what is missing and how to get it."""
+    if importlib.util.find_spec("cudnn") is None:
+        return "the cuDNN frontend is not installed; pip install 'nvidia-cudnn-frontend>=1.28'"
+    try:
+        import cudnn
+    except Exception as e:  # a broken installation may raise anything
+        return f"the cuDNN frontend is installed and cannot be imported ({type(e).__name__}: {e}); reinstall nvidia-cudnn-frontend"
+    if tuple(int(part) for part in cudnn.__version__.split(".")[:2]) < OLDEST_FRONTEND:
+        wanted = ".".join(map(str, OLDEST_FRONTEND))
+        return f"the cuDNN frontend is version {cudnn.__version__}; pip install 'nvidia-cudnn-frontend>={wanted}'"
+    try:
+        version = cudnn.backend_version()
+    except Exception as e:  # RuntimeError, as found
+        return f"the cuDNN library cannot be loaded ({e}); pip install nvidia-cudnn-cu13, or see python -m flexattn doctor"
+    if version < OLDEST_LIBRARY:
+        return f"the cuDNN library is {version_text(version)}, older than {version_text(OLDEST_LIBRARY)}; pip install -U nvidia-cudnn-cu13"
+    return None
+
+
+def _known_bad(spec: AttentionSpec, direction: Direction) -> str | None:
+    import cudnn
+
+    return known_bad(spec, direction, cudnn.backend_version())
+
+
+def _rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    """What the graphs cannot say, what cuDNN declines whatever the version, and what would kill the process or is unproved."""
+    is_backward = direction == "backward"
+    if spec.dtype not in DTYPES:
+        return (
+            f"the graphs take fp16 and bf16, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v, or use backend='triton'"
+        )
+    largest = 256 if is_backward else 512
+    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"the head dim of {name} is {dim}; the {direction} takes multiples of 8 up to {largest}; pad it with zeros"
+    if spec.num_heads > MOST_HEADS:
+        return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
+    if spec.softcap:
+        return "the graphs have no softcap; use backend='triton'"
+    if spec.length_kv == 1:
+        return "there is one key, which cuDNN's kernels are not made for; use backend='triton'"
+    if is_backward and spec.length_q == 1:
+        return "there is one query: plans for its gradients can give NaN or end the process (cudnn-frontend issues 1072, 1071); use backend='triton'"
+    if is_backward and spec.needs_lse_grad:
+        return "cuDNN takes no gradient of lse; use backend='triton', or no lse in the loss"
+    if is_backward and spec.deterministic:
+        return "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose backward is always deterministic"
+    return _bias_error(spec, is_backward) or _dropout_error(spec) or _softmax_error(spec)
+
+
+def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
+    if spec.bias_type == "pre_scale_bias":
+        return "cuDNN adds a bias after the scale; pass bias * softmax_scale as a post_scale_bias"
+    if spec.bias_type == "alibi":
+        return "cuDNN's ALiBi has fixed slopes and causal masks alone; use backend='triton'"
+    if spec.bias_dims is None:
+        return None
+    if not spec.bias_dims[3]:
+        return "the bias is broadcast over the keys, where cuDNN wants one for each; expand it, or leave it out: it changes nothing but lse"
+    if spec.padding:
+        return "a bias together with lengths is not proved right on cuDNN; use backend='triton'"
+    if is_banded_bottom_right(spec):
+        return "cuDNN takes no bias where a mask follows the bottom-right diagonal; where sq == skv the top-left one is the same: attn_mask_type='causal', or bottom_right_diagonal=False"
+    if is_backward and spec.needs_bias_grad and not spec.bias_dims[2]:
+        return "the gradient of a bias that is broadcast over the queries is not proved right on cuDNN; use backend='triton'"
+    return None
+
+
+def _dropout_error(spec: AttentionSpec) -> str | None:
+    if not spec.dropout:
+        return None
+    if spec.padding:
+        return "dropout together with lengths is not proved right on cuDNN; use backend='triton'"
+    if is_banded_bottom_right(spec):
+        return "cuDNN takes no dropout where a mask follows the bottom-right diagonal; where sq == skv the top-left one is the same: attn_mask_type='causal', or bottom_right_diagonal=False"
+    if spec.length_q == 1:
+        return "cuDNN takes no dropout with one query; use backend='triton'"
+    return None
+
+
+def _softmax_error(spec: AttentionSpec) -> str | None:
+    if spec.softmax_type == "vanilla":
+        return None
+    if spec.length_q == 1:
+        return "cuDNN takes no sink with one query; use backend='triton'"
+    if spec.return_max_logit:
+        return "cuDNN gives no max_logit beside a sink; use backend='triton'"
+    return None
+
+
+def is_banded_bottom_right(spec: AttentionSpec) -> bool:
+    return spec.band.bottom_right and (spec.band.left is not None or spec.band.right is not None)
+
+
+def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_cudnn.attention import attention_forward
+
+    out, lse, max_logit = empty_outputs(spec, x)
+    wanted = max_logit if spec.return_max_logit else None
+    with _refusals():
+        attention_forward(_problem(spec, x), as_bshd(out, spec.q_format), lse, wanted, options.plan_directory())
+    return out, lse, max_logit
+
+
+def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    from flexattn.kernels_cudnn.attention import attention_backward
+
+    if dlse is not None:
+        raise ValueError("cuDNN takes no gradient of lse, and dlse is given; select() with needs_lse_grad refuses such a call")
+    gradients = _empty_gradients(spec, x)
+    with _refusals():
+        attention_backward(
+            _problem(spec, x),
+            as_bshd(out, spec.q_format),
+            lse,
+            as_bshd(dout, spec.q_format),
+            *_launcher_views(spec, gradients),
+            directory=options.plan_directory(),
+        )
+    doffset = gradients.dsoftmax_offset
+    if doffset is not None and x.softmax_offset is not None:
+        gradients = gradients._replace(dsoftmax_offset=doffset.to(x.softmax_offset.dtype))
+    return gradients
+
+
+def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
+    """Builds the plan that the call will run, or finds it; raises Refused where cuDNN has none. Reads no data."""
+    from flexattn.kernels_cudnn.attention import backward_call, forward_call
+    from flexattn.kernels_cudnn.plans import PLANS
+    from flexattn.kernels_cudnn.problem import without_data
+
+    device = x.q.device
+    key = (spec, direction, device, x.max_seqlen_q, x.max_seqlen_kv, x.dropout_p, *map(_look, (x.q, x.k, x.v, x.bias)))
+    if key in _prepared:
+        return
+    shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
+    meta = Operands(*(shadows.get(id(value), value) for value in x))
+    problem = _problem(spec, meta, _is_bucketed(spec, x))
+    if problem.is_empty:
+        return
+    out, lse, max_logit = empty_outputs(spec, meta)
+    out_view = as_bshd(out, spec.q_format)
+    if direction == "forward":
+        call = forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None)
+    else:
+        call = backward_call(problem, out_view, lse, out_view, *_launcher_views(spec, _empty_gradients(spec, meta)))
+    with _refusals():
+        PLANS.get(call.sdpa, device, options.plan_directory())
+    if len(_prepared) >= _MOST_PREPARED:
+        _prepared.clear()
+    _prepared.add(key)
+
+
+_prepared: set[Any] = set()  # calls whose plan is known to be there, as a forward asks for its backward's each time
+_MOST_PREPARED = 4096
+
+
+def _look(t: Tensor | None) -> Any:
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    from flexattn.kernels_cudnn.plans import PlanNotSupported
+
+    try:
+        yield
+    except PlanNotSupported as e:
+        raise Refused(f"cuDNN has no plan for it: {e}") from e
+
+
+def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
+    """Where the launcher writes: each gradient contiguous in its input's format, that of softmax_offset in fp32."""
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
+    doffset = x.q.new_empty(spec.num_heads, dtype=torch.float32) if x.softmax_offset is not None else None
+    return Gradients(dq, dk, dv, dbias, doffset)
+
+
+def _launcher_views(spec: AttentionSpec, gradients: Gradients) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dbias, doffset = gradients
+    return as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format), dbias, doffset
+
+
+def _problem(spec: AttentionSpec, x: Operands, is_bucketed: bool | None = None):  # type: ignore[no-untyped-def]  # imports cudnn
+    from flexattn.kernels_cudnn.problem import Problem
+
+    return Problem(
+        q=as_bshd(x.q, spec.q_format),
+        k=as_bshd(x.k, spec.kv_format),
+        v=as_bshd(x.v, spec.kv_format),
+        softmax_scale=x.softmax_scale,
+        window_left=spec.band.left,
+        window_right=spec.band.right,
+        bottom_right=spec.band.bottom_right,
+        bias=x.bias,
+        has_sink=spec.softmax_type != "vanilla",
+        softmax_offset=x.softmax_offset,
+        dropout_p=x.dropout_p,
+        rng_state=x.rng_state,
+        cu_seqlens_q=x.cu_seqlens_q,
+        cu_seqlens_kv=x.cu_seqlens_kv,
+        cu_seqlens_q_padded=x.cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
+        max_seqlen_q=x.max_seqlen_q,
+        max_seqlen_kv=x.max_seqlen_kv,
+        is_bucketed=_is_bucketed(spec, x) if is_bucketed is None else is_bucketed,
+    )
+
+
+_exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size]]] = OrderedDict()
+_MOST_SPECS = 1024
+_shapes_lock = threading.Lock()
+
+
+def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
+    """Whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
+
+    A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
+    shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides,
+    and a sink's gradient over packed sequences is wrong (`known_bad`), so these have exact plans alone.
+    """
+    if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":
+        return False
+    family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)
+    shape = (x.q.shape, x.k.shape)
+    known = _exact_shapes.get(family, ())
+    if shape in known:
+        return False
+    with _shapes_lock:
+        shapes = _exact_shapes.setdefault(family, set())
+        while len(_exact_shapes) > _MOST_SPECS:
+            _exact_shapes.popitem(last=False)
+        if len(shapes) < EXACT_SHAPES:
+            shapes.add(shape)
+        return shape not in shapes

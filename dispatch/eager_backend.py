@@ -23,6 +23,7 @@ from flexattn.dispatch.reference import (
 )
 from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Operands, empty_outputs
 
+SUPPORT_IS_FINAL = True
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCORE_BYTES = 16 << 20  # of one block's scores over all heads; a CPU slows down above it, and the backward holds about five such
 BAND_ROWS = 128  # of a block under a band: more rows would compute more scores that the band hides
@@ -77,6 +78,10 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dbias = None if x.bias is None or sums.bias is None else sums.bias.to(x.bias.dtype)
     doffset = None if x.softmax_offset is None or sums.softmax_offset is None else sums.softmax_offset.to(x.softmax_offset.dtype)
     return Gradients(sums.q, sums.k.to(x.k.dtype), sums.v.to(x.v.dtype), dbias, doffset)
+
+
+def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
+    """Nothing is compiled."""
 
 
 def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:

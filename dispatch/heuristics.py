@@ -1,4 +1,4 @@
-"""Which backend "auto" prefers where several can run a call, as data."""
+"""Which backend "auto" prefers where several can run a call, as data: an order for each kind of device, and what was measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,92 @@ from flexattn.dispatch.spec import AttentionSpec, Direction
 
 
 class Preference(NamedTuple):
-    device_type: str
     order: tuple[str, ...]
     why: str
-    source: str | None  # the file in bench/results that it rests on; None: nothing is measured yet
+    source: str | None  # the file in bench/results that it rests on; None: not measured
 
 
-PREFERENCES = (
-    Preference(
-        "cuda", ("triton", "cudnn", "eager"), "the Triton kernels take every feature, and no measurement speaks against them", None
+DEFAULTS = {
+    "cuda": Preference(
+        ("triton", "cudnn", "eager"), "the Triton kernels take every feature, and no measurement speaks against them", None
     ),
-    Preference(
-        "cpu", ("eager", "triton", "cudnn"), "on a CPU the Triton kernels only run interpreted, which is for checking them", None
+    "cpu": Preference(
+        ("eager", "triton", "cudnn"), "on a CPU the Triton kernels only run interpreted, which is for checking them", None
     ),
-)
+}
+
+
+class Measured(NamedTuple):
+    """One result: over these specs `backend` took 1/`factor` of the time of the first in the default order.
+
+    It holds for plain attention alone: specs with a bias, ALiBi, softcap, sink, dropout, max_logit or deterministic keep the
+    default order. `length` is the `length_class` of the longer of the two lengths.
+    """
+
+    backend: str
+    direction: Direction
+    capability: tuple[int, int]
+    dtypes: tuple[str, ...]  # as "bfloat16"
+    head_dims: tuple[int, int]  # d_qk and d_v
+    mask: str  # of MASKS
+    layout: str  # of LAYOUTS
+    lengths: tuple[int, int]  # the smallest and the largest length class, both included
+    factor: float
+    source: str  # the file in bench/results
+
+
+MASKS = ("full", "causal", "window")
+LAYOUTS = ("dense", "padded", "packed")
+
+# One line for each result, as `python -m bench` would emit it. Empty: nothing is measured yet, and `explain` says so.
+MEASURED: tuple[Measured, ...] = ()
+
+
+def mask_of(spec: AttentionSpec) -> str:
+    """The mask as MEASURED tells them apart, wherever the diagonal is: "causal" has an open left side, "window" any other band."""
+    left, right, _ = spec.band
+    if left is None and right is None:
+        return "full"
+    return "causal" if left is None and right == 0 else "window"
+
+
+def layout_of(spec: AttentionSpec) -> str:
+    """ "packed" where q or k and v are thd, "padded" where a dense format has lengths, else "dense"."""
+    if "thd" in (spec.q_format, spec.kv_format):
+        return "packed"
+    return "padded" if spec.padding else "dense"
+
+
+def is_plain(spec: AttentionSpec) -> bool:
+    """Whether measurements of plain attention say anything about `spec`."""
+    return (
+        spec.bias_type == "no_bias"
+        and spec.softmax_type == "vanilla"
+        and not (spec.softcap or spec.dropout or spec.return_max_logit or spec.deterministic or spec.needs_lse_grad)
+    )
+
+
+def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
+    """Whether a result is one for `spec`."""
+    smallest, largest = row.lengths
+    return (
+        row.direction == direction
+        and row.capability == spec.capability
+        and str(spec.dtype).removeprefix("torch.") in row.dtypes
+        and row.head_dims == (spec.head_dim_qk, spec.head_dim_v)
+        and row.mask == mask_of(spec)
+        and row.layout == layout_of(spec)
+        and smallest <= max(spec.length_q, spec.length_kv) <= largest
+        and is_plain(spec)
+    )
 
 
 def preference(spec: AttentionSpec, direction: Direction) -> Preference:
-    """The row for a spec; each direction has its own once there are measurements to tell them apart."""
-    return next((row for row in PREFERENCES if row.device_type == spec.device_type), PREFERENCES[0])
+    """The order in which backends are tried for a spec, in one direction: the first row of MEASURED that applies, else the default."""
+    default = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"])
+    row = next((row for row in MEASURED if applies(row, spec, direction)), None)
+    if row is None:
+        return default
+    order = (row.backend, *(name for name in default.order if name != row.backend))
+    first = next(name for name in default.order if name != row.backend)
+    return Preference(order, f"{row.backend} was measured {row.factor:.2f} times as fast as {first} here", row.source)

@@ -6,6 +6,10 @@
 |                    | eager                            | `attention_backend()` names one                                      |
 | `FLEXATTN_CHECK`   | 0 (default), 1                   | 1 also checks the values of `cu_seqlens`, at the cost of one         |
 |                    |                                  | transfer from the device (a synchronisation) in each forward         |
+| `FLEXATTN_CANARY`  | 0 (default), 1                   | 1 checks each backend that is chosen against the reference, on a     |
+|                    |                                  | small input, before it runs a spec for the first time                |
+| `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
+|                    |                                  | them                                                                 |
 
 They are read on each call, so a change takes effect at once; a function under `torch.compile` keeps the `FLEXATTN_BACKEND` it
 was compiled with (`attention_backend()` is guarded, and recompiles).
@@ -30,7 +34,21 @@ def backend() -> str | None:
 
 def check_values() -> bool:
     """Whether FLEXATTN_CHECK is 1; a ValueError names the variable where it is neither 0 nor 1."""
-    value = os.environ.get("FLEXATTN_CHECK") or "0"
+    return _flag("FLEXATTN_CHECK")
+
+
+def canary() -> bool:
+    """Whether FLEXATTN_CANARY is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    return _flag("FLEXATTN_CANARY")
+
+
+def plan_directory() -> str | None:
+    """FLEXATTN_PLANS, or None where it is unset or empty."""
+    return os.environ.get("FLEXATTN_PLANS") or None
+
+
+def _flag(variable: str) -> bool:
+    value = os.environ.get(variable) or "0"
     if value not in ("0", "1"):
-        raise ValueError(f"the environment variable FLEXATTN_CHECK is {value!r}; accepted: 0, 1")
+        raise ValueError(f"the environment variable {variable} is {value!r}; accepted: 0, 1")
     return value == "1"

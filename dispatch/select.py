@@ -10,13 +10,18 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor
 
 from flexattn.dispatch.heuristics import preference
+from flexattn.dispatch.refusals import remember, remembered
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
 
 _log = logging.getLogger(__name__)
 
+OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for the same rng_state
+
 
 class Backend(Protocol):
-    """What each module `<name>_backend` offers."""
+    """What each module `<name>_backend` offers. All but `support_error` raise Refused for a call that turns out not to run."""
+
+    SUPPORT_IS_FINAL: bool  # False: where `support_error` has nothing against a call, building its kernel may
 
     def support_error(self, spec: AttentionSpec, direction: Direction) -> str | None:
         """None where it can run the spec, else the reason and what to change."""
@@ -27,6 +32,9 @@ class Backend(Protocol):
     def backward(
         self, spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Gradients: ...
+
+    def prepare(self, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
+        """Builds or compiles what the call will run, where that is not done yet, without running it."""
 
 
 class Decision(NamedTuple):
@@ -50,7 +58,7 @@ def backend_module(name: str) -> Backend:
 def select(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
     """The backend that runs `spec` in `direction`, where `request` is "auto" or a backend's name.
 
-    "auto" takes the first in the order of `heuristics` that can run it; a name never falls back.
+    "auto" takes the first in the order of `heuristics` that can run it; a name never falls back. Nothing is built to find out.
 
     Raises:
         BackendError: nothing can run it, or the backend asked for cannot.
@@ -62,11 +70,30 @@ def select(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
     return decision
 
 
+def reject(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
+    """From now on `select` knows that a backend cannot run `spec`."""
+    remember(name, spec, direction, reason)
+    select.cache_clear()
+
+
+def support_error(name: str, spec: AttentionSpec, direction: Direction, request: str = "auto") -> str | None:
+    """Why a backend cannot run `spec`: what it says itself, what running it told, or whose forward it could not go on from."""
+    reason = backend_module(name).support_error(spec, direction) or remembered(name, spec, direction)
+    if reason is not None or direction == "forward" or not spec.dropout:
+        return reason
+    before = select(spec._replace(needs_lse_grad=False), "forward", request).backend
+    if (name in OWN_DROPOUT or before in OWN_DROPOUT) and name != before:
+        return (
+            f"the forward runs on {before}, and {name} would drop other weights; ask for one backend by name, or leave out dropout"
+        )
+    return None
+
+
 def _first_that_can(spec: AttentionSpec, direction: Direction) -> Decision:
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
     for name in preferred.order:
-        reason = backend_module(name).support_error(spec, direction)
+        reason = support_error(name, spec, direction)
         if reason is None:
             measured = preferred.source or "not measured yet"
             first = "the first" if not rejected else "the first that can run it"
@@ -77,7 +104,7 @@ def _first_that_can(spec: AttentionSpec, direction: Direction) -> Decision:
 
 
 def _only(request: str, spec: AttentionSpec, direction: Direction) -> Decision:
-    reason = backend_module(request).support_error(spec, direction)
+    reason = support_error(request, spec, direction, request)
     if reason is None:
         return Decision(request, "it was asked for by name", (), None)
     head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back:"
@@ -87,7 +114,7 @@ def _only(request: str, spec: AttentionSpec, direction: Direction) -> Decision:
 
 def standing(name: str, spec: AttentionSpec, direction: Direction) -> str:
     """Where a backend stands that was not chosen: that it could run the spec too, or why not."""
-    return backend_module(name).support_error(spec, direction) or f"can run it; ask for it with backend={name!r}"
+    return support_error(name, spec, direction, name) or f"can run it; ask for it with backend={name!r}"
 
 
 def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, rejected: list[tuple[str, str]]) -> str | None:

@@ -86,7 +86,8 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
 
 
 class AttentionSpec(NamedTuple):
-    """Everything static that decides which kernel can run; frozen and hashable, no tensors, no lengths, no scalar inputs.
+    """Everything static that decides which kernel can run; frozen and hashable, no tensors, no lengths but their magnitude, no
+    scalar inputs.
 
     A NamedTuple and no dataclass: one is built and hashed on each call.
     """
@@ -111,11 +112,21 @@ class AttentionSpec(NamedTuple):
     deterministic: bool
     device_type: str
     capability: tuple[int, int] | None  # CUDA compute capability; None off CUDA
+    # What only an operator's kernel knows, as a trace has no numbers; 0 and False where it is not known.
+    length_q: int = 0  # `length_class` of max_seqlen_q
+    length_kv: int = 0
+    dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
+    needs_lse_grad: bool = False  # backward: a gradient comes in through lse
 
     @property
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_heads_kv
+
+
+def length_class(length: int) -> int:
+    """The power of two that is at least `length`, so that a spec changes with a length's magnitude alone; 0 for 0, 1 for 1."""
+    return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
 class Operands(NamedTuple):

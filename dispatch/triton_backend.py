@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
+SUPPORT_IS_FINAL = True
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

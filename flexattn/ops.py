@@ -7,17 +7,21 @@ They are registered when flexattn is imported, with torch alone. What a call car
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flexattn.dispatch import options
-from flexattn.dispatch.select import backend_module, select
-from flexattn.dispatch.spec import AttentionSpec, Band, Operands, empty_outputs, parse_format
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.select import Backend, backend_module, reject, select
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, length_class, parse_format
 from flexattn.validation import check_cu_seqlens_values
 from flexattn.warn import warn_once
+
+T = TypeVar("T")
 
 
 class Settings(NamedTuple):
@@ -93,7 +97,11 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
     """The spec of a call on the device that it is on; what `explain` asks about and what the operators run."""
-    return make_spec(x, settings, _capability(x.q.device))
+    return make_spec(x, settings, _capability(x.q.device))._replace(
+        length_q=length_class(x.max_seqlen_q),
+        length_kv=length_class(x.max_seqlen_kv),
+        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
+    )
 
 
 @functools.cache
@@ -106,28 +114,34 @@ def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     return Operands(*call[:fields]), Settings(*call[fields:])
 
 
+def _run(spec: AttentionSpec, direction: Direction, settings: Settings, call: Callable[[Backend], T], warns: bool = True) -> T:
+    """`call` with the backend that is selected; with the next one, or a BackendError, where that one refuses after all."""
+    while True:
+        decision = select(spec, direction, settings.backend)
+        if decision.warning is not None and warns:
+            warn_once(decision.warning, decision.warning)
+        try:
+            return call(backend_module(decision.backend))
+        except Refused as e:
+            reject(decision.backend, spec, direction, str(e))
+
+
 def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
-    decision = select(spec, "forward", settings.backend)
-    if spec.needs_grad:
-        select(spec, "backward", settings.backend)  # what cannot be trained fails here, not after a forward
-    if decision.warning is not None:
-        warn_once(decision.warning, decision.warning)
-    return backend_module(decision.backend).forward(spec, x)
+    if spec.needs_grad:  # what cannot be trained fails here, not after a forward
+        _run(spec, "backward", settings, lambda b: None if b.SUPPORT_IS_FINAL else b.prepare(spec, x, "backward"), warns=False)
+    return _run(spec, "forward", settings, lambda backend: backend.forward(spec, x))
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
     x, settings = _split(call)
-    spec = spec_to_run(x, settings)
-    decision = select(spec, "backward", settings.backend)
-    if decision.warning is not None:
-        warn_once(decision.warning, decision.warning)
+    spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        gradients = backend_module(decision.backend).backward(spec, x, out, lse, dout, dlse)
+        gradients = _run(spec, "backward", settings, lambda backend: backend.backward(spec, x, out, lse, dout, dlse))
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

@@ -1,0 +1,77 @@
+"""What versions of cuDNN compute wrongly although they accept it, as data: consulted before cuDNN is asked.
+
+A row says what goes wrong, in which versions, for which specs, and where that is public. What the graphs avoid by construction,
+so that nobody has to be refused, is in `kernels_cudnn` beside the code that avoids it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flexattn.dispatch.spec import AttentionSpec, Direction
+
+ALWAYS = 10**9
+
+
+class KnownBad(NamedTuple):
+    first: int  # cuDNN versions as its own number, 91900 for 9.19.0: the first affected one
+    fixed: int  # and the first that is not; ALWAYS where none is known
+    directions: tuple[Direction, ...]
+    applies: Callable[[AttentionSpec], bool]
+    what: str
+    issue: str
+
+
+def _wide_and_uneven(spec: AttentionSpec) -> bool:
+    dims = (spec.head_dim_qk, spec.head_dim_v)
+    return min(dims) >= 128 and dims[0] != dims[1] and dims != (192, 128)
+
+
+KNOWN_BAD = (
+    KnownBad(
+        0,
+        92600,
+        ("backward",),
+        lambda spec: spec.softmax_type != "vanilla" and "thd" in (spec.q_format, spec.kv_format),
+        "the gradient of a sink over packed sequences is read out of bounds",
+        "https://github.com/NVIDIA/TransformerEngine/issues/3249",
+    ),
+    KnownBad(
+        91100,
+        ALWAYS,
+        ("backward",),
+        _wide_and_uneven,
+        "gradients are wrong where both head dims are 128 or more and differ, other than 192 and 128",
+        "https://github.com/NVIDIA/TransformerEngine, nvte_get_fused_attn_backend",
+    ),
+    KnownBad(
+        92500,
+        ALWAYS,
+        ("backward",),
+        lambda spec: spec.length_q == 1,
+        "dk and dv of a single query are NaN where its lse is very negative",
+        "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
+    ),
+    KnownBad(
+        0,
+        ALWAYS,
+        ("forward", "backward"),
+        lambda spec: spec.dropout and not spec.dropout_in_sixteenths,
+        "some kernels round dropout_p to a multiple of 1/16",
+        "https://github.com/pytorch/pytorch/issues/174245",
+    ),
+)
+
+
+def known_bad(spec: AttentionSpec, direction: Direction, version: int) -> str | None:
+    """The first row that applies to `spec` on cuDNN `version`, as a reason; None where none does."""
+    for row in KNOWN_BAD:
+        if row.first <= version < row.fixed and direction in row.directions and row.applies(spec):
+            return f"cuDNN {version_text(version)} gets it wrong: {row.what} ({row.issue})"
+    return None
+
+
+def version_text(version: int) -> str:
+    """'9.19.0' for 91900."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,0 +1,338 @@
+"""The launchers: attention forward and backward on cuDNN, with all that cuDNN leaves to its caller.
+
+cuDNN may read padding, where a NaN would spread, leaves it unwritten, and promises nothing for a query that sees no key. So padding
+is read from copies in which it is 0, and what belongs to no sequence or sees no key is written after cuDNN. A dense problem
+without such queries runs with no operation but cuDNN's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.kernels_cudnn.execute import execute, host_scalar
+from flexattn.kernels_cudnn.graphs import Sdpa, Uid
+from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, sides
+from flexattn.kernels_cudnn.plans import PLANS
+from flexattn.kernels_cudnn.problem import (
+    Problem,
+    bias_strides,
+    empty_aligned_rows,
+    has_alignment,
+    has_fixed_strides,
+    round_up_length,
+    token_strides,
+)
+
+NEG_INF = float("-inf")
+NEVER = 1e30  # the lse of a query that sees nothing: exp(score - lse) is then 0 for any score, -inf included
+KEY_TILE = 128  # keys in a tile of cuDNN's backward; one that is not full needs a padding mask
+
+
+class Call(NamedTuple):
+    """A problem ready to run: what its plan is compiled for, what that plan reads and writes, and what is left to do after it."""
+
+    sdpa: Sdpa
+    buffers: dict[int, Tensor]
+    finish: Callable[[], None]
+
+
+class Padding(NamedTuple):
+    """Which tokens there is nothing to read from, bool [b, s] or [total]; None without padding."""
+
+    q: Tensor | None  # in no sequence
+    kv: Tensor | None  # in no sequence, or in one without queries
+    blind: Tensor | None  # in no sequence, or seeing no key
+
+
+def attention_forward(
+    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, directory: str | None = None
+) -> None:
+    """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
+
+    `directory` is where plans are kept between processes.
+
+    Raises PlanNotSupported where cuDNN has no plan for the problem, before anything is written.
+    """
+    if problem.is_empty:
+        _write_empty(problem, out, lse, max_logit)
+    else:
+        _run(forward_call(problem, out, lse, max_logit), out.device, directory)
+
+
+def attention_backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None = None,
+    dsoftmax_offset: Tensor | None = None,
+    directory: str | None = None,
+) -> None:
+    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]).
+
+    `out` and `lse` are the forward's, whichever kernel it was; `dout` is laid out as `out` in any view, each gradient as its
+    input. Raises as `attention_forward` does.
+    """
+    if problem.is_empty:
+        for gradient in (dq, dk, dv, dbias, dsoftmax_offset):
+            if gradient is not None:
+                gradient.zero_()
+    else:
+        _run(backward_call(problem, out, lse, dout, dq, dk, dv, dbias, dsoftmax_offset), out.device, directory)
+
+
+def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None) -> Call:
+    """What `attention_forward` runs; with tensors on the meta device, the plan that it would need."""
+    x = problem
+    side_q, side_kv = sides(x)
+    padding = _padding(x, side_q, side_kv)
+    q, k, v = _readable(x, x.q), _readable(x, x.k, padding.kv), _readable(x, x.v, padding.kv)
+    written, stats = _writable(x, out), _statistics(x, lse)
+    buffers = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written}
+    if max_logit is None:
+        buffers[Uid.STATS] = stats
+    else:
+        buffers |= {Uid.MAX: stats, Uid.SUM_EXP: torch.empty_like(stats)}
+    sdpa = _describe(x, "forward", buffers, side_q, side_kv)._replace(wants_max=max_logit is not None)
+
+    def finish() -> None:
+        lse_of, stats_of = _by_token(lse), stats if x.is_ragged else _by_token(stats)
+        if max_logit is not None:
+            sums = buffers[Uid.SUM_EXP]
+            _hide(x, stats_of, padding.blind, NEG_INF)
+            torch.amax(stats_of.flatten(0, -2), 0, out=max_logit)
+            lse_of.copy_(stats_of + (sums if x.is_ragged else _by_token(sums)).log())
+        elif x.is_ragged:
+            lse_of.copy_(stats_of)
+        if written is not out:
+            out.copy_(written)
+        _hide(x, out, padding.blind)
+        _hide(x, lse_of, padding.blind, _sink(x) if x.has_sink else NEG_INF)
+        if x.has_sink and padding.q is not None:
+            lse_of.masked_fill_(padding.q[..., None], NEG_INF)
+
+    return Call(sdpa, buffers, finish)
+
+
+def backward_call(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+    dsoftmax_offset: Tensor | None,
+) -> Call:
+    """What `attention_backward` runs; with tensors on the meta device, the plan that it would need."""
+    x = problem
+    side_q, side_kv = sides(x)
+    padding = _padding(x, side_q, side_kv)
+    out = _readable(x, out)
+    dout = _readable(x, dout, padding.blind)
+    if dout.stride() != out.stride():  # so that there is one plan, whichever view comes in
+        dout = torch.empty_like(out).copy_(dout)
+    buffers = {
+        Uid.Q: _readable(x, x.q, padding.blind),
+        Uid.K: _readable(x, x.k, padding.kv),
+        Uid.V: _readable(x, x.v, padding.kv),
+        Uid.OUT: out,
+        Uid.DOUT: dout,
+        Uid.STATS: _readable_statistics(x, lse, padding.blind),
+    }
+    gradients = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
+    written = {uid: _writable(x, gradient) for uid, gradient in gradients.items()}
+    buffers |= written
+    if dbias is not None:
+        gradients[Uid.DBIAS] = dbias
+        # cuDNN writes it in the dtype of q and compact, or not at all.
+        written[Uid.DBIAS] = buffers[Uid.DBIAS] = torch.empty_like(dbias, dtype=x.q.dtype, memory_format=torch.contiguous_format)
+    if dsoftmax_offset is not None:
+        buffers[Uid.DSINK] = dsoftmax_offset
+    elif x.has_sink:
+        buffers[Uid.DSINK] = torch.empty(x.num_heads, dtype=torch.float32, device=dq.device)
+    sdpa = _describe(x, "backward", buffers, side_q, side_kv)
+
+    def finish() -> None:
+        for uid, gradient in gradients.items():
+            if written[uid] is not gradient:
+                gradient.copy_(written[uid])
+        _hide(x, dq, padding.blind)
+        for gradient in (dk, dv):
+            if padding.kv is not None:
+                gradient.masked_fill_(padding.kv[..., None, None], 0.0)
+
+    return Call(sdpa, buffers, finish)
+
+
+def _run(call: Call, device: torch.device, directory: str | None) -> None:
+    execute(PLANS.get(call.sdpa, device, directory), call.buffers, device)
+    call.finish()
+
+
+def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Side, side_kv: Side) -> Sdpa:
+    """What the plan is compiled for, from the tensors that it gets; adds to `buffers` those that say how scores become weights."""
+    batch, len_q, len_kv = x.sizes
+    is_backward = direction == "backward"
+    has_lengths = x.is_ragged or x.has_padding or _has_full_lengths(x, is_backward)
+    buffers[Uid.SCALE] = host_scalar(x.softmax_scale)
+    if has_lengths:
+        buffers |= {Uid.LENGTHS_Q: side_q.lengths, Uid.LENGTHS_KV: side_kv.lengths}
+    bias = None
+    if x.bias is not None:
+        bias = x.bias if has_alignment(x.bias) else empty_aligned_rows(x.bias, x.bias.dtype).copy_(x.bias)
+        buffers[Uid.BIAS] = bias
+    if x.has_sink:
+        buffers[Uid.SINK] = _sink(x)
+    if x.dropout_p:
+        assert x.rng_state is not None
+        state = x.rng_state[:, None].repeat(1, 2)  # a row of 16 bytes for each, as cuDNN wants its pointers aligned
+        buffers |= {Uid.SEED: state[0], Uid.OFFSET: state[1]}
+    strides = {}
+    sides_of = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
+    sides_of |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
+    starts: dict[Uid, tuple[Side, int]] = {}
+    for uid, (side, length) in sides_of.items():
+        tensor = buffers.get(uid)
+        if tensor is None:
+            continue
+        strides[f"strides_{uid.name.lower()}"] = token_strides(tensor, length, x.is_ragged)
+        starts[Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(tensor))
+    starts[Uid.STARTS_STATS] = (side_q, x.num_heads if side_q.is_packed else x.num_heads * side_q.tokens)
+    if x.is_ragged:
+        for side in {id(side): side for side, _ in starts.values()}.values():
+            mine = [(uid, step) for uid, (of, step) in starts.items() if of is side]
+            steps = tuple(dict.fromkeys(step for _, step in mine))
+            rows = dict(zip(steps, side.offsets(steps), strict=True))
+            buffers |= {uid: rows[step] for uid, step in mine}
+    return Sdpa(
+        direction=direction,
+        dtype=x.q.dtype,
+        batch=batch,
+        num_heads=x.num_heads,
+        num_heads_kv=x.k.shape[-2],
+        len_q=len_q,
+        len_kv=len_kv,
+        head_dim_qk=x.q.shape[-1],
+        head_dim_v=x.v.shape[-1],
+        is_ragged=x.is_ragged,
+        has_lengths=has_lengths,
+        tokens_q=_most_tokens(x.q, len_q) if is_backward and x.is_ragged else 0,
+        tokens_kv=_most_tokens(x.k, len_kv) if is_backward and x.is_ragged else 0,
+        window_left=x.window_left,
+        window_right=x.window_right,
+        bottom_right=x.bottom_right and (x.window_left is not None or x.window_right is not None),
+        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_strides=None if bias is None else bias_strides(bias),
+        bias_dtype=None if bias is None else bias.dtype,
+        has_dbias=Uid.DBIAS in buffers,
+        has_sink=x.has_sink,
+        dropout_p=x.dropout_p,
+        **strides,
+    )
+
+
+def _has_full_lengths(x: Problem, is_backward: bool) -> bool:
+    """Whether a problem without padding gets a padding mask all the same, with the full lengths.
+
+    Where queries outnumber keys, cuDNN takes a window or a bottom-right diagonal only so. And a backward whose last tile of keys
+    is not full computes NaN on sm_90 before cuDNN 9.26 without one (pytorch issue 196678, cudnn-frontend issue 628); NVIDIA's
+    cure for its siblings (cudnn-frontend issues 160 and 1072) is this mask. Dropout must not differ between the directions.
+    """
+    if x.longest_q > x.longest_kv and (x.window_left is not None or (x.bottom_right and x.window_right is not None)):
+        return True
+    return (is_backward or x.dropout_p > 0) and x.longest_kv % KEY_TILE != 0
+
+
+def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
+    if not x.has_padding:
+        return Padding(None, None, None)
+    q = hidden_tokens(side_q, x.batch)
+    if side_kv is side_q:
+        return Padding(q, q, q)
+    asked_for = side_kv._replace(lengths=side_kv.lengths * (side_q.lengths > 0))  # cuDNN may skip a sequence without queries
+    return Padding(q, hidden_tokens(asked_for, x.batch), blind_queries(x, side_q, side_kv))
+
+
+def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """`t`, or a copy of it where cuDNN cannot read it as it is or must not."""
+    if hidden is not None:
+        t = t.masked_fill(hidden[..., None, None], 0.0)
+    return t if _fits(x, t) else t.contiguous() if not t.is_contiguous() else t.clone()
+
+
+def _writable(x: Problem, t: Tensor) -> Tensor:
+    """`t`, or a tensor that stands in for it where cuDNN cannot write it as it is."""
+    return t if _fits(x, t) else torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _fits(x: Problem, t: Tensor) -> bool:
+    return has_alignment(t) and (not x.is_ragged or has_fixed_strides(t))
+
+
+def _statistics(x: Problem, lse: Tensor) -> Tensor:
+    """Where cuDNN writes what is one number for each query and head: lse itself, or [b, s, h] or [total, h] where it is ragged."""
+    return torch.empty_like(_by_token(lse), memory_format=torch.contiguous_format) if x.is_ragged else lse
+
+
+def _readable_statistics(x: Problem, lse: Tensor, blind: Tensor | None) -> Tensor:
+    first, last = (0, x.longest_q) if x.has_padding else blind_rows(x)
+    if blind is not None or (first, last) != (0, x.longest_q):
+        lse = torch.where(lse == NEG_INF, NEVER, lse)
+    return _by_token(lse).contiguous() if x.is_ragged else lse.contiguous()
+
+
+def _hide(x: Problem, t: Tensor, blind: Tensor | None, value: Any = 0.0) -> None:
+    """Write `value` where a query sees no key, in [b, s, ...] or [total, ...]: a number, or [h] for [..., h]."""
+    if blind is not None:
+        mask = blind.reshape(*blind.shape, *(1,) * (t.dim() - blind.dim()))
+        if isinstance(value, Tensor):
+            t.copy_(torch.where(mask, value, t))
+        else:
+            t.masked_fill_(mask, value)
+    elif not x.has_padding:
+        first, last = blind_rows(x)
+        for rows in (t[:, :first], t[:, last:]):
+            if rows.shape[1]:
+                rows.copy_(value) if isinstance(value, Tensor) else rows.fill_(value)
+
+
+def _by_token(lse: Tensor) -> Tensor:
+    """[b, h, s] as [b, s, h], [h, total] as [total, h]: a view."""
+    return lse.transpose(-1, -2)
+
+
+def _sink(x: Problem) -> Tensor:
+    if x.softmax_offset is None:
+        return torch.zeros(x.num_heads, dtype=torch.float32, device=x.q.device)
+    return x.softmax_offset.to(torch.float32).contiguous()
+
+
+def _unit_stride(t: Tensor) -> int:
+    """Elements from one token of [total, h, d] to the next, or from one row of [b, s, h, d]."""
+    return t.stride(0) if t.shape[0] > 1 else t[0].numel()
+
+
+def _most_tokens(t: Tensor, length: int) -> int:
+    return round_up_length(t.shape[0] if t.dim() == 3 else t.shape[0] * t.shape[1])
+
+
+def _write_empty(x: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> None:
+    """The forward where there is no query or no key."""
+    out.zero_()
+    lse.fill_(NEG_INF)
+    if x.has_sink and lse.numel():
+        by_token = _by_token(lse)
+        by_token.copy_(_sink(x))
+        if x.has_padding:
+            by_token.masked_fill_(hidden_tokens(sides(x)[0], x.batch)[..., None], NEG_INF)
+    if max_logit is not None:
+        max_logit.fill_(NEG_INF)

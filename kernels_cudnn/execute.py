@@ -1,0 +1,31 @@
+"""Running a plan: this thread's handle, the stream of the moment, workspace from torch's allocator."""
+
+from __future__ import annotations
+
+import functools
+
+import cudnn
+import torch
+from torch import Tensor
+
+from flexattn.kernels_cudnn.handles import handle_of
+from flexattn.kernels_cudnn.plans import Plan
+
+
+def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
+    """Run `plan` on the current stream of `device`; `buffers` maps each `graphs.Uid` of the plan to its tensor."""
+    with torch.cuda.device(device):
+        handle = handle_of(device)
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        if torch.cuda.is_current_stream_capturing():
+            plan.is_pinned = True  # a CUDA graph keeps pointers into it
+        workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
+        with plan.lock:
+            plan.graph.execute(buffers, workspace, handle=handle)
+
+
+@functools.lru_cache(maxsize=256)
+def host_scalar(value: float) -> Tensor:
+    """A number as cuDNN takes what is passed by value."""
+    with torch.inference_mode(False):
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cpu")

@@ -1,0 +1,276 @@
+"""cuDNN SDPA graphs, forward and backward: from what a plan is compiled for to a graph that is ready to run.
+
+Conventions are converted here and nowhere else: window sides, the diagonal, layouts as strides of (b, h, s, d), token offsets.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple
+
+import cudnn
+import torch
+
+Strides = tuple[int, int, int]  # of b, h and s, in elements; the last dim is contiguous
+
+DTYPES = {
+    torch.float16: cudnn.data_type.HALF,
+    torch.bfloat16: cudnn.data_type.BFLOAT16,
+    torch.float32: cudnn.data_type.FLOAT,
+}
+ALIGNMENT = 16  # bytes, of every pointer and every stride: without it cuDNN writes wrong results on sm_90 and sm_100
+
+
+class Uid(enum.IntEnum):
+    """Which buffer is which when a plan runs."""
+
+    Q = 1
+    K = 2
+    V = 3
+    OUT = 4
+    STATS = 5  # lse, fp32
+    MAX = 6  # of each row's scores, and the sum of their exponentials: together they are another form of STATS
+    SUM_EXP = 7
+    DOUT = 8
+    DQ = 9
+    DK = 10
+    DV = 11
+    SCALE = 12
+    BIAS = 13
+    DBIAS = 14
+    SINK = 15
+    DSINK = 16
+    SEED = 17
+    OFFSET = 18
+    LENGTHS_Q = 19
+    LENGTHS_KV = 20
+    STARTS_Q = 21  # and the following: the first element of each sequence, one tensor for each tensor of tokens
+    STARTS_K = 22
+    STARTS_V = 23
+    STARTS_OUT = 24
+    STARTS_STATS = 25
+    STARTS_DOUT = 26
+    STARTS_DQ = 27
+    STARTS_DK = 28
+    STARTS_DV = 29
+
+
+class Sdpa(NamedTuple):
+    """Everything that a plan is compiled for. Scale, seeds, lengths and offsets are run-time values and are not here."""
+
+    direction: str  # "forward" or "backward"
+    dtype: torch.dtype
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    len_q: int
+    len_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    strides_q: Strides
+    strides_k: Strides
+    strides_v: Strides
+    strides_out: Strides
+    strides_dout: Strides | None = None  # backward
+    strides_dq: Strides | None = None
+    strides_dk: Strides | None = None
+    strides_dv: Strides | None = None
+    is_ragged: bool = False  # sequences begin where STARTS_* say, and STATS is [tokens, h]
+    has_lengths: bool = False  # sequences have the lengths that LENGTHS_* give; always where they are ragged
+    tokens_q: int = 0  # ragged backward: no more tokens than this in all sequences together
+    tokens_kv: int = 0
+    window_left: int | None = None
+    window_right: int | None = None
+    bottom_right: bool = False
+    bias_shape: tuple[int, int, int, int] | None = None
+    bias_strides: Strides | None = None
+    bias_dtype: torch.dtype | None = None
+    has_dbias: bool = False  # backward; compact and in the dtype of q, as cuDNN computes it in no other
+    has_sink: bool = False
+    dropout_p: float = 0.0  # compiled in, unlike the seed
+    wants_max: bool = False  # forward: MAX and SUM_EXP instead of STATS
+    deterministic: bool = False
+
+
+class Target(NamedTuple):
+    """What a graph is built for: a handle's device, or the properties of a device that is not here."""
+
+    handle: Any = None
+    properties: Any = None
+    sm_version: int | None = None
+
+
+def build(x: Sdpa, target: Target) -> Any:
+    """A built cudnn.pygraph for `x`.
+
+    Raises whatever cuDNN raises for what it does not support; there is no one type (cudnnGraphNotSupportedError, RuntimeError,
+    ValueError), and some refusals come only from the last step, which compiles.
+    """
+    graph = cudnn.pygraph(
+        name=f"flexattn_{x.direction}",
+        io_data_type=DTYPES[x.dtype],
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=target.handle,
+        device_property=target.properties,
+        sm_version=target.sm_version,
+    )
+    if x.direction == "forward":
+        _forward(graph, x)
+    else:
+        _backward(graph, x)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph
+
+
+def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> dict[str, Any]:
+    """A band (query i sees key j iff -left <= j - i - shift <= right, both inclusive) in cuDNN's words.
+
+    cuDNN hides column j from row i unless j + left_bound > i + shift and j <= i + shift + right_bound, so its left bound is one
+    more than the tokens seen to the left (cudnn-frontend, `docs/operations/Attention.md`; TransformerEngine passes left + 1 too).
+    Its diagonal under a padding mask follows each sequence's own lengths, as ours does.
+    """
+    if left is None and right is None:
+        return {}
+    diagonal = cudnn.diagonal_alignment
+    arguments: dict[str, Any] = {"diagonal_alignment": diagonal.BOTTOM_RIGHT if bottom_right else diagonal.TOP_LEFT}
+    if left is not None:
+        arguments["diagonal_band_left_bound"] = min(left, 2**30) + 1
+    if right is not None:
+        arguments["diagonal_band_right_bound"] = min(right, 2**30)
+    return arguments
+
+
+def _forward(graph: Any, x: Sdpa) -> None:
+    q, k, v = _inputs(graph, x)
+    arguments = _score_arguments(graph, x)
+    if x.wants_max:
+        for name, uid in (("score_max", Uid.MAX), ("score_sum_exp", Uid.SUM_EXP)):
+            statistic = _statistics(graph, x, uid)
+            arguments[name] = statistic.set_output(True)
+    out, stats = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=not x.wants_max, **arguments)
+    _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
+    if not x.wants_max:
+        stats.set_output(True).set_uid(Uid.STATS).set_data_type(cudnn.data_type.FLOAT)
+        stats.set_dim([x.batch, x.num_heads, x.len_q, 1]).set_stride(_statistics_strides(x))
+        if x.is_ragged:
+            stats.set_ragged_offset(_starts(graph, x, Uid.STARTS_STATS))
+
+
+def _backward(graph: Any, x: Sdpa) -> None:
+    q, k, v = _inputs(graph, x)
+    arguments = _score_arguments(graph, x)
+    if x.is_ragged:
+        arguments |= {"max_total_seq_len_q": x.tokens_q, "max_total_seq_len_kv": x.tokens_kv}
+    if x.has_dbias:
+        assert x.bias_shape is not None
+        _, heads, rows, columns = x.bias_shape
+        compact = (heads * rows * columns, rows * columns, columns, 1)
+        arguments["dBias"] = _tensor(graph, Uid.DBIAS, x.bias_shape, compact, x.dtype).set_output(True)
+    if x.has_sink:
+        arguments["dSink_token"] = _per_head(graph, x, Uid.DSINK).set_output(True)
+    gradients = graph.sdpa_backward(
+        name="sdpa_backward",
+        q=q,
+        k=k,
+        v=v,
+        o=_tokens(graph, x, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out),
+        dO=_tokens(graph, x, Uid.DOUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_dout),
+        stats=_statistics(graph, x, Uid.STATS),
+        use_deterministic_algorithm=x.deterministic,
+        **arguments,
+    )
+    shapes = (
+        (Uid.DQ, x.num_heads, x.len_q, x.head_dim_qk, x.strides_dq),
+        (Uid.DK, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_dk),
+        (Uid.DV, x.num_heads_kv, x.len_kv, x.head_dim_v, x.strides_dv),
+    )
+    for gradient, shape in zip(gradients, shapes, strict=True):
+        _output(graph, x, gradient, *shape)
+
+
+def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
+    return (
+        _tokens(graph, x, Uid.Q, x.num_heads, x.len_q, x.head_dim_qk, x.strides_q),
+        _tokens(graph, x, Uid.K, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_k),
+        _tokens(graph, x, Uid.V, x.num_heads_kv, x.len_kv, x.head_dim_v, x.strides_v),
+    )
+
+
+def _score_arguments(graph: Any, x: Sdpa) -> dict[str, Any]:
+    """What turns q k^T into weights, which is the same in both directions: all that modifies scores enters here."""
+    arguments: dict[str, Any] = {
+        "attn_scale": graph.tensor(
+            name="scale",
+            dim=[1, 1, 1, 1],
+            stride=[1, 1, 1, 1],
+            data_type=cudnn.data_type.FLOAT,
+            is_pass_by_value=True,
+            uid=Uid.SCALE,
+        ),
+        **band_arguments(x.window_left, x.window_right, x.bottom_right),
+    }
+    if x.has_lengths:
+        arguments["use_padding_mask"] = True
+        for name, uid in (("seq_len_q", Uid.LENGTHS_Q), ("seq_len_kv", Uid.LENGTHS_KV)):
+            arguments[name] = _tensor(graph, uid, (x.batch, 1, 1, 1), (1, 1, 1, 1), torch.int32)
+    if x.bias_shape is not None:
+        arguments["bias"] = _tensor(graph, Uid.BIAS, x.bias_shape, (*x.bias_strides, 1), x.bias_dtype)
+    if x.has_sink:
+        arguments["sink_token"] = _per_head(graph, x, Uid.SINK)
+    if x.dropout_p:
+        seed, offset = (_tensor(graph, uid, (1, 1, 1, 1), (1, 1, 1, 1), torch.int64) for uid in (Uid.SEED, Uid.OFFSET))
+        arguments["dropout"] = (x.dropout_p, seed, offset)
+    return arguments
+
+
+def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> Any:
+    assert strides is not None
+    tensor = _tensor(graph, uid, (x.batch, heads, length, head_dim), (*strides, 1), x.dtype)
+    if x.is_ragged:
+        tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
+    return tensor
+
+
+def _output(graph: Any, x: Sdpa, tensor: Any, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> None:
+    assert strides is not None
+    tensor.set_output(True).set_uid(uid).set_data_type(DTYPES[x.dtype])
+    tensor.set_dim([x.batch, heads, length, head_dim]).set_stride([*strides, 1])
+    if x.is_ragged:
+        tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
+
+
+def _statistics(graph: Any, x: Sdpa, uid: Uid) -> Any:
+    tensor = _tensor(graph, uid, (x.batch, x.num_heads, x.len_q, 1), tuple(_statistics_strides(x)), torch.float32)
+    if x.is_ragged:
+        name = f"STARTS_{uid.name}" if uid is Uid.STATS else "STARTS_STATS"
+        existing = graph.find_tensor(Uid[name])
+        tensor.set_ragged_offset(existing if existing is not None else _starts(graph, x, Uid[name]))
+    return tensor
+
+
+def _statistics_strides(x: Sdpa) -> list[int]:
+    # Ragged ones by token, then head: cuDNN reads head-major ones as zeros in a backward (cudnn-frontend issue 462).
+    if x.is_ragged:
+        return [x.len_q * x.num_heads, 1, x.num_heads, 1]
+    return [x.num_heads * x.len_q, x.len_q, 1, 1]
+
+
+def _starts(graph: Any, x: Sdpa, uid: Uid) -> Any:
+    return _tensor(graph, uid, (x.batch + 1, 1, 1, 1), (1, 1, 1, 1), torch.int64)
+
+
+def _per_head(graph: Any, x: Sdpa, uid: Uid) -> Any:
+    return _tensor(graph, uid, (1, x.num_heads, 1, 1), (x.num_heads, 1, 1, 1), torch.float32)
+
+
+_OTHER_DTYPES = {torch.int32: cudnn.data_type.INT32, torch.int64: cudnn.data_type.INT64}
+
+
+def _tensor(graph: Any, uid: Uid, dims: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None) -> Any:
+    data_type = DTYPES.get(dtype) or _OTHER_DTYPES[dtype]
+    return graph.tensor(name=uid.name.lower(), dim=list(dims), stride=list(strides), data_type=data_type, uid=uid)

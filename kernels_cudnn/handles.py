@@ -1,0 +1,28 @@
+"""A cuDNN handle for each thread and device: cuDNN forbids one in two threads at a time, and autograd has threads of its own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import cudnn
+import torch
+
+
+class _Handles(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[int, Any] = {}
+
+
+_handles = _Handles()
+
+
+def handle_of(device: torch.device) -> Any:
+    """This thread's handle for a CUDA device, which must be the current one; destroyed with its thread."""
+    handle = _handles.by_device.get(device.index)
+    if handle is None:
+        handle = _handles.by_device[device.index] = cudnn.create_handle()
+        # At exit CUDA may be gone first, and the end of the process frees it all.
+        weakref.finalize(handle, cudnn.destroy_handle, cudnn.Handle(handle.backend_handle)).atexit = False
+    return handle

@@ -1,0 +1,163 @@
+"""Lengths, offsets and padding on the device, from cu_seqlens, as torch operations that wait for nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.kernels_cudnn.problem import Problem
+
+
+class Side(NamedTuple):
+    """The sequences of q, or of k and v, padded to the plan's batch with empty ones."""
+
+    lengths: Tensor  # int32 [plan batch]
+    units: Tensor | None  # int32, at least [plan batch + 1]: the first token of each sequence, or its row of a dense tensor
+    is_packed: bool  # [total, h, d]
+    tokens: int  # of the tensor: total, or of each row
+
+    def offsets(self, steps: tuple[int, ...]) -> Tensor:
+        """int64 [len(steps), ...]: the first element of each sequence in tensors whose units are so many elements apart."""
+        assert self.units is not None
+        return self.units * _column(steps, self.units.device)
+
+
+def sides(x: Problem) -> tuple[Side, Side]:
+    """What the plan for `x` gets as lengths and offsets of q, and of k and v.
+
+    Lengths and starts that do not fit the tensors are cut to them, as the other backends do.
+    """
+    batch, _, _ = x.sizes
+    q = _side(x.q, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.longest_q, x.batch, batch, x.is_ragged)
+    if is_self_attention(x):
+        return q, q
+    return q, _side(x.k, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.longest_kv, x.batch, batch, x.is_ragged)
+
+
+def is_self_attention(x: Problem) -> bool:
+    """Whether queries and keys are known, without reading anything, to have the same lengths and starts."""
+    same = x.cu_seqlens_q is x.cu_seqlens_kv and x.cu_seqlens_q_padded is x.cu_seqlens_kv_padded
+    return same and x.longest_q == x.longest_kv and x.q.shape[:-2] == x.k.shape[:-2]
+
+
+def _side(
+    t: Tensor, cu: Tensor | None, cu_padded: Tensor | None, longest: int, batch: int, plan_batch: int, is_ragged: bool
+) -> Side:
+    is_packed = t.dim() == 3
+    tokens = t.shape[0 if is_packed else 1]
+    if cu is None:
+        units = _rows(batch, plan_batch, t.device) if is_ragged else None
+        return Side(_full_lengths(batch, plan_batch, tokens, t.device), units, False, tokens)
+    rows = _rows(batch, plan_batch, t.device)  # those past the batch repeat its end, so that they are empty
+    ends = cu.index_select(0, rows)
+    if not is_packed:
+        lengths = ends.diff().clamp_(0, min(longest, tokens))
+        return Side(lengths[:plan_batch], rows if is_ragged else None, False, tokens)
+    starts = ends if cu_padded is None else cu_padded.index_select(0, rows)
+    starts = starts.clamp(0, tokens)
+    lengths = starts.diff()
+    if cu_padded is not None:
+        lengths = torch.minimum(lengths, ends.diff())
+    return Side(lengths.clamp_(0, longest)[:plan_batch], starts, True, tokens)
+
+
+def hidden_tokens(side: Side, batch: int) -> Tensor:
+    """bool [b, s] or [total]: which tokens belong to no sequence."""
+    if not side.is_packed:
+        return torch.arange(side.tokens, device=side.lengths.device) >= side.lengths[:batch, None]
+    position, sequence = _places(side)
+    assert side.units is not None
+    return position >= (side.units[:-1] + _spread(side, side.lengths))[sequence]
+
+
+def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
+    """bool [b, s] or [total]: which tokens of q see no key, padding included. In self-attention that is padding alone."""
+    left, right = x.window_left, x.window_right
+    if q.is_packed:
+        position, sequence = _places(q)
+        assert q.units is not None
+        i = position - q.units[sequence]
+        len_q, len_kv = (_spread(q, lengths)[sequence] for lengths in (q.lengths, kv.lengths))
+    else:
+        i = torch.arange(q.tokens, device=q.lengths.device)
+        len_q, len_kv = q.lengths[: x.batch, None], kv.lengths[: x.batch, None]
+    diagonal = i + (len_kv - len_q) if x.bottom_right else i
+    blind = (i >= len_q) | (len_kv == 0)
+    if left is not None:
+        blind |= diagonal - min(left, 2**30) >= len_kv
+    if right is not None:
+        blind |= diagonal + min(right, 2**30) < 0
+    return blind
+
+
+def blind_rows(x: Problem) -> tuple[int, int]:
+    """(first, last): without padding, the queries before `first` and from `last` on see no key; known on the host."""
+    shift = x.longest_kv - x.longest_q if x.bottom_right else 0
+    first = 0 if x.window_right is None else -(shift + x.window_right)
+    last = x.longest_q if x.window_left is None else x.longest_kv - shift + x.window_left
+    first = min(max(first, 0), x.longest_q)
+    return first, min(max(last, first), x.longest_q)
+
+
+def _places(side: Side) -> tuple[Tensor, Tensor]:
+    """(position, sequence) of each token of [total, h, d]."""
+    assert side.units is not None
+    position = torch.arange(side.tokens, dtype=torch.int32, device=side.units.device)
+    sequence = torch.searchsorted(side.units[1:], position, right=True, out_int32=False)
+    return position, sequence.clamp_(max=side.units.shape[0] - 2)
+
+
+def _spread(side: Side, lengths: Tensor) -> Tensor:
+    """`lengths`, with a 0 for the unit that is there for alignment."""
+    assert side.units is not None
+    missing = side.units.shape[0] - 1 - lengths.shape[0]
+    return torch.nn.functional.pad(lengths, (0, missing)) if missing else lengths
+
+
+_CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
+_MOST_CONSTANTS = 1024
+
+
+def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keeps what `make` gives; not where it has no data, or lies in the memory of a CUDA graph that is being captured."""
+
+    @functools.wraps(make)
+    def get(*args: Any) -> Tensor:
+        key = (make.__name__, *args)
+        kept = _CONSTANTS.get(key)
+        if kept is not None:
+            return kept
+        device = args[-1]
+        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return make(*args)
+        with torch.inference_mode(False):
+            constant = make(*args)
+        if len(_CONSTANTS) >= _MOST_CONSTANTS:
+            _CONSTANTS.clear()  # streams of ever new batch sizes only
+        return _CONSTANTS.setdefault(key, constant)
+
+    return get
+
+
+@_constant
+def _rows(batch: int, plan_batch: int, device: torch.device) -> Tensor:
+    """int32 0, 1, ..., batch, batch, ...: plan_batch + 1 of them, and one more where that makes the rows of offsets 16 bytes."""
+    return torch.arange(plan_batch + 1 + (plan_batch + 1) % 2, dtype=torch.int32, device=device).clamp_(max=batch)
+
+
+@_constant
+def _full_lengths(batch: int, plan_batch: int, length: int, device: torch.device) -> Tensor:
+    lengths = torch.zeros(plan_batch, dtype=torch.int32, device=device)
+    lengths[:batch] = length
+    return lengths
+
+
+@_constant
+def _column(steps: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.stack(
+        [torch.full((1,), step, dtype=torch.int64, device=device) for step in steps]
+    )  # fills, so no copy to wait for

@@ -1,0 +1,230 @@
+"""Built graphs, kept: bounded, locked, per device, counted; on disk too, so that a second process need not build them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cudnn
+import torch
+
+from flexattn.kernels_cudnn.graphs import Sdpa, Target, build
+from flexattn.kernels_cudnn.handles import handle_of
+
+_log = logging.getLogger(__name__)
+
+CAPACITY = 256  # plans; one holds about 1 to 2 MB of host memory
+FILE_FORMAT = 1  # of a plan on disk; with every change to what a Uid means or to how a graph is built, another number
+
+
+class PlanNotSupported(RuntimeError):
+    """cuDNN has no plan for a graph; the text is its own."""
+
+
+@dataclasses.dataclass
+class Plan:
+    """A graph that is ready to run."""
+
+    sdpa: Sdpa
+    graph: Any
+    workspace_bytes: int
+    seconds: float  # that building or loading it took
+    is_loaded: bool  # from disk
+    is_pinned: bool = False  # a captured CUDA graph may use it: never evicted
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)  # of the graph while it runs
+
+
+@dataclasses.dataclass
+class Counters:
+    """What the cache has done since it was made or cleared."""
+
+    hits: int = 0
+    misses: int = 0
+    builds: int = 0
+    loads: int = 0  # from disk, in place of a build
+    refusals: int = 0  # builds that cuDNN refused
+    evictions: int = 0
+    seconds: float = 0.0  # spent in builds, loads and refusals
+
+
+class PlanCache:
+    """Least recently used plans by (what they are compiled for, device); refusals are remembered too.
+
+    Safe in threads: two that ask for the same plan build it once. Builds of different plans wait for one another, as cuDNN holds
+    Python's lock all through a build.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.capacity = capacity
+        self.counters = Counters()
+        self._plans: OrderedDict[tuple[Sdpa, Any], Plan | PlanNotSupported] = OrderedDict()
+        self._lock = threading.Lock()
+        self._building = threading.Lock()
+
+    def get(self, sdpa: Sdpa, device: torch.device, directory: str | None = None) -> Plan:
+        """The plan, built at the first call for it, or read from `directory`, where it is then kept.
+
+        Raises:
+            PlanNotSupported: cuDNN has none, now or when it was first asked.
+            RuntimeError: it would have to be built while a CUDA graph is captured.
+        """
+        key = (sdpa, _place(device))
+        found = self._find(key)
+        if found is None:
+            with self._building:
+                found = self._find(key, counted=False)  # another thread may have built it meanwhile
+                if found is None:
+                    found = self._make(sdpa, device, directory)
+                    self._keep(key, found)
+        if isinstance(found, PlanNotSupported):
+            raise PlanNotSupported(str(found))
+        return found
+
+    def known(self, sdpa: Sdpa, device: torch.device) -> Plan | PlanNotSupported | None:
+        """What `get` would give without building anything, uncounted."""
+        with self._lock:
+            return self._plans.get((sdpa, _place(device)))
+
+    def inspect(self) -> list[Plan]:
+        """The plans that are kept, least recently used first."""
+        with self._lock:
+            return [plan for plan in self._plans.values() if isinstance(plan, Plan)]
+
+    def clear(self) -> None:
+        """Forget all plans, refusals and counts. A captured CUDA graph that uses one of the plans must not be replayed again."""
+        with self._lock:
+            self._plans.clear()
+            self.counters = Counters()
+
+    def _find(self, key: tuple[Sdpa, Any], counted: bool = True) -> Plan | PlanNotSupported | None:
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+            if counted:
+                self.counters.hits += found is not None
+                self.counters.misses += found is None
+            return found
+
+    def _keep(self, key: tuple[Sdpa, Any], made: Plan | PlanNotSupported) -> None:
+        with self._lock:
+            self._plans[key] = made
+            for old in [k for k, plan in self._plans.items() if not (isinstance(plan, Plan) and plan.is_pinned)]:
+                if len(self._plans) <= self.capacity:
+                    break
+                del self._plans[old]
+                self.counters.evictions += 1
+
+    def _make(self, sdpa: Sdpa, device: torch.device, directory: str | None) -> Plan | PlanNotSupported:
+        if device.type == "cuda" and _deviceless is None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a cuDNN plan cannot be built while a CUDA graph is captured; run the call once before, or flexattn.warmup()"
+            )
+        began = time.perf_counter()
+        path = Path(directory) / f"{_fingerprint(sdpa, device)}.cudnn" if directory else None
+        with _on(device):
+            graph = _load(path, device) if path is not None else None
+            is_loaded = graph is not None
+            if graph is None:
+                try:
+                    graph = build(sdpa, target_of(device))
+                except Exception as e:  # cuDNN has no one type for what it does not support
+                    self.counters.refusals += 1
+                    self.counters.seconds += time.perf_counter() - began
+                    _log.info("cuDNN refused a plan for %s: %s", sdpa, e)
+                    return PlanNotSupported(_first_line(e))
+                if path is not None:
+                    _save(graph, path)
+            workspace_bytes = graph.get_workspace_size()
+        seconds = time.perf_counter() - began
+        self.counters.builds += not is_loaded
+        self.counters.loads += is_loaded
+        self.counters.seconds += seconds
+        _log.info("%s a plan in %.3f s: %s", "loaded" if is_loaded else "built", seconds, sdpa)
+        return Plan(sdpa, graph, workspace_bytes, seconds, is_loaded)
+
+
+PLANS = PlanCache()
+
+
+_deviceless: str | None = None  # the properties of a device that is not here, as JSON
+
+
+@contextlib.contextmanager
+def without_device(properties: str) -> Iterator[None]:
+    """Inside, plans are built for the device that `properties` describes (JSON, as cudnn's device_properties serialize), not for
+    one that is here. They cannot run."""
+    global _deviceless
+    before, _deviceless = _deviceless, properties
+    try:
+        yield
+    finally:
+        _deviceless = before
+
+
+def target_of(device: torch.device) -> Target:
+    """What a graph for `device` is built for."""
+    if _deviceless is not None:
+        properties = cudnn.create_device_properties(_deviceless)
+        return Target(properties=properties, sm_version=90)
+    return Target(handle=handle_of(device))
+
+
+def _place(device: torch.device) -> Any:
+    return _deviceless or (device.type, device.index)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if _deviceless is None else contextlib.nullcontext()
+
+
+def _fingerprint(sdpa: Sdpa, device: torch.device) -> str:
+    """Of all that must match for a plan on disk to be this one: its format, both versions of cuDNN, the device, the graph."""
+    if _deviceless is not None:
+        place: Any = _deviceless
+    else:
+        p = torch.cuda.get_device_properties(device)
+        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        place = (p.name, p.major, p.minor, p.multi_processor_count, driver)
+    what = (FILE_FORMAT, cudnn.__version__, cudnn.backend_version(), place, tuple(sdpa._asdict().items()))
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _load(path: Path, device: torch.device) -> Any:
+    """The graph in a file; None where there is no file, or one that cuDNN does not accept."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    target = target_of(device)
+    graph = cudnn.pygraph(handle=target.handle, device_property=target.properties, sm_version=target.sm_version)
+    try:
+        if target.handle is not None:
+            graph.deserialize(target.handle, list(data))
+        else:
+            graph.deserialize(list(data))
+    except Exception as e:  # whatever it is, building anew is right
+        _log.warning("the cuDNN plan in %s cannot be used, so it is built anew: %s", path, e)
+        return None
+    return graph
+
+
+def _save(graph: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(bytes(graph.serialize()))
+    part.replace(path)  # at once, as other processes may read it
+
+
+def _first_line(e: Exception) -> str:
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0] if lines else 'no text'}"

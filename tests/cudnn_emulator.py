@@ -1,0 +1,170 @@
+"""What a cuDNN plan computes, in plain torch on any device, from what the plan is compiled for and the buffers that it gets.
+
+It stands in for `execute` where there is no GPU, so that all that the launchers do around cuDNN is tested everywhere. It takes every
+liberty that cuDNN has: it reads whole tiles of 128 tokens, whatever lies past a sequence's end, multiplies what it masked by 0
+rather than leave it out, writes nothing past a sequence's end, and gives NaN to a query that sees no key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.kernels_cudnn.graphs import Sdpa, Uid
+from flexattn.kernels_cudnn.plans import Plan
+
+TILE = 128
+NEG_INF = float("-inf")
+NAN = float("nan")
+
+
+class EmulatedPlans:
+    """In place of the plan cache: nothing is built, and what was asked for is kept."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sdpa] = []
+
+    def get(self, sdpa: Sdpa, device: torch.device, directory: str | None = None) -> Plan:
+        self.asked.append(sdpa)
+        return Plan(sdpa, None, 0, 0.0, False)
+
+
+def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
+    x = plan.sdpa
+    for b in range(x.batch):
+        len_q, len_kv = x.len_q, x.len_kv
+        if x.has_lengths:
+            len_q, len_kv = (int(buffers[uid].flatten()[b]) for uid in (Uid.LENGTHS_Q, Uid.LENGTHS_KV))
+            assert 0 <= len_q <= x.len_q
+            assert 0 <= len_kv <= x.len_kv
+        if len_q == 0:
+            continue
+        if x.direction == "forward":
+            _forward(x, buffers, b, len_q, len_kv)
+        else:
+            _backward(x, buffers, b, len_q, len_kv)
+
+
+def _forward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> None:
+    s, keep = _scores(x, buffers, b, len_q, len_kv)
+    v = _heads(x, _read(x, buffers, Uid.V, b, len_kv))
+    peak = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
+    total = torch.exp(s - peak[..., None]).sum(-1)  # NaN where nothing is visible
+    if x.has_sink:
+        total = total + torch.exp(_per_head(buffers[Uid.SINK]) - peak)
+    p = torch.exp(s - peak[..., None]) / total[..., None]
+    out = (p * keep).nan_to_num(0.0) @ v if x.has_sink else (p * keep) @ v
+    rows = slice(0, len_q)
+    _view(x, buffers, Uid.OUT, b, len_q).copy_(out[:, rows])
+    statistics = {Uid.MAX: peak, Uid.SUM_EXP: total} if x.wants_max else {Uid.STATS: peak + total.log()}
+    for uid, values in statistics.items():
+        _view(x, buffers, uid, b, len_q)[..., 0].copy_(values[:, rows])
+
+
+def _backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> None:
+    s, keep = _scores(x, buffers, b, len_q, len_kv)
+    q, dout, out = (_read(x, buffers, uid, b, len_q) for uid in (Uid.Q, Uid.DOUT, Uid.OUT))
+    k, v = (_heads(x, _read(x, buffers, uid, b, len_kv)) for uid in (Uid.K, Uid.V))
+    stats = _read(x, buffers, Uid.STATS, b, len_q)
+    delta = (dout * out).sum(-1, keepdim=True)
+    p = torch.exp(s - stats)
+    p[:, len_q:] = 0.0
+    ds = p * (keep * (dout @ v.transpose(-1, -2)) - delta)
+    scale = float(buffers[Uid.SCALE])
+    _view(x, buffers, Uid.DQ, b, len_q).copy_((ds @ k * scale)[:, :len_q])
+    for uid, grad in ((Uid.DK, ds.transpose(-1, -2) @ q * scale), (Uid.DV, (p * keep).transpose(-1, -2) @ dout)):
+        grad = grad.unflatten(0, (x.num_heads_kv, -1)).sum(1)
+        _view(x, buffers, uid, b, len_kv).copy_(grad[:, :len_kv])
+    if x.has_dbias:
+        target = buffers[Uid.DBIAS]
+        if b == 0:
+            target.zero_()
+        part = ds[None, :, :len_q, :len_kv]
+        for dim in (1, 2, 3):
+            part = part.sum(dim, keepdim=True) if target.shape[dim] == 1 else part
+        target[b if target.shape[0] > 1 else 0] += part[0].to(target.dtype)
+    if x.has_sink:
+        target = buffers[Uid.DSINK]
+        if b == 0:
+            target.zero_()
+        sink = torch.exp(_per_head(buffers[Uid.SINK]) - stats[..., 0])
+        target -= (sink * delta[..., 0])[:, :len_q].sum(-1).to(target.dtype)
+
+
+def _scores(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> tuple[Tensor, Tensor]:
+    """Masked scores [h, r, c] and what dropout multiplies weights by, for whole tiles of rows and columns."""
+    q, k = _read(x, buffers, Uid.Q, b, len_q), _heads(x, _read(x, buffers, Uid.K, b, len_kv))
+    s = q @ k.transpose(-1, -2) * float(buffers[Uid.SCALE])
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    if x.bias_shape is not None:
+        bias = buffers[Uid.BIAS]
+        bias = bias[b if bias.shape[0] > 1 else 0].to(s.dtype).expand(x.num_heads, x.len_q, x.len_kv)
+        s = (
+            s + torch.nn.functional.pad(bias, (0, s.shape[2] - x.len_kv, 0, s.shape[1] - x.len_q))
+            if s.shape[1:] != bias.shape[1:]
+            else s + bias
+        )
+    visible = (j < len_kv) & (i >= 0)
+    diagonal = i + (len_kv - len_q if x.bottom_right else 0)
+    if x.window_left is not None:
+        visible = visible & (j >= diagonal - x.window_left)
+    if x.window_right is not None:
+        visible = visible & (j <= diagonal + x.window_right)
+    h = torch.arange(x.num_heads)[:, None, None]
+    keep = (i * 31 + j * 17 + h * 7 + b * 3) % 16 >= x.dropout_p * 16
+    return torch.where(visible, s, NEG_INF), keep / (1.0 - x.dropout_p)
+
+
+def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:
+    """[h, whole tiles of tokens, d] as fp32, as far as there is memory."""
+    strides = _strides(x, uid)
+    start = _start(x, buffers, uid, b)
+    most = buffers[uid].untyped_storage().nbytes() // buffers[uid].element_size() - buffers[uid].storage_offset()
+    heads, head_dim = _shape(x, uid)
+    last = (most - start - head_dim - (heads - 1) * strides[1]) // strides[2] + 1
+    tokens = min(-(-length // TILE) * TILE, max(last, 0))
+    if not x.is_ragged:
+        tokens = min(tokens, x.len_kv if uid in (Uid.K, Uid.V) else x.len_q)
+    assert tokens >= length, f"{uid.name}: sequence {b} of {length} tokens lies outside its buffer"
+    return _strided(buffers[uid], (heads, tokens, head_dim), (strides[1], strides[2], 1), start).float()
+
+
+def _view(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:
+    strides, (heads, head_dim) = _strides(x, uid), _shape(x, uid)
+    return _strided(buffers[uid], (heads, length, head_dim), (strides[1], strides[2], 1), _start(x, buffers, uid, b))
+
+
+def _strided(t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Tensor:
+    return torch.as_strided(t, shape, strides, t.storage_offset() + start)
+
+
+def _start(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int) -> int:
+    if not x.is_ragged:
+        return b * _strides(x, uid)[0]
+    name = "STATS" if uid in (Uid.MAX, Uid.SUM_EXP) else uid.name
+    starts = buffers[Uid[f"STARTS_{name}"]]
+    assert starts.dtype is torch.int64
+    assert starts.shape[0] > x.batch
+    return int(starts[b])
+
+
+def _strides(x: Sdpa, uid: Uid) -> tuple[int, int, int]:
+    if uid in (Uid.STATS, Uid.MAX, Uid.SUM_EXP):
+        return (x.len_q * x.num_heads, 1, x.num_heads) if x.is_ragged else (x.num_heads * x.len_q, x.len_q, 1)
+    return getattr(x, f"strides_{uid.name.lower()}")
+
+
+def _shape(x: Sdpa, uid: Uid) -> tuple[int, int]:
+    """(heads, head dim)"""
+    if uid in (Uid.STATS, Uid.MAX, Uid.SUM_EXP):
+        return x.num_heads, 1
+    heads = x.num_heads_kv if uid in (Uid.K, Uid.V, Uid.DK, Uid.DV) else x.num_heads
+    return heads, x.head_dim_v if uid in (Uid.V, Uid.DV, Uid.OUT, Uid.DOUT) else x.head_dim_qk
+
+
+def _heads(x: Sdpa, t: Tensor) -> Tensor:
+    return t.repeat_interleave(x.num_heads // x.num_heads_kv, 0)
+
+
+def _per_head(t: Tensor) -> Tensor:
+    return t.flatten()[:, None]
