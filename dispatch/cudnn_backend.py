@@ -33,11 +33,11 @@ def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     First our rules, then `known_bad`. What cuDNN itself says comes when a plan is built to be run: a refusal is raised as Refused
     then, and `select` remembers it.
     """
-    return _device_error(spec.device_type, spec.capability) or _rule_error(spec, direction) or _known_bad(spec, direction)
+    return device_error(spec.device_type, spec.capability) or rule_error(spec, direction) or _known_bad(spec, direction)
 
 
 @functools.cache
-def _device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
+def device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
     if device_type != "cuda":
         return f"cuDNN runs on CUDA devices, not on {device_type!r}"
     if capability not in CAPABILITIES:
@@ -64,7 +64,8 @@ def library_error() -> str | None:
     except Exception as e:  # RuntimeError, as found
         return f"the cuDNN library cannot be loaded ({e}); pip install nvidia-cudnn-cu13, or see python -m flexattn doctor"
     if version < OLDEST_LIBRARY:
-        return f"the cuDNN library is {version_text(version)}, older than {version_text(OLDEST_LIBRARY)}; pip install -U nvidia-cudnn-cu13"
+        oldest = version_text(OLDEST_LIBRARY)
+        return f"the cuDNN library is {version_text(version)}, older than {oldest}; pip install -U nvidia-cudnn-cu13"
     return None
 
 
@@ -74,7 +75,7 @@ def _known_bad(spec: AttentionSpec, direction: Direction) -> str | None:
     return known_bad(spec, direction, cudnn.backend_version())
 
 
-def _rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
+def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """What the graphs cannot say, what cuDNN declines whatever the version, and what would kill the process or is unproved."""
     is_backward = direction == "backward"
     if spec.dtype not in DTYPES:
@@ -92,12 +93,24 @@ def _rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
     if spec.length_kv == 1:
         return "there is one key, which cuDNN's kernels are not made for; use backend='triton'"
     if is_backward and spec.length_q == 1:
-        return "there is one query: plans for its gradients can give NaN or end the process (cudnn-frontend issues 1072, 1071); use backend='triton'"
+        return (
+            "there is one query, and plans for its gradients can give NaN (cudnn-frontend issue 1072) or end the process (issue "
+            "1071); use backend='triton'"
+        )
     if is_backward and spec.needs_lse_grad:
         return "cuDNN takes no gradient of lse; use backend='triton', or no lse in the loss"
     if is_backward and spec.deterministic:
-        return "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose backward is always deterministic"
+        return (
+            "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose backward is always "
+            "deterministic"
+        )
     return _bias_error(spec, is_backward) or _dropout_error(spec) or _softmax_error(spec)
+
+
+_TOP_LEFT = (
+    "a mask follows the bottom-right diagonal; where sq == skv the top-left one is the same: attn_mask_type='causal', or "
+    "bottom_right_diagonal=False"
+)
 
 
 def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
@@ -108,11 +121,14 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
     if spec.bias_dims is None:
         return None
     if not spec.bias_dims[3]:
-        return "the bias is broadcast over the keys, where cuDNN wants one for each; expand it, or leave it out: it changes nothing but lse"
+        return (
+            "the bias is broadcast over the keys, where cuDNN wants a value for each; expand it, or leave it out, as it changes "
+            "nothing but lse"
+        )
     if spec.padding:
         return "a bias together with lengths is not proved right on cuDNN; use backend='triton'"
-    if is_banded_bottom_right(spec):
-        return "cuDNN takes no bias where a mask follows the bottom-right diagonal; where sq == skv the top-left one is the same: attn_mask_type='causal', or bottom_right_diagonal=False"
+    if _is_banded_bottom_right(spec):
+        return f"cuDNN takes no bias where {_TOP_LEFT}"
     if is_backward and spec.needs_bias_grad and not spec.bias_dims[2]:
         return "the gradient of a bias that is broadcast over the queries is not proved right on cuDNN; use backend='triton'"
     return None
@@ -123,8 +139,8 @@ def _dropout_error(spec: AttentionSpec) -> str | None:
         return None
     if spec.padding:
         return "dropout together with lengths is not proved right on cuDNN; use backend='triton'"
-    if is_banded_bottom_right(spec):
-        return "cuDNN takes no dropout where a mask follows the bottom-right diagonal; where sq == skv the top-left one is the same: attn_mask_type='causal', or bottom_right_diagonal=False"
+    if _is_banded_bottom_right(spec):
+        return f"cuDNN takes no dropout where {_TOP_LEFT}"
     if spec.length_q == 1:
         return "cuDNN takes no dropout with one query; use backend='triton'"
     return None
@@ -140,7 +156,7 @@ def _softmax_error(spec: AttentionSpec) -> str | None:
     return None
 
 
-def is_banded_bottom_right(spec: AttentionSpec) -> bool:
+def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
     return spec.band.bottom_right and (spec.band.left is not None or spec.band.right is not None)
 
 
@@ -166,8 +182,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
             as_bshd(out, spec.q_format),
             lse,
             as_bshd(dout, spec.q_format),
-            *_launcher_views(spec, gradients),
-            directory=options.plan_directory(),
+            _launcher_views(spec, gradients),
+            options.plan_directory(),
         )
     doffset = gradients.dsoftmax_offset
     if doffset is not None and x.softmax_offset is not None:
@@ -186,7 +202,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     if key in _prepared:
         return
     shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
-    meta = Operands(*(shadows.get(id(value), value) for value in x))
+    meta = x._replace(**{name: shadows[id(value)] for name, value in x._asdict().items() if isinstance(value, Tensor)})
     problem = _problem(spec, meta, _is_bucketed(spec, x))
     if problem.is_empty:
         return
@@ -195,7 +211,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     if direction == "forward":
         call = forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None)
     else:
-        call = backward_call(problem, out_view, lse, out_view, *_launcher_views(spec, _empty_gradients(spec, meta)))
+        call = backward_call(problem, out_view, lse, out_view, _launcher_views(spec, _empty_gradients(spec, meta)))
     with _refusals():
         PLANS.get(call.sdpa, device, options.plan_directory())
     if len(_prepared) >= _MOST_PREPARED:
@@ -229,9 +245,11 @@ def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
     return Gradients(dq, dk, dv, dbias, doffset)
 
 
-def _launcher_views(spec: AttentionSpec, gradients: Gradients) -> tuple[Tensor | None, ...]:
+def _launcher_views(spec: AttentionSpec, gradients: Gradients):  # type: ignore[no-untyped-def]  # its module imports cudnn
+    from flexattn.kernels_cudnn.attention import Written
+
     dq, dk, dv, dbias, doffset = gradients
-    return as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format), dbias, doffset
+    return Written(as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format), dbias, doffset)
 
 
 def _problem(spec: AttentionSpec, x: Operands, is_bucketed: bool | None = None):  # type: ignore[no-untyped-def]  # imports cudnn

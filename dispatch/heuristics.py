@@ -89,7 +89,7 @@ def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
 
 
 def preference(spec: AttentionSpec, direction: Direction) -> Preference:
-    """The order in which backends are tried for a spec, in one direction: the first row of MEASURED that applies, else the default."""
+    """The order in which backends are tried for a spec: that of the first row of MEASURED that applies, else the default."""
     default = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"])
     row = next((row for row in MEASURED if applies(row, spec, direction)), None)
     if row is None:

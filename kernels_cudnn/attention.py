@@ -40,6 +40,17 @@ class Call(NamedTuple):
     finish: Callable[[], None]
 
 
+class Written(NamedTuple):
+    """What a backward writes: the gradients of q, k and v, laid out as these, and those of the bias and of softmax_offset (fp32 [h])
+    where they are wanted."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsoftmax_offset: Tensor | None = None
+
+
 class Padding(NamedTuple):
     """Which tokens there is nothing to read from, bool [b, s] or [total]; None without padding."""
 
@@ -68,24 +79,20 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None = None,
-    dsoftmax_offset: Tensor | None = None,
+    gradients: Written,
     directory: str | None = None,
 ) -> None:
-    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]).
+    """Write the gradients.
 
-    `out` and `lse` are the forward's, whichever kernel it was; `dout` is laid out as `out` in any view, each gradient as its
-    input. Raises as `attention_forward` does.
+    `out` and `lse` are the forward's, whichever kernel it was; `dout` is laid out as `out` in any view. Raises as
+    `attention_forward` does.
     """
     if problem.is_empty:
-        for gradient in (dq, dk, dv, dbias, dsoftmax_offset):
+        for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
     else:
-        _run(backward_call(problem, out, lse, dout, dq, dk, dv, dbias, dsoftmax_offset), out.device, directory)
+        _run(backward_call(problem, out, lse, dout, gradients), out.device, directory)
 
 
 def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None) -> Call:
@@ -121,19 +128,10 @@ def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor |
     return Call(sdpa, buffers, finish)
 
 
-def backward_call(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-    dsoftmax_offset: Tensor | None,
-) -> Call:
+def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: Written) -> Call:
     """What `attention_backward` runs; with tensors on the meta device, the plan that it would need."""
     x = problem
+    dq, dk, dv, dbias, dsoftmax_offset = gradients
     side_q, side_kv = sides(x)
     padding = _padding(x, side_q, side_kv)
     out = _readable(x, out)
@@ -148,11 +146,11 @@ def backward_call(
         Uid.DOUT: dout,
         Uid.STATS: _readable_statistics(x, lse, padding.blind),
     }
-    gradients = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
-    written = {uid: _writable(x, gradient) for uid, gradient in gradients.items()}
+    targets = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
+    written = {uid: _writable(x, target) for uid, target in targets.items()}
     buffers |= written
     if dbias is not None:
-        gradients[Uid.DBIAS] = dbias
+        targets[Uid.DBIAS] = dbias
         # cuDNN writes it in the dtype of q and compact, or not at all.
         written[Uid.DBIAS] = buffers[Uid.DBIAS] = torch.empty_like(dbias, dtype=x.q.dtype, memory_format=torch.contiguous_format)
     if dsoftmax_offset is not None:
@@ -162,13 +160,13 @@ def backward_call(
     sdpa = _describe(x, "backward", buffers, side_q, side_kv)
 
     def finish() -> None:
-        for uid, gradient in gradients.items():
-            if written[uid] is not gradient:
-                gradient.copy_(written[uid])
+        for uid, target in targets.items():
+            if written[uid] is not target:
+                target.copy_(written[uid])
         _hide(x, dq, padding.blind)
-        for gradient in (dk, dv):
-            if padding.kv is not None:
-                gradient.masked_fill_(padding.kv[..., None, None], 0.0)
+        if padding.kv is not None:
+            for target in (dk, dv):
+                target.masked_fill_(padding.kv[..., None, None], 0.0)
 
     return Call(sdpa, buffers, finish)
 

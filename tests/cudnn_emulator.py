@@ -1,8 +1,8 @@
 """What a cuDNN plan computes, in plain torch on any device, from what the plan is compiled for and the buffers that it gets.
 
-It stands in for `execute` where there is no GPU, so that all that the launchers do around cuDNN is tested everywhere. It takes every
-liberty that cuDNN has: it reads whole tiles of 128 tokens, whatever lies past a sequence's end, multiplies what it masked by 0
-rather than leave it out, writes nothing past a sequence's end, and gives NaN to a query that sees no key.
+It stands in for `execute` where there is no GPU, so that all that the launchers do around cuDNN is tested everywhere. It takes
+every liberty that cuDNN has: it reads whole tiles of 128 tokens, whatever lies past a sequence's end, multiplies what it masked
+by 0 rather than leave it out, writes nothing past a sequence's end, and gives NaN to a query that sees no key.
 """
 
 from __future__ import annotations

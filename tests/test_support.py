@@ -11,7 +11,9 @@ from conftest import ROOT
 from torch import Tensor
 
 import flexattn
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd
+from flexattn.dispatch import cudnn_backend
+from flexattn.dispatch.known_bad import known_bad
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, length_class
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,
@@ -24,15 +26,16 @@ from flexattn.testing import (
     reference_gradients,
 )
 
+BACKENDS = ("triton", "eager", "cudnn")
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 PAGE = ROOT / "docs" / "support.md"
-HEADER = ("feature", "triton forward", "triton backward", "eager forward", "eager backward", "cudnn")
+HEADER = ("feature", *(f"{backend} {direction}" for backend in BACKENDS for direction in ("forward", "backward")))
 SCALE = 7 if torch.cuda.is_available() else 1  # of all lengths: small for the interpreter, past the largest compiled tile
 RNG_STATE = (-7777777777777, 31415926535)  # a negative seed and an offset of more than 32 bits, as torch may draw them
 DEFAULT_SLOPES = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)  # of 4 heads: Press et al. (2022), section 3
 BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
 NEG_INF = float("-inf")
 
-NO_CUDNN = "this version of flexattn has no cuDNN graphs"
 NO_FP64 = "the kernels take fp16, bf16 and fp32, not float64"
 NO_HEAD_DIM = "the kernels take multiples of 8 up to 256"
 
@@ -41,6 +44,7 @@ EQUAL_LENGTHS = {"lengths_q": (37, 37), "lengths_kv": (45, 45)}  # as a dense fo
 PADDED = {**LENGTHS, "padding": True, "gap": 3}
 PACKED = {**LENGTHS, "qkv_format": "thd", "gap": 3}
 STRIDED = {**EQUAL_LENGTHS, "strided": True}
+EQUAL = {**EQUAL_LENGTHS, "qkv_format": "bhsd"}
 NOTHING: dict[str, Any] = {}
 
 
@@ -52,7 +56,8 @@ class Row(NamedTuple):
     bias: str = ""  # the dims that a bias spans, as in "1hss"
     slopes: str = ""  # and those of alibi_slopes, "h" or "bh"
     dlse: bool = False  # whether a gradient comes in through lse too
-    refusals: dict[str, str] = NOTHING  # backend -> why it cannot
+    refusals: dict[str, str] = NOTHING  # backend -> why it cannot; cudnn's are its own rules, for a GPU that it is for
+    cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
 
 
 def mask(attn_mask_type: str, inputs: dict[str, Any], **call: Any) -> Row:
@@ -73,7 +78,8 @@ def head_dims(qk: int, v: int, **refusals: str) -> Row:
 
 
 def bias(kind: str, dims: str) -> Row:
-    return Row(PADDED, {"bias_type": f"{kind}_scale_bias", "softcap": 5.0}, bias=dims)
+    alone = Row(EQUAL, {"bias_type": f"{kind}_scale_bias"}, bias=dims)
+    return Row(PADDED, {"bias_type": f"{kind}_scale_bias", "softcap": 5.0}, bias=dims, cudnn=alone)
 
 
 ROWS: dict[str, dict[str, Row]] = {
@@ -140,16 +146,44 @@ ROWS: dict[str, dict[str, Row]] = {
     "Softmax": {
         "off-by-one": Row(call={"softmax_type": "off-by-one"}),
         "learnable sink": Row(call={"softmax_type": "learnable"}),
-        "dropout": Row(call={"dropout_p": 0.3}),
+        "dropout": Row(call={"dropout_p": 0.3}, cudnn=Row(EQUAL, {"dropout_p": 0.25})),
         "lse, with its gradient": Row(dlse=True),
         "max_logit": Row(call={"return_max_logit": True}),
         "deterministic": Row(
-            {**PADDED, "num_heads": 12, "num_heads_kv": 1}, {"deterministic": True, "softmax_type": "learnable"}, bias="111s"
+            {**PADDED, "num_heads": 12, "num_heads_kv": 1},
+            {"deterministic": True, "softmax_type": "learnable"},
+            bias="111s",
+            cudnn=Row(EQUAL, {"deterministic": True}),
         ),
     },
 }
 
 CASES = [pytest.param(row, id=name) for section in ROWS.values() for name, row in section.items()]
+
+
+def row_for(backend: str, row: Row) -> Row:
+    """The row as a backend takes it: for cudnn in bfloat16, unless the row is about another dtype."""
+    if backend != "cudnn":
+        return row
+    row = row.cudnn or row
+    return row._replace(inputs={"dtype": torch.bfloat16, **row.inputs})
+
+
+def refusal(backend: str, row: Row, direction: Direction) -> str | None:
+    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
+    if backend != "cudnn":
+        return row.refusals.get(backend)
+    case = make_case(row_for("cudnn", row), "cpu")
+    spec = case.spec._replace(
+        device_type="cuda",
+        capability=(9, 0),
+        length_q=length_class(case.operands.max_seqlen_q),
+        length_kv=length_class(case.operands.max_seqlen_kv),
+        dropout_in_sixteenths=case.operands.dropout_p * 16 % 1 == 0,
+        return_max_logit="return_max_logit" in row.call,
+        needs_lse_grad=row.dlse and direction == "backward",
+    )
+    return cudnn_backend.rule_error(spec, direction) or known_bad(spec, direction, cudnn_backend.OLDEST_LIBRARY)
 
 
 class Case(NamedTuple):
@@ -206,11 +240,24 @@ def make_case(row: Row, device: str) -> Case:
     return Case(inputs._asdict() | call, inputs, spec, operands, make_dout(inputs), make_dlse(inputs) if row.dlse else None)
 
 
-@pytest.fixture(params=["triton", "eager"])
+def no_cudnn_here() -> str | None:
+    if not torch.cuda.is_available():
+        return "cudnn needs a GPU, and torch.cuda.is_available() is False"
+    return cudnn_backend.device_error("cuda", torch.cuda.get_device_capability())
+
+
+@pytest.fixture(
+    params=["triton", "eager", pytest.param("cudnn", marks=pytest.mark.skipif(bool(no_cudnn_here()), reason=str(no_cudnn_here())))]
+)
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
     return request.param
+
+
+def skip_other_dropout(backend: str, row: Row) -> None:
+    if backend == "cudnn" and "dropout_p" in row.call:
+        pytest.skip("cudnn drops other weights than the reference; tests/test_gpu_cudnn.py reads off which")
 
 
 def expect_refusal(case: Case, backend: str, direction: Direction, reason: str) -> None:
@@ -221,10 +268,12 @@ def expect_refusal(case: Case, backend: str, direction: Direction, reason: str) 
 
 @pytest.mark.parametrize("row", CASES)
 def test_forward(row: Row, backend: str, device: str) -> None:
+    reason, row = refusal(backend, row, "forward"), row_for(backend, row)
     case = make_case(row, device)
-    if backend in row.refusals:
-        expect_refusal(case, backend, "forward", row.refusals[backend])
+    if reason is not None:
+        expect_refusal(case, backend, "forward", reason)
         return
+    skip_other_dropout(backend, row)
     results = case.attention(backend)
     exact = reference_attention(case.spec, case.operands)
     same_dtype = reference_attention(case.spec, case.operands, dtype=case.spec.dtype)
@@ -241,10 +290,12 @@ def test_forward(row: Row, backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("row", CASES)
 def test_backward(row: Row, backend: str, device: str) -> None:
+    reason, row = refusal(backend, row, "backward"), row_for(backend, row)
     case = make_case(row, device)
-    if backend in row.refusals:
-        expect_refusal(case, backend, "backward", row.refusals[backend])
+    if reason is not None:
+        expect_refusal(case, backend, "backward", reason)
         return
+    skip_other_dropout(backend, row)
     gradients = case.gradients(backend)
     exact = reference_gradients(case.spec, case.operands, case.dout, case.dlse)
     same_dtype = reference_gradients(case.spec, case.operands, case.dout, case.dlse, dtype=case.spec.dtype)
@@ -259,17 +310,18 @@ def test_backward(row: Row, backend: str, device: str) -> None:
         assert all(torch.equal(b, a) for a, b in zip(gradients, again, strict=True))
 
 
-@pytest.mark.parametrize("row", CASES)
-def test_cudnn_says_that_it_has_no_graphs(row: Row, device: str) -> None:
-    case = make_case(row, device)
-    for direction in ("forward", "backward"):
-        expect_refusal(case, "cudnn", direction, NO_CUDNN)
-    explained = str(flexattn.explain(**case.arguments, backend="eager"))
-    assert f"not cudnn: {NO_CUDNN}" in explained
+def test_cudnn_asked_for_on_another_device_says_so(device: str) -> None:
+    if (reason := no_cudnn_here()) is None:
+        pytest.skip("cudnn runs here, so every row has its own answer above")
+    call = make_case(ROWS["Masks"]["causal"], device).arguments
+    with pytest.raises(flexattn.BackendError, match="backend='cudnn' cannot run the forward"):
+        flexattn.attention(**call, backend="cudnn")
+    assert "not cudnn: " in str(flexattn.explain(**call, backend="eager"))
+    assert reason
 
 
 def test_max_logit_carries_no_gradient(backend: str, device: str) -> None:
-    case = make_case(ROWS["Softmax"]["max_logit"], device)
+    case = make_case(row_for(backend, ROWS["Softmax"]["max_logit"]), device)
     q = case.arguments["q"].detach().requires_grad_()
     *_, max_logit = case._replace(arguments=case.arguments | {"q": q}).attention(backend)
     assert not max_logit.requires_grad
@@ -289,7 +341,8 @@ def test_the_inputs_are_hostile(device: str) -> None:
 
 
 def cells(name: str, row: Row) -> tuple[str, ...]:
-    return (name, *("no" if backend in row.refusals else "yes" for backend in ("triton", "eager") for _ in range(2)), "no")
+    answers = (refusal(backend, row, direction) for backend in BACKENDS for direction in ("forward", "backward"))
+    return (name, *("yes" if reason is None else "no" for reason in answers))
 
 
 def read_tables(page: str) -> dict[str, list[tuple[str, ...]]]:
@@ -306,5 +359,7 @@ def read_tables(page: str) -> dict[str, list[tuple[str, ...]]]:
 def test_the_page_says_what_the_tests_say() -> None:
     page = PAGE.read_text("utf-8")
     assert read_tables(page) == {heading: [cells(name, row) for name, row in rows.items()] for heading, rows in ROWS.items()}
-    for reason in (NO_CUDNN, NO_FP64, NO_HEAD_DIM):
+    rows = [row for section in ROWS.values() for row in section.values()]
+    cudnn = [reason for row in rows for direction in DIRECTIONS if (reason := refusal("cudnn", row, direction))]
+    for reason in (NO_FP64, NO_HEAD_DIM, *dict.fromkeys(cudnn)):
         assert reason in " ".join(page.split()), f"{PAGE.name} does not say why: {reason}"
