@@ -202,7 +202,8 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     if key in _prepared:
         return
     shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
-    meta = x._replace(**{name: shadows[id(value)] for name, value in x._asdict().items() if isinstance(value, Tensor)})
+    tensors: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
+    meta = x._replace(**tensors)
     problem = _problem(spec, meta, _is_bucketed(spec, x))
     if problem.is_empty:
         return

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.heuristics import preference
 from flexattn.dispatch.refusals import remember, remembered
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
@@ -34,7 +35,7 @@ class Backend(Protocol):
     ) -> Gradients: ...
 
     def prepare(self, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-        """Builds or compiles what the call will run, where that is not done yet, without running it."""
+        """Builds or compiles what the call will run, where that is not done yet."""
 
 
 class Decision(NamedTuple):
@@ -64,9 +65,9 @@ def select(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
         BackendError: nothing can run it, or the backend asked for cannot.
     """
     decision = _first_that_can(spec, direction) if request == "auto" else _only(request, spec, direction)
-    _log.info("%s: %s, as %s", direction, decision.backend, decision.why)
-    for name, reason in decision.rejected:
-        _log.debug("%s: not %s: %s", direction, name, reason)
+    if _log.isEnabledFor(logging.INFO):
+        lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision)]
+        _log.info("%s", "\n  ".join(lines))
     return decision
 
 
@@ -76,45 +77,54 @@ def reject(name: str, spec: AttentionSpec, direction: Direction, reason: str) ->
     select.cache_clear()
 
 
-def support_error(name: str, spec: AttentionSpec, direction: Direction, request: str = "auto") -> str | None:
-    """Why a backend cannot run `spec`: what it says itself, what running it told, or whose forward it could not go on from."""
+def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str) -> str | None:
+    """Why a backend cannot run `spec`: by itself, by what running it told, or because dropout ties it to the other direction."""
     reason = backend_module(name).support_error(spec, direction) or remembered(name, spec, direction)
-    if reason is not None or direction == "forward" or not spec.dropout:
+    if reason is not None or not spec.dropout:
         return reason
-    before = select(spec._replace(needs_lse_grad=False), "forward", request).backend
-    if (name in OWN_DROPOUT or before in OWN_DROPOUT) and name != before:
-        return (
-            f"the forward runs on {before}, and {name} would drop other weights; ask for one backend by name, or leave out dropout"
-        )
+    if direction == "forward":
+        if name in OWN_DROPOUT and spec.needs_grad and (reason := obstacle(name, spec, "backward", name)):
+            return f"it drops weights of its own, and the backward, which must drop the same, cannot run on it: {reason}"
+        return None
+    before = request if request != "auto" else select(spec._replace(needs_lse_grad=False), "forward", "auto").backend
+    if name != before and not OWN_DROPOUT.isdisjoint((name, before)):
+        return f"the forward runs on {before}, and {name} drops other weights; ask for one backend by name, or leave out dropout"
     return None
+
+
+def standing(name: str, spec: AttentionSpec, direction: Direction) -> str:
+    """Where a backend stands that was not chosen: that it could run the spec too, or why not."""
+    return obstacle(name, spec, direction, name) or f"can run it; ask for it with backend={name!r}"
+
+
+def reasons(spec: AttentionSpec, direction: Direction, decision: Decision) -> list[str]:
+    """Why a decision is what it is, and for each other backend where it stands: a line each."""
+    refusals = dict(decision.rejected)
+    others = [name for name in BACKENDS if name != decision.backend]
+    return [f"why: {decision.why}", *(f"not {name}: {refusals.get(name) or standing(name, spec, direction)}" for name in others)]
 
 
 def _first_that_can(spec: AttentionSpec, direction: Direction) -> Decision:
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
     for name in preferred.order:
-        reason = support_error(name, spec, direction)
+        reason = obstacle(name, spec, direction, "auto")
         if reason is None:
             measured = preferred.source or "not measured yet"
             first = "the first" if not rejected else "the first that can run it"
             why = f"{first} in the order {', '.join(preferred.order)} for {spec.device_type}: {preferred.why} ({measured})"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
-    raise BackendError(_lines(f"no backend can run the {direction} of this call:", rejected))
+    raise BackendError(_refusal(f"no backend can run the {direction} of this call", spec, rejected))
 
 
 def _only(request: str, spec: AttentionSpec, direction: Direction) -> Decision:
-    reason = support_error(request, spec, direction, request)
+    reason = obstacle(request, spec, direction, request)
     if reason is None:
         return Decision(request, "it was asked for by name", (), None)
-    head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back:"
+    head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back"
     others = [(name, standing(name, spec, direction)) for name in BACKENDS if name != request]
-    raise BackendError(_lines(head, [(request, reason), *others]))
-
-
-def standing(name: str, spec: AttentionSpec, direction: Direction) -> str:
-    """Where a backend stands that was not chosen: that it could run the spec too, or why not."""
-    return support_error(name, spec, direction, name) or f"can run it; ask for it with backend={name!r}"
+    raise BackendError(_refusal(head, spec, [(request, reason), *others]))
 
 
 def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, rejected: list[tuple[str, str]]) -> str | None:
@@ -124,5 +134,9 @@ def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, r
     return _lines(head, rejected)
 
 
-def _lines(head: str, reasons: list[tuple[str, str]]) -> str:
-    return "\n".join([head, *(f"  {name}: {reason}" for name, reason in reasons)])
+def _refusal(head: str, spec: AttentionSpec, answers: list[tuple[str, str]]) -> str:
+    return _lines(f"{head}:", [*answers, ("the call", describe(spec)), ("with", versions())])
+
+
+def _lines(head: str, answers: list[tuple[str, str]]) -> str:
+    return "\n".join([head, *(f"  {name}: {answer}" for name, answer in answers)])

@@ -6,7 +6,8 @@ from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec
 from flexattn.functional import attention, explain, merge_attention
+from flexattn.warmup import warmup
 
 __version__ = "0.1.0"
 
-__all__ = ["AttentionSpec", "BackendError", "attention", "attention_backend", "explain", "merge_attention"]
+__all__ = ["AttentionSpec", "BackendError", "attention", "attention_backend", "explain", "merge_attention", "warmup"]

@@ -196,10 +196,15 @@ def explain(
         if extra:
             raise TypeError(f"explain(spec) was given {', '.join(extra)}; accepted beside an AttentionSpec: backend")
         return explanations.explain(q, requested_backend(arguments.get("backend")))
-    call = inspect.signature(attention).bind(q, k, v, **arguments)
-    call.apply_defaults()
-    x, settings = _prepare(**call.arguments)
+    x, settings = bind_call(q, k, v, **arguments)
     return explanations.explain(ops.spec_to_run(x, settings), settings.backend)
+
+
+def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
+    """The arguments of `attention`, checked and sorted as it does, with nothing run; raises what it raises for them."""
+    call = inspect.signature(attention).bind(*arguments, **named)
+    call.apply_defaults()
+    return _prepare(**call.arguments)
 
 
 def _prepare(

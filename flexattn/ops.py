@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flexattn.dispatch import options
+from flexattn.dispatch import canary, options
+from flexattn.dispatch.describe import describe
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import Backend, backend_module, reject, select
 from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, length_class, parse_format
@@ -114,16 +115,34 @@ def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     return Operands(*call[:fields]), Settings(*call[fields:])
 
 
-def _run(spec: AttentionSpec, direction: Direction, settings: Settings, call: Callable[[Backend], T], warns: bool = True) -> T:
+def run(
+    spec: AttentionSpec,
+    direction: Direction,
+    request: str,
+    device: torch.device,
+    call: Callable[[Backend], T],
+    warns: bool = True,
+) -> T:
     """`call` with the backend that is selected; with the next one, or a BackendError, where that one refuses after all."""
     while True:
-        decision = select(spec, direction, settings.backend)
+        decision = select(spec, direction, request)
+        name = decision.backend
+        if options.canary() and (wrong := canary.mismatch(name, spec, direction, device)):
+            reject(name, spec, direction, wrong)
+            warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
+            continue
         if decision.warning is not None and warns:
             warn_once(decision.warning, decision.warning)
         try:
-            return call(backend_module(decision.backend))
+            return call(backend_module(name))
         except Refused as e:
-            reject(decision.backend, spec, direction, str(e))
+            reject(name, spec, direction, str(e))
+
+
+def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
+    """Raises Refused where building what the call will run tells that it cannot."""
+    if not backend.SUPPORT_IS_FINAL:
+        backend.prepare(spec, x, direction)
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,8 +151,8 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
     if spec.needs_grad:  # what cannot be trained fails here, not after a forward
-        _run(spec, "backward", settings, lambda b: None if b.SUPPORT_IS_FINAL else b.prepare(spec, x, "backward"), warns=False)
-    return _run(spec, "forward", settings, lambda backend: backend.forward(spec, x))
+        run(spec, "backward", settings.backend, x.q.device, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
+    return run(spec, "forward", settings.backend, x.q.device, lambda backend: backend.forward(spec, x))
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
@@ -141,7 +160,9 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        gradients = _run(spec, "backward", settings, lambda backend: backend.backward(spec, x, out, lse, dout, dlse))
+        gradients = run(
+            spec, "backward", settings.backend, x.q.device, lambda backend: backend.backward(spec, x, out, lse, dout, dlse)
+        )
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

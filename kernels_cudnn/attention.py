@@ -41,14 +41,13 @@ class Call(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a backward writes: the gradients of q, k and v, laid out as these, and those of the bias and of softmax_offset (fp32 [h])
-    where they are wanted."""
+    """What a backward writes: gradients laid out as q, k and v, and where they are wanted those of the bias and softmax_offset."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None = None
-    dsoftmax_offset: Tensor | None = None
+    dsoftmax_offset: Tensor | None = None  # fp32 [h]
 
 
 class Padding(NamedTuple):

@@ -1,0 +1,104 @@
+"""FLEXATTN_CANARY=1: what a backend computes for a spec is checked against the reference, on a small input, before it runs one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.reference import reference_attention, reference_gradients
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.sample import sample_operands
+from flexattn.dispatch.select import OWN_DROPOUT, backend_module
+from flexattn.dispatch.spec import AttentionSpec, Direction
+
+_log = logging.getLogger(__name__)
+
+LONGEST = (150, 130)  # queries and keys of the input: more than one tile of each, and of uneven ends
+FACTOR = 4.0  # times the largest error of plain torch in the same dtype: a canary looks for wrong results, not for rounding
+ROUNDINGS = 16.0  # of the largest value, granted where plain torch happens to be exact
+_CAPACITY = 1024
+
+_passed: OrderedDict[tuple[str, AttentionSpec, Direction], None] = OrderedDict()
+_lock = threading.Lock()
+
+
+def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
+    """None where a backend's result for `spec` is right, else what is wrong with it; a right one is not checked again.
+
+    The eager backend is not checked, as it shares its arithmetic with the reference; nor is dropout where a backend drops weights
+    of its own; nor is anything while a CUDA graph is captured. Waits for the device.
+    """
+    key = (name, spec, direction)
+    if name == "eager" or key in _passed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return None
+    if spec.dropout and name in OWN_DROPOUT:
+        _log.info("the canary cannot check %s with dropout, as it drops weights of its own", name)
+    else:
+        try:
+            wrong = _compare(name, spec, direction, device)
+        except Refused as e:  # it says so itself
+            return str(e)
+        if wrong is not None:
+            return f"the canary found it wrong: {wrong}"
+    with _lock:
+        _passed[key] = None
+        while len(_passed) > _CAPACITY:
+            _passed.popitem(last=False)
+    return None
+
+
+def clear() -> None:
+    """Check everything again."""
+    with _lock:
+        _passed.clear()
+
+
+def _compare(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
+    backend = backend_module(name)
+    x = sample_operands(spec, device, *_lengths(spec))
+    exact, eager = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
+    # The forward's own results, or what a right forward would have given a backward that follows another backend's.
+    if direction == "forward":
+        got = backend.forward(spec, x)
+        names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
+        return _first_difference(names, got, exact, eager)
+    out, lse = exact[0].to(spec.dtype), exact[1].float()
+    generator = torch.Generator(device).manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator, device=device).to(spec.dtype)
+    dlse = torch.randn(lse.shape, generator=generator, device=device) if spec.needs_lse_grad else None
+    gradients = backend.backward(spec, x, out, lse, dout, dlse)
+    exact_gradients, eager_gradients = (reference_gradients(spec, x, dout, dlse, dtype) for dtype in (torch.float64, spec.dtype))
+    return _first_difference(gradients._fields, gradients, exact_gradients, eager_gradients)
+
+
+def _lengths(spec: AttentionSpec) -> tuple[list[int], list[int]]:
+    """Two sequences, uneven where `spec` has lengths, no longer than its length classes; a single query or key stays one."""
+    longest = [min(most, known) if known else most for most, known in zip(LONGEST, (spec.length_q, spec.length_kv), strict=True)]
+    if not spec.padding:
+        return [longest[0]] * 2, [longest[1]] * 2
+    return [longest[0], max(1, longest[0] // 3)], [max(1, longest[1] // 2), longest[1]]
+
+
+def _first_difference(
+    names: tuple[str, ...], got: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...], eager: tuple[Tensor | None, ...]
+) -> str | None:
+    for name, g, e, same_dtype in zip(names, got, exact, eager, strict=False):
+        if g is None or e is None or same_dtype is None:
+            continue
+        error, budget = _error(g, e), _error(same_dtype, e)
+        finite = e[e.isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        limit = FACTOR * budget + ROUNDINGS * torch.finfo(g.dtype).eps * largest
+        if not error <= limit:
+            return f"{name} is off by {error:.3g}, where plain torch is off by {budget:.3g}"
+    return None
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    got = got.double()
+    difference = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(nan=float("inf"))
+    return float(difference.max()) if difference.numel() else 0.0

@@ -1,0 +1,57 @@
+"""Operands of a spec's own kind, made up: to compile what it needs, and to check it on."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Operands
+
+SOFTCAP = 20.0
+DROPOUT = 0.25
+
+
+def sample_operands(
+    spec: AttentionSpec, device: torch.device | str, lengths_q: list[int], lengths_kv: list[int], seed: int = 0
+) -> Operands:
+    """A call that `spec` describes, of sequences with these lengths: standard normal tensors, padding in dense formats only.
+
+    Without padding all lengths must be equal.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def tokens(fmt: str, lengths: list[int], heads: int, head_dim: int) -> Tensor:
+        sizes = {"b": len(lengths), "s": max(lengths), "t": sum(lengths), "h": heads, "d": head_dim}
+        return normal(*(sizes[dim] for dim in fmt), dtype=spec.dtype)
+
+    def offsets(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+    batch, longest_q, longest_kv = len(lengths_q), max(lengths_q), max(lengths_kv)
+    bias = None
+    if spec.bias_dims is not None:
+        full = (batch, spec.num_heads, longest_q, longest_kv)
+        bias = normal(*(size if spans else 1 for size, spans in zip(full, spec.bias_dims, strict=True)), dtype=spec.dtype)
+    return Operands(
+        q=tokens(spec.q_format, lengths_q, spec.num_heads, spec.head_dim_qk),
+        k=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_qk),
+        v=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_v),
+        bias=bias,
+        alibi_slopes=torch.full((spec.num_heads,), 0.1, device=device) if spec.bias_type == "alibi" else None,
+        softmax_offset=normal(spec.num_heads) if spec.softmax_type == "learnable" else None,
+        cu_seqlens_q=offsets(lengths_q) if spec.padding else None,
+        cu_seqlens_kv=offsets(lengths_kv) if spec.padding else None,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        rng_state=torch.tensor([seed, 0]).to(device) if spec.dropout else None,
+        max_seqlen_q=longest_q,
+        max_seqlen_kv=longest_kv,
+        softmax_scale=spec.head_dim_qk**-0.5,
+        softcap=SOFTCAP if spec.softcap else 0.0,
+        dropout_p=DROPOUT if spec.dropout else 0.0,
+    )
