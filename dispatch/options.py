@@ -22,6 +22,7 @@ import os
 from flexattn.dispatch.spec import BACKENDS
 
 REQUESTS = ("auto", *BACKENDS)
+VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_PLANS")
 
 
 def backend() -> str | None:

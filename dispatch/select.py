@@ -94,7 +94,8 @@ def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str)
 
 def standing(name: str, spec: AttentionSpec, direction: Direction) -> str:
     """Where a backend stands that was not chosen: that it could run the spec too, or why not."""
-    return obstacle(name, spec, direction, name) or f"can run it; ask for it with backend={name!r}"
+    so_far = "" if backend_module(name).SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
+    return obstacle(name, spec, direction, name) or f"can run it{so_far}; ask for it with backend={name!r}"
 
 
 def reasons(spec: AttentionSpec, direction: Direction, decision: Decision) -> list[str]:

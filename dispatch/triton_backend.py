@@ -21,11 +21,11 @@ def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
-    return _device_error(spec.device_type, spec.capability)
+    return device_error(spec.device_type, spec.capability)
 
 
 @functools.cache
-def _device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
+def device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'triton>=3.6'"
     if device_type == "cuda":

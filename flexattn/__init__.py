@@ -6,7 +6,7 @@ from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec
 from flexattn.functional import attention, explain, merge_attention
-from flexattn.warmup import warmup
+from flexattn.warm_up import warmup
 
 __version__ = "0.1.0"
 

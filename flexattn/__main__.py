@@ -1,4 +1,4 @@
-"""`python -m flexattn`: a demo of the library's main job, its benchmark, and the kernel developer's playground."""
+"""`python -m flexattn`: the main job on this machine, which backend runs a call, what is installed, benchmark and playground."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import sys
 
 import flexattn
+from flexattn import doctor, question
 from flexattn.dispatch import options
 
 TOOLS = {
@@ -30,7 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     demo_parser.add_argument("--backend", choices=options.REQUESTS, default="auto", help="default: %(default)s")
     for name, (_, text) in TOOLS.items():
         commands.add_parser(name, help=text)
+    explain_parser = commands.add_parser("explain", help="which backend runs a call, why, and what is in the way of the others")
+    question.add_arguments(explain_parser)
+    commands.add_parser("doctor", help="what is installed of all that flexattn can use, and how to get what is missing")
     args = parser.parse_args(argv)
+    if args.command == "explain":
+        return _explain(args, explain_parser)
+    if args.command == "doctor":
+        return doctor.run()
     if args.tokens is not None and args.tokens < 1:
         demo_parser.error(f"--tokens is {args.tokens}; accepted: 1 or more")
     try:
@@ -43,6 +51,16 @@ def main(argv: list[str] | None = None) -> int:
         return demo.run(args.tokens, args.backend)
     except flexattn.BackendError as e:
         demo_parser.exit(1, f"{e}\n")
+
+
+def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        print(question.answer(args))  # noqa: T201
+    except (TypeError, ValueError) as e:
+        parser.error(str(e))
+    except flexattn.BackendError as e:
+        parser.exit(1, f"{e}\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def warmup(
     milliseconds. Triton keeps its kernels in a cache of its own.
 
     Args:
-        calls: each either the arguments of `attention`, as a dict, with tensors of the shapes, dtypes and strides that will come (their
-            values do not matter; they are not changed), or an `AttentionSpec`, which stands for one sequence of its length class, on
-            the current device.
+        calls: each either the arguments of `attention`, as a dict, with tensors of the shapes, dtypes and strides that will come
+            (their values do not matter; they are not changed), or an `AttentionSpec`, which stands for one sequence of its length
+            class, on the current device.
         backend: for specs: what `attention` takes. Arguments say it themselves.
         progress: whether to show a bar on stderr for several calls, if tqdm is installed.
 

@@ -1,0 +1,187 @@
+"""`python -m flexattn doctor`: what is here of all that flexattn can use, from where, and the command that gets what is missing.
+
+No probe can fail the report: what raises is reported as such.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import flexattn
+from flexattn.dispatch import cudnn_backend, options, triton_backend
+from flexattn.dispatch.known_bad import version_text
+
+OK, NOTE, MISSING = "ok", "note", "missing"
+
+
+class Finding(NamedTuple):
+    what: str
+    found: str
+    verdict: str = OK
+    remedy: str = ""  # a command, or what to change
+
+
+def run() -> int:
+    """Prints the report, as a table where rich is installed; always 0."""
+    findings = report()
+    if importlib.util.find_spec("rich") is None:
+        for finding in findings:
+            print(f"{finding.what}: {finding.found} [{finding.verdict}]" + (f"\n    {finding.remedy}" if finding.remedy else ""))  # noqa: T201
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "found", "")
+    colours = {OK: "green", NOTE: "yellow", MISSING: "red"}
+    for finding in findings:
+        remedy = f"\n{finding.remedy}" if finding.remedy else ""
+        table.add_row(
+            finding.what, finding.found + remedy, finding.verdict, style=None if finding.verdict == OK else colours[finding.verdict]
+        )
+    Console().print(table)
+    return 0
+
+
+def report() -> list[Finding]:
+    """Everything that was found, in the order in which one thing needs another."""
+    findings: list[Finding] = []
+    for what, probe in PROBES.items():
+        findings += _guarded(what, probe)
+    return findings
+
+
+def _guarded(what: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return probe()
+    except Exception as e:  # a report of a broken machine is what this is for
+        return [Finding(what, f"the probe failed: {type(e).__name__}: {e}", NOTE)]
+
+
+def _python() -> list[Finding]:
+    return [
+        Finding("flexattn", f"{flexattn.__version__}, {Path(flexattn.__file__).parent}"),
+        Finding("python", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"),
+    ]
+
+
+def _torch() -> list[Finding]:
+    built = torch.version.cuda
+    if built is None:
+        remedy = "on a machine with an NVIDIA GPU: install a build for CUDA, as https://pytorch.org/get-started says"
+        return [Finding("torch", f"{torch.__version__}, built without CUDA", NOTE, remedy)]
+    return [Finding("torch", f"{torch.__version__}, built for CUDA {built}")]
+
+
+def _gpu() -> list[Finding]:
+    driver = Path("/proc/driver/nvidia/version")
+    version = driver.read_text().splitlines()[0] if driver.exists() else "none loaded"
+    findings = [Finding("driver", version, OK if driver.exists() else MISSING)]
+    if not torch.cuda.is_available():
+        remedy = "the fused backends need an NVIDIA GPU; without one the eager backend runs"
+        return [*findings, Finding("GPU", "torch sees none", MISSING, remedy)]
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        found = f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
+        findings.append(Finding(f"GPU {index}", found))
+    return findings
+
+
+def _triton() -> list[Finding]:
+    if importlib.util.find_spec("triton") is None:
+        return [Finding("triton", "not installed", MISSING, "pip install 'triton>=3.6'")]
+    triton = importlib.import_module("triton")
+    findings = [Finding("triton", f"{triton.__version__}, {Path(str(triton.__file__)).parent}")]
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        findings.append(
+            Finding("triton", "TRITON_INTERPRET=1: kernels run in its interpreter, slowly", NOTE, "unset TRITON_INTERPRET")
+        )
+    return findings
+
+
+def _cudnn() -> list[Finding]:
+    if importlib.util.find_spec("cudnn") is None:
+        return [Finding("cuDNN frontend", "not installed", MISSING, "pip install 'nvidia-cudnn-frontend>=1.28'")]
+    cudnn = importlib.import_module("cudnn")
+    findings = [Finding("cuDNN frontend", f"{cudnn.__version__}, {Path(str(cudnn.__file__)).parent}")]
+    error = cudnn_backend.library_error()
+    if error is not None:
+        reason, _, remedy = error.partition("; ")
+        findings.append(Finding("cuDNN library", reason, MISSING, remedy))
+    else:
+        findings.append(Finding("cuDNN library", version_text(cudnn.backend_version())))
+    return findings
+
+
+def _libraries() -> list[Finding]:
+    """Which libcudnn the process has loaded, and the others that it might have: two versions mixed fail when a graph is built."""
+    loaded = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn.so" in line})
+    patterns = [str(Path(folder) / "nvidia" / "cudnn" / "lib" / "libcudnn.so*") for folder in sys.path]
+    patterns += [str(Path(folder) / "libcudnn.so*") for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    patterns += ["/usr/lib/*-linux-gnu/libcudnn.so*", "/usr/local/cuda*/lib64/libcudnn.so*"]
+    there = sorted({os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)})
+    findings = [Finding("libcudnn loaded", ", ".join(loaded) or "none yet")]
+    if len({os.path.dirname(path) for path in (*there, *map(os.path.realpath, loaded))}) > 1:
+        remedy = "keep one: pip uninstall the others, or set LD_LIBRARY_PATH to the folder of one"
+        findings.append(Finding("libcudnn on disk", ", ".join(there), NOTE, remedy))
+    return findings
+
+
+def _frontends() -> list[Finding]:
+    """Packages that bring the same module twice: which one is imported is then chance."""
+    findings = []
+    for module in ("triton", "cudnn"):
+        owners = sorted(set(importlib.metadata.packages_distributions().get(module, ())))
+        if len(owners) > 1:
+            remedy = f"pip uninstall all of them but one, then reinstall that one: {', '.join(owners)}"
+            findings.append(Finding(module, f"{len(owners)} packages install it: {', '.join(owners)}", NOTE, remedy))
+    return findings
+
+
+def _backends() -> list[Finding]:
+    """Whether each fused backend can run on the first device at all."""
+    if not torch.cuda.is_available():
+        return []
+    capability = torch.cuda.get_device_capability(0)
+    findings = []
+    for name, error in (
+        ("triton", triton_backend.device_error("cuda", capability)),
+        ("cudnn", cudnn_backend.device_error("cuda", capability)),
+    ):
+        reason, _, remedy = (error or "").partition("; ")
+        findings.append(Finding(f"backend {name}", reason or "can run here", OK if error is None else NOTE, remedy))
+    return findings
+
+
+def _settings() -> list[Finding]:
+    set_here = {name: value for name, value in sorted(os.environ.items()) if name.startswith("FLEXATTN_")}
+    findings = [
+        Finding("settings", ", ".join(f"{name}={value}" for name, value in set_here.items()) or "no FLEXATTN_ variable is set")
+    ]
+    unknown = sorted(set(set_here) - set(options.VARIABLES))
+    if unknown:
+        findings.append(Finding("settings", f"unknown: {', '.join(unknown)}", NOTE, f"known: {', '.join(options.VARIABLES)}"))
+    return findings
+
+
+PROBES: dict[str, Callable[[], list[Finding]]] = {
+    "python": _python,
+    "torch": _torch,
+    "GPU": _gpu,
+    "triton": _triton,
+    "cuDNN": _cudnn,
+    "libcudnn": _libraries,
+    "packages": _frontends,
+    "backends": _backends,
+    "settings": _settings,
+}

@@ -1,0 +1,108 @@
+"""`python -m flexattn explain`: a call described by its shapes on the command line, and which backend would run it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.dispatch import explain as explanations
+from flexattn.dispatch import options
+from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, length_class, parse_format
+from flexattn.functional import bind_call
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Names and defaults are those of flexattn.attention(). Nothing is allocated, compiled or run."
+    parser.add_argument("--q", type=_numbers, required=True, metavar="2,4096,32,128", help="shape of q, in --format")
+    parser.add_argument("--kv", type=_numbers, metavar="SHAPE", help="shape of k (default: q's, with --kv-heads)")
+    parser.add_argument("--kv-heads", type=int, metavar="N", help="heads of k and v (default: q's)")
+    parser.add_argument("--head-dim-v", type=int, metavar="N", help="head dim of v (default: q's)")
+    parser.add_argument("--format", default="bshd", help="qkv_format (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences, for thd (default: %(default)s)")
+    parser.add_argument("--max-seqlen", type=int, metavar="N", help="the longest sequence, for thd (default: all tokens)")
+    parser.add_argument("--mask", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)")
+    parser.add_argument("--window", type=_numbers, default=(-1, -1), metavar="L,R", help="window_size (default: -1,-1)")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="default: %(default)s")
+    parser.add_argument("--bias", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
+    parser.add_argument("--bias-shape", type=_numbers, metavar="B,H,SQ,SKV", help="default: 1,h,sq,skv")
+    parser.add_argument("--softmax", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)")
+    parser.add_argument("--softcap", type=float, default=0.0, help="default: none")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--max-logit", action="store_true", help="return_max_logit")
+    parser.add_argument("--no-grad", action="store_true", help="no input requires a gradient")
+    parser.add_argument("--lse-grad", action="store_true", help="a gradient comes in through lse")
+    parser.add_argument("--backend", choices=options.REQUESTS, help="what to ask for (default: as FLEXATTN_BACKEND says)")
+    parser.add_argument(
+        "--capability",
+        type=_capability,
+        metavar="9.0",
+        help="of a GPU that need not be here (default: this machine's, else its CPU)",
+    )
+
+
+def answer(args: argparse.Namespace) -> explanations.Explanation:
+    """What `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
+    q_format, kv_format = parse_format(args.format)
+    dtype, training = DTYPES[args.dtype], not args.no_grad
+    heads = args.q[q_format.index("h")] if len(args.q) == len(q_format) else 1
+    kv = args.kv or tuple(args.kv_heads or n if q_format[i : i + 1] == "h" else n for i, n in enumerate(args.q))
+    v = (*kv[:-1], args.head_dim_v or kv[-1])
+    call: dict[str, Any] = {
+        "q": _tensor(args.q, dtype, training),
+        "k": _tensor(kv, dtype, training),
+        "v": _tensor(v, dtype, training),
+        "qkv_format": args.format,
+        "attn_mask_type": args.mask,
+        "window_size": args.window,
+        "bias_type": args.bias,
+        "softmax_type": args.softmax,
+        "softcap": args.softcap,
+        "dropout_p": args.dropout,
+        "deterministic": args.deterministic,
+        "return_max_logit": args.max_logit,
+        "backend": args.backend,
+    }
+    batch = args.batch if q_format == "thd" else args.q[q_format.index("b")] if len(args.q) == len(q_format) else 1
+    if "padding" in args.mask:
+        call["cu_seqlens_q"] = call["cu_seqlens_kv"] = _tensor((batch + 1,), torch.int32, False)
+    for side, fmt, shape in (("q", q_format, args.q), ("kv", kv_format, kv)):
+        if fmt == "thd":
+            call[f"max_seqlen_{side}"] = args.max_seqlen or shape[0]
+    if args.bias.endswith("scale_bias"):
+        lengths = [
+            call.get(f"max_seqlen_{s}") or shape[f.index("s")] for s, f, shape in (("q", q_format, args.q), ("kv", kv_format, kv))
+        ]
+        call["bias"] = _tensor(args.bias_shape or (1, heads, *lengths), dtype, training)
+    if args.softmax == "learnable":
+        call["softmax_offset"] = _tensor((heads,), torch.float32, training)
+    x, settings = bind_call(**call)
+    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = args.capability or here
+    spec = ops.spec_to_run(x, settings)._replace(
+        device_type="cpu" if capability is None else "cuda",
+        capability=capability,
+        needs_lse_grad=args.lse_grad,
+        length_q=length_class(x.max_seqlen_q),
+        length_kv=length_class(x.max_seqlen_kv),
+    )
+    return explanations.explain(spec, settings.backend)
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.removeprefix("sm_").partition(".")
+    return int(major), int(minor or 0)
