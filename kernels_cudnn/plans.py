@@ -141,7 +141,7 @@ class PlanCache:
                     self.counters.refusals += 1
                     self.counters.seconds += time.perf_counter() - began
                     _log.info("cuDNN refused a plan for %s: %s", sdpa, e)
-                    return PlanNotSupported(_first_line(e))
+                    return PlanNotSupported(_summary(e))
                 if path is not None:
                     _save(graph, path)
             workspace_bytes = graph.get_workspace_size()
@@ -225,6 +225,11 @@ def _save(graph: Any, path: Path) -> None:
     part.replace(path)  # at once, as other processes may read it
 
 
-def _first_line(e: Exception) -> str:
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0] if lines else 'no text'}"
+def _summary(e: Exception) -> str:
+    """The type and the first lines of what cuDNN says, which may list every engine that it tried."""
+    lines = [line.strip() for line in str(e).strip().splitlines()[:2]]
+    text = " ".join(line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}..." for line in lines)
+    return f"{type(e).__name__}: {text or 'no text'}"
+
+
+_MOST_TEXT = 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,22 @@ from hypothesis import strategies as st
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import options
+from flexattn.dispatch import heuristics, options, refusals
 from flexattn.dispatch.context import attention_backend, requested_backend
 from flexattn.dispatch.explain import explain
-from flexattn.dispatch.heuristics import PREFERENCES
-from flexattn.dispatch.select import BackendError, Decision, backend_module, select
-from flexattn.dispatch.spec import BACKENDS, BIAS_TYPES, FORMATS, SOFTMAX_TYPES, AttentionSpec, Band, Direction
+from flexattn.dispatch.heuristics import DEFAULTS, Measured
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.select import BackendError, Decision, backend_module, reasons, reject, select
+from flexattn.dispatch.spec import (
+    BACKENDS,
+    BIAS_TYPES,
+    FORMATS,
+    SOFTMAX_TYPES,
+    AttentionSpec,
+    Band,
+    Direction,
+    length_class,
+)
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -53,6 +64,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
     select.cache_clear()
     yield
+    refusals.clear()
     select.cache_clear()
 
 
@@ -108,11 +120,13 @@ def test_a_backend_asked_for_by_name_never_falls_back(refuse):
     lines = str(e.value).splitlines()
     assert "backend='cudnn'" in lines[0]
     assert "forward" in lines[0]
-    assert lines[1:] == [
+    assert lines[1:4] == [
         "  cudnn: cudnn lacks wings; give it wings",
         "  triton: can run it; ask for it with backend='triton'",
         "  eager: can run it; ask for it with backend='eager'",
     ]
+    assert lines[4].startswith("  the call: bshd, float32, 4 heads over 2")
+    assert lines[5].startswith("  with: torch ")
 
 
 def test_the_error_holds_every_reason_where_nothing_fits(refuse):
@@ -159,14 +173,160 @@ def test_a_decision_is_made_once_per_spec(monkeypatch, refuse):
 
 
 def test_every_backend_has_a_place_in_every_order():
-    for row in PREFERENCES:
-        assert sorted(row.order) == sorted(BACKENDS)
+    for default in DEFAULTS.values():
+        assert sorted(default.order) == sorted(BACKENDS)
 
 
-def test_cudnn_is_honest():
-    for spec, direction in product((SPEC, ON_CUDA), DIRECTIONS):
-        with pytest.raises(BackendError, match=r"cudnn: .*no cuDNN graphs; use backend="):
-            select(spec, direction, "cudnn")
+PLAIN = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=4096, length_kv=4096)
+ROW = Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (2048, 8192), 1.25, "a_file.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, "cudnn"),
+        ({"length_q": 1024}, "cudnn"),  # the longer of the two counts
+        ({"length_q": 1024, "length_kv": 1024}, "triton"),
+        ({"length_kv": 16384}, "triton"),
+        ({"dtype": torch.float16}, "triton"),
+        ({"head_dim_v": 64}, "triton"),
+        ({"capability": (8, 0)}, "triton"),
+        ({"band": Band(None, None, True)}, "triton"),
+        ({"band": Band(127, 0, False)}, "triton"),
+        ({"band": Band(None, 0, True)}, "cudnn"),
+        ({"padding": True}, "triton"),
+        ({"padding": True, "q_format": "thd", "kv_format": "thd"}, "triton"),
+        ({"bias_type": "alibi"}, "triton"),
+        ({"softmax_type": "learnable"}, "triton"),
+        ({"softcap": True}, "triton"),
+        ({"deterministic": True}, "triton"),
+        ({"return_max_logit": True}, "triton"),
+    ],
+)
+def test_a_measured_row_holds_for_what_was_measured(monkeypatch, refuse, change, chosen):
+    refuse()
+    monkeypatch.setattr(heuristics, "MEASURED", (ROW,))
+    spec = PLAIN._replace(**change)
+    forward = select(spec, "forward", "auto")
+    assert forward.backend == chosen
+    measured = "1.25 times as fast as triton here (a_file.json)" in forward.why
+    assert measured == (chosen == "cudnn")
+    assert ("not measured yet" in forward.why) == (chosen == "triton")
+    assert select(spec, "backward", "auto").backend == "triton", "each direction has rows of its own"
+
+
+def test_a_measured_row_does_not_make_a_backend_able(monkeypatch, refuse):
+    refuse("cudnn")
+    monkeypatch.setattr(heuristics, "MEASURED", (ROW,))
+    decision = select(PLAIN, "forward", "auto")
+    assert (decision.backend, decision.rejected) == ("triton", (("cudnn", "cudnn lacks wings; give it wings"),))
+
+
+def test_every_measured_row_has_its_result_file_and_can_apply():
+    root = Path(__file__).parent.parent
+    for row in heuristics.MEASURED:
+        assert (root / "bench" / "results" / row.source).exists(), row
+        assert row.backend in BACKENDS
+        assert row.mask in heuristics.MASKS
+        assert row.layout in heuristics.LAYOUTS
+        assert all(length_class(length) == length for length in row.lengths), row
+        assert row.factor > 1.0, f"{row}: a row is for a backend that is faster than the default"
+
+
+def test_lengths_are_told_apart_by_magnitude_alone():
+    assert [length_class(n) for n in (0, 1, 2, 3, 4, 5, 1000, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+    q, k = (torch.randn(1, n, 2, 8) for n in (1000, 600))
+    spec = flexattn.explain(q, k, k).spec
+    assert (spec.length_q, spec.length_kv) == (1024, 1024)
+    shorter = flexattn.explain(q[:, :513], k[:, :513], k[:, :513]).spec
+    assert shorter == spec
+
+
+def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
+    """As cuDNN does, which knows only when a plan is built; asked again, it is not tried again."""
+    refuse("triton")
+    spec = SPEC._replace(needs_grad=False)
+    monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda"))
+    monkeypatch.setattr("flexattn.warn._warned", set())
+    tried = []
+
+    def refusing(spec: AttentionSpec, x: Any) -> None:
+        tried.append(spec)
+        raise Refused("no plan today")
+
+    monkeypatch.setattr(backend_module("cudnn"), "forward", refusing)
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.warns(RuntimeWarning, match="no plan today"):
+        out = flexattn.attention(q, q, q)
+    assert torch.equal(out, flexattn.attention(q, q, q, backend="eager"))
+    flexattn.attention(q, q, q)
+    assert len(tried) == 1
+    with pytest.raises(BackendError, match="cudnn: no plan today"):
+        flexattn.attention(q, q, q, backend="cudnn")
+    assert "not cudnn: no plan today" in str(flexattn.explain(q, q, q))
+    assert select(spec._replace(num_heads=8), "forward", "cudnn").backend == "cudnn", "another spec may be asked"
+
+
+def test_a_backward_that_building_refuses_goes_to_the_next_before_the_forward_runs(monkeypatch, refuse):
+    refuse("triton")
+    monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda"))
+    monkeypatch.setattr("flexattn.warn._warned", set())
+    cudnn, order = backend_module("cudnn"), []
+
+    def prepare(spec: AttentionSpec, x: Any, direction: Direction) -> None:
+        order.append(direction)
+        raise Refused("no plan for that")
+
+    monkeypatch.setattr(cudnn, "prepare", prepare)
+    monkeypatch.setattr(cudnn, "forward", lambda spec, x: order.append("forward ran") or backend_module("eager").forward(spec, x))
+    q = torch.randn(1, 3, 2, 8, requires_grad=True)
+    out = flexattn.attention(q, q, q)
+    assert order == ["backward", "forward ran"]
+    with pytest.warns(RuntimeWarning, match="backward runs on the eager backend"):
+        out.sum().backward()
+
+
+def test_dropout_keeps_both_directions_on_backends_that_drop_the_same(monkeypatch, refuse):
+    refuse()
+    spec = PLAIN._replace(dropout=True, dropout_in_sixteenths=True)
+    only_forward = {"forward": None, "backward": "no way back"}
+    monkeypatch.setattr(heuristics, "DEFAULTS", {"cuda": DEFAULTS["cuda"]._replace(order=("cudnn", "triton", "eager"))})
+    for direction in DIRECTIONS:
+        assert select(spec, direction, "auto").backend == "cudnn"
+    monkeypatch.setattr(backend_module("cudnn"), "support_error", lambda spec, direction: only_forward[direction])
+    select.cache_clear()
+    for direction in DIRECTIONS:
+        decision = select(spec, direction, "auto")
+        assert decision.backend == "triton"
+        assert "no way back" in dict(decision.rejected)["cudnn"]
+    no_gradient = spec._replace(needs_grad=False)
+    assert select(no_gradient, "forward", "auto").backend == "cudnn"
+    plain = spec._replace(dropout=False)
+    assert [select(plain, direction, "auto").backend for direction in DIRECTIONS] == ["cudnn", "triton"]
+
+
+def test_dropout_of_a_forward_elsewhere_bars_the_backend_from_the_backward(monkeypatch, refuse):
+    refuse()
+    no_way_there = {"forward": "no way there", "backward": None}
+    monkeypatch.setattr(heuristics, "DEFAULTS", {"cuda": DEFAULTS["cuda"]._replace(order=("cudnn", "triton", "eager"))})
+    monkeypatch.setattr(backend_module("cudnn"), "support_error", lambda spec, direction: no_way_there[direction])
+    decision = select(PLAIN._replace(dropout=True, dropout_in_sixteenths=True), "backward", "auto")
+    assert decision.backend == "triton"
+    assert decision.rejected == (
+        ("cudnn", "the forward runs on triton, and cudnn drops other weights; ask for one backend by name, or leave out dropout"),
+    )
+
+
+def test_a_decision_is_logged_once_with_the_whole_text(caplog, refuse):
+    refuse("triton")
+    with caplog.at_level("INFO", logger="flexattn.dispatch.select"):
+        for _ in range(3):
+            select(ON_CUDA, "forward", "auto")
+    assert len(caplog.records) == 1
+    text = caplog.records[0].getMessage()
+    assert text.startswith("forward of bshd, float32, 4 heads over 2, head dim 16")
+    assert "not triton: triton lacks wings; give it wings" in text
+    assert "not eager: can run it" in text
 
 
 def test_the_argument_beats_the_context_and_the_context_the_environment(monkeypatch):
@@ -195,7 +355,10 @@ def test_unknown_backends_are_named(backend):
             attempt()
 
 
-@pytest.mark.parametrize(("variable", "read"), [("FLEXATTN_BACKEND", options.backend), ("FLEXATTN_CHECK", options.check_values)])
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [("FLEXATTN_BACKEND", options.backend), ("FLEXATTN_CHECK", options.check_values), ("FLEXATTN_CANARY", options.canary)],
+)
 def test_wrong_environment_variables_are_named(monkeypatch, variable, read):
     monkeypatch.setenv(variable, "yes")
     with pytest.raises(ValueError, match=rf"{variable} is 'yes'; accepted: "):
@@ -292,13 +455,24 @@ specs = st.builds(
     needs_bias_grad=st.booleans(),
     deterministic=st.booleans(),
     device_type=st.sampled_from(["cpu", "cuda"]),
-    capability=st.none() | st.tuples(st.integers(7, 12), st.integers(0, 9)),
+    capability=st.none() | st.just((9, 0)) | st.tuples(st.integers(7, 12), st.integers(0, 9)),
+    length_q=st.integers(0, 2**20).map(length_class),
+    length_kv=st.integers(0, 2**20).map(length_class),
+    dropout_in_sixteenths=st.booleans(),
+    needs_lse_grad=st.booleans(),
+)
+some_refusals = st.dictionaries(
+    st.sampled_from([(name, d) for name in BACKENDS for d in DIRECTIONS]), st.just("it crashed; try another")
 )
 
 
 @settings(deadline=None)  # the first choice imports the backends
-@given(specs, st.sampled_from(DIRECTIONS), st.sampled_from(options.REQUESTS))
-def test_select_is_deterministic_and_raises_nothing_but_backend_error(spec, direction, request):
+@given(specs, st.sampled_from(DIRECTIONS), st.sampled_from(options.REQUESTS), some_refusals)
+def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direction, request, refused):
+    refusals.clear()
+    for (name, which), reason in refused.items():
+        reject(name, spec, which, reason)
+
     def choose() -> Decision | str:
         select.cache_clear()
         try:
@@ -311,7 +485,26 @@ def test_select_is_deterministic_and_raises_nothing_but_backend_error(spec, dire
     if isinstance(choice, Decision):
         assert request in ("auto", choice.backend)
         assert backend_module(choice.backend).support_error(spec, direction) is None
-        for name, reason in choice.rejected:
-            assert backend_module(name).support_error(spec, direction) == reason
+        assert (choice.backend, direction) not in refused
+        lines = reasons(spec, direction, choice)
+        assert lines[0] == f"why: {choice.why}"
+        others = [name for name in BACKENDS if name != choice.backend]
+        for name, line in zip(others, lines[1:], strict=True):
+            assert line.startswith(f"not {name}: ")
+            assert len(line) > len(f"not {name}: ")
     else:
-        assert all(name in choice for name in BACKENDS)
+        assert all(f"\n  {name}: " in choice for name in BACKENDS)
+
+
+@settings(deadline=None)
+@given(specs, st.sampled_from(options.REQUESTS))
+def test_any_spec_is_explained(spec, request):
+    refusals.clear()
+    select.cache_clear()
+    try:
+        text = str(explain(spec, request))
+    except BackendError:
+        return  # whose text the test above reads
+    assert text.count("  why: ") == (2 if spec.needs_grad else 1)
+    for name in BACKENDS:
+        assert text.count(f"  not {name}: ") + text.count(f": {name}\n") == (2 if spec.needs_grad else 1)

@@ -1,0 +1,96 @@
+"""Real cuDNN plans on a machine with no GPU: a stand-in for the CUDA driver, and the properties of an NVIDIA H200.
+
+cuDNN asks a driver library for functions by name when it builds a plan, and with a device's properties in hand launches nothing. So
+every name that cuDNN's libraries mention is there and answers "no device", but for the version and for loading the compiled
+kernel, which must succeed. Nothing can be executed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+H200 = json.dumps(
+    {
+        "maxGridSize": [2147483647, 65535, 65535],
+        "maxBlockSize": [1024, 1024, 64],
+        "regsPerBlock": 65536,
+        "multiProcessorCount": 132,
+        "warpSize": 32,
+        "maxSharedMemoryPerBlock": 49152,
+        "maxSharedMemoryPerBlockOptin": 232448,
+        "reservedSharedMemoryPerBlock": 1024,
+        "maxRegistersPerSM": 65536,
+        "maxCtasPerSM": 32,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerSM": 2048,
+        "pciDeviceId": 0,
+        "isTccDriver": 0,
+        "supportCoopLaunch": 1,
+        "smClockRateKHz": 1980000,
+        "memClockRateKHz": 3201000,
+        "l2CacheSize": 62914560,
+        "deviceName": "NVIDIA H200",
+        "deviceVer": 900,
+        "driverVer": 13000,
+        "cudaDeviceId": 0,
+        "totalGlobalMem": 150121545728,
+    }
+)
+
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+DRIVER_VERSION = 13000
+NAME = re.compile(rb"\0(cu[A-Z][A-Za-z0-9_]{2,60})\0")  # in a library's strings, driver functions and a few that are none
+
+
+@cache
+def missing() -> str | None:
+    """Why no plan can be built here, and what to do; None where one can."""
+    for module, package in (("cudnn", "nvidia-cudnn-frontend"), ("nvidia", "nvidia-cudnn-cu13")):
+        if find_spec(module) is None:
+            return f"{package} is not installed; pip install 'flexattn[plans]'"
+    for name in ("libcudnn.so.*", "libcublasLt.so.*", "libnvrtc.so.*"):
+        if not _libraries(name):
+            return f"no {name} beside the nvidia package; pip install 'flexattn[plans]'"
+    if shutil.which("cc") is None:
+        return "no C compiler for the stand-in driver"
+    return None
+
+
+def load(folder: Path) -> None:
+    """Into this process, before cuDNN looks for them: the driver, and what cuDNN opens by name wherever the loader finds it."""
+    ctypes.CDLL(str(build(folder)), mode=ctypes.RTLD_GLOBAL)
+    for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.*"):
+        for library in _libraries(name):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def build(folder: Path) -> Path:
+    """libcuda.so.1 in `folder`."""
+    names = sorted({name.decode() for library in _libraries("libcudnn*.so.*") for name in NAME.findall(library.read_bytes())})
+    source, library = folder / "driver.c", folder / "libcuda.so.1"
+    source.write_text("\n".join(map(_function, names)) + "\n")
+    command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    return library
+
+
+def _function(name: str) -> str:
+    if name == "cuDriverGetVersion":
+        return f"int {name}(int *version) {{ *version = {DRIVER_VERSION}; return 0; }}"
+    if name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
+        return f"int {name}(void **handle) {{ if (handle) *handle = (void *)0x1000; return 0; }}"
+    return f"int {name}(void) {{ return {0 if name == 'cuLibraryUnload' else NO_DEVICE}; }}"
+
+
+def _libraries(pattern: str) -> list[Path]:
+    spec = find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    found = (sorted(folder.glob(f"*/lib/{pattern}")) for folder in folders)
+    return next((libraries for libraries in found if libraries), [])  # of the first folder on the path that has any
