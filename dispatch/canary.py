@@ -66,10 +66,11 @@ def _compare(name: str, spec: AttentionSpec, direction: Direction, device: torch
         got = backend.forward(spec, x)
         names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
         return _first_difference(names, got, exact, eager)
-    out, lse = exact[0].to(spec.dtype), exact[1].float()
+    statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
+    out, lse = exact[0].to(spec.dtype), exact[1].to(statistics)
     generator = torch.Generator(device).manual_seed(1)
     dout = torch.randn(out.shape, generator=generator, device=device).to(spec.dtype)
-    dlse = torch.randn(lse.shape, generator=generator, device=device) if spec.needs_lse_grad else None
+    dlse = torch.randn(lse.shape, generator=generator, device=device).to(statistics) if spec.needs_lse_grad else None
     gradients = backend.backward(spec, x, out, lse, dout, dlse)
     exact_gradients, eager_gradients = (reference_gradients(spec, x, dout, dlse, dtype) for dtype in (torch.float64, spec.dtype))
     return _first_difference(gradients._fields, gradients, exact_gradients, eager_gradients)

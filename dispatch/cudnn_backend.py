@@ -125,20 +125,22 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
             "the bias is broadcast over the keys, where cuDNN wants a value for each; expand it, or leave it out, as it changes "
             "nothing but lse"
         )
-    if spec.padding:
-        return "a bias together with lengths is not proved right on cuDNN; use backend='triton'"
+    if "thd" in (spec.q_format, spec.kv_format):
+        return "a bias over packed sequences is not proved right on cuDNN; use backend='triton', or a dense format with cu_seqlens"
     if _is_banded_bottom_right(spec):
         return f"cuDNN takes no bias where {_TOP_LEFT}"
-    if is_backward and spec.needs_bias_grad and not spec.bias_dims[2]:
-        return "the gradient of a bias that is broadcast over the queries is not proved right on cuDNN; use backend='triton'"
+    if is_backward and not spec.bias_dims[2]:
+        return (
+            "all gradients are wrong where the bias is broadcast over the queries, as measured on cuDNN 9.19; use backend='triton'"
+        )
     return None
 
 
 def _dropout_error(spec: AttentionSpec) -> str | None:
     if not spec.dropout:
         return None
-    if spec.padding:
-        return "dropout together with lengths is not proved right on cuDNN; use backend='triton'"
+    if "thd" in (spec.q_format, spec.kv_format):
+        return "dropout over packed sequences is not proved right on cuDNN; use backend='triton', or a dense format with cu_seqlens"
     if _is_banded_bottom_right(spec):
         return f"cuDNN takes no dropout where {_TOP_LEFT}"
     if spec.length_q == 1:

@@ -1,15 +1,17 @@
 """The launchers: attention forward and backward on cuDNN, with all that cuDNN leaves to its caller.
 
-cuDNN may read padding, where a NaN would spread, leaves it unwritten, and promises nothing for a query that sees no key. So padding
-is read from copies in which it is 0, and what belongs to no sequence or sees no key is written after cuDNN. A dense problem
-without such queries runs with no operation but cuDNN's own.
+cuDNN reads the padding of dense tensors, where a NaN spreads, leaves that of packed ones unwritten, and promises nothing for a
+query that sees no key. So padding is read from copies in which it is 0, and what belongs to no sequence or sees no key is written
+after cuDNN. A dense problem without such queries runs with no operation but cuDNN's own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cudnn
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from flexattn.kernels_cudnn.problem import (
 
 NEG_INF = float("-inf")
 NEVER = 1e30  # the lse of a query that sees nothing: exp(score - lse) is then 0 for any score, -inf included
+READS_NO_RAGGED_PADDING = {91900}  # versions that were seen to leave it alone, on an NVIDIA H200: there nothing is copied
 KEY_TILE = 128  # keys in a tile of cuDNN's backward; one that is not full needs a padding mask
 
 
@@ -56,6 +59,7 @@ class Padding(NamedTuple):
     q: Tensor | None  # in no sequence
     kv: Tensor | None  # in no sequence, or in one without queries
     blind: Tensor | None  # in no sequence, or seeing no key
+    is_read: bool  # cuDNN may read it
 
 
 def attention_forward(
@@ -99,7 +103,8 @@ def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor |
     x = problem
     side_q, side_kv = sides(x)
     padding = _padding(x, side_q, side_kv)
-    q, k, v = _readable(x, x.q), _readable(x, x.k, padding.kv), _readable(x, x.v, padding.kv)
+    unread_kv = padding.kv if padding.is_read else None
+    q, k, v = _readable(x, x.q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
     written, stats = _writable(x, out), _statistics(x, lse)
     buffers = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written}
     if max_logit is None:
@@ -133,14 +138,15 @@ def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, grad
     dq, dk, dv, dbias, dsoftmax_offset = gradients
     side_q, side_kv = sides(x)
     padding = _padding(x, side_q, side_kv)
+    unread_q, unread_kv = (padding.blind, padding.kv) if padding.is_read else (None, None)
     out = _readable(x, out)
-    dout = _readable(x, dout, padding.blind)
+    dout = _readable(x, dout, unread_q)
     if dout.stride() != out.stride():  # so that there is one plan, whichever view comes in
         dout = torch.empty_like(out).copy_(dout)
     buffers = {
-        Uid.Q: _readable(x, x.q, padding.blind),
-        Uid.K: _readable(x, x.k, padding.kv),
-        Uid.V: _readable(x, x.v, padding.kv),
+        Uid.Q: _readable(x, x.q, unread_q),
+        Uid.K: _readable(x, x.k, unread_kv),
+        Uid.V: _readable(x, x.v, unread_kv),
         Uid.OUT: out,
         Uid.DOUT: dout,
         Uid.STATS: _readable_statistics(x, lse, padding.blind),
@@ -241,8 +247,8 @@ def _has_full_lengths(x: Problem, is_backward: bool) -> bool:
     """Whether a problem without padding gets a padding mask all the same, with the full lengths.
 
     Where queries outnumber keys, cuDNN takes a window or a bottom-right diagonal only so. And a backward whose last tile of keys
-    is not full computes NaN on sm_90 before cuDNN 9.26 without one (pytorch issue 196678, cudnn-frontend issue 628); NVIDIA's
-    cure for its siblings (cudnn-frontend issues 160 and 1072) is this mask. Dropout must not differ between the directions.
+    is not full computes NaN on sm_90 before cuDNN 9.26 without one (pytorch issue 196678, cudnn-frontend issue 628): seen so on an
+    NVIDIA H200 with 9.19, and cured by the mask. Dropout must not differ between the directions.
     """
     if x.longest_q > x.longest_kv and (x.window_left is not None or (x.bottom_right and x.window_right is not None)):
         return True
@@ -251,12 +257,17 @@ def _has_full_lengths(x: Problem, is_backward: bool) -> bool:
 
 def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
     if not x.has_padding:
-        return Padding(None, None, None)
-    q = hidden_tokens(side_q, x.batch)
+        return Padding(None, None, None, False)
+    q, is_read = hidden_tokens(side_q, x.batch), not x.is_ragged or _reads_ragged_padding()
     if side_kv is side_q:
-        return Padding(q, q, q)
+        return Padding(q, q, q, is_read)
     asked_for = side_kv._replace(lengths=side_kv.lengths * (side_q.lengths > 0))  # cuDNN may skip a sequence without queries
-    return Padding(q, hidden_tokens(asked_for, x.batch), blind_queries(x, side_q, side_kv))
+    return Padding(q, hidden_tokens(asked_for, x.batch), blind_queries(x, side_q, side_kv), is_read)
+
+
+@functools.cache
+def _reads_ragged_padding() -> bool:
+    return cudnn.backend_version() not in READS_NO_RAGGED_PADDING
 
 
 def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -297,9 +308,9 @@ def _hide(x: Problem, t: Tensor, blind: Tensor | None, value: Any = 0.0) -> None
             t.masked_fill_(mask, value)
     elif not x.has_padding:
         first, last = blind_rows(x)
-        for rows in (t[:, :first], t[:, last:]):
-            if rows.shape[1]:
-                rows.copy_(value) if isinstance(value, Tensor) else rows.fill_(value)
+        for rows in (slice(0, first), slice(last, x.longest_q)):
+            if rows.start < rows.stop:
+                t[:, rows].copy_(value) if isinstance(value, Tensor) else t[:, rows].fill_(value)
 
 
 def _by_token(lse: Tensor) -> Tensor:

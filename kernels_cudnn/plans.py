@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import logging
@@ -193,10 +194,15 @@ def _fingerprint(sdpa: Sdpa, device: torch.device) -> str:
         place: Any = _deviceless
     else:
         p = torch.cuda.get_device_properties(device)
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-        place = (p.name, p.major, p.minor, p.multi_processor_count, driver)
+        place = (p.name, p.major, p.minor, p.multi_processor_count, _driver_version())
     what = (FILE_FORMAT, cudnn.__version__, cudnn.backend_version(), place, tuple(sdpa._asdict().items()))
     return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _driver_version() -> int:
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _load(path: Path, device: torch.device) -> Any:

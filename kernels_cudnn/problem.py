@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Problem:
     max_seqlen_kv: int = 0
     is_bucketed: bool = False  # a dense problem that runs on a plan for rounded-up sizes, as [total, h, d] always does
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else self.q.shape[0]
 
@@ -50,11 +51,11 @@ class Problem:
     def num_heads(self) -> int:
         return self.q.shape[-2]
 
-    @property
+    @functools.cached_property
     def longest_q(self) -> int:
         return self.max_seqlen_q if self.q.dim() == 3 else self.q.shape[1]
 
-    @property
+    @functools.cached_property
     def longest_kv(self) -> int:
         return self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1]
 
@@ -63,7 +64,7 @@ class Problem:
         """Whether some tokens may belong to no sequence: they are not to be read, and are written as zeros."""
         return self.cu_seqlens_q is not None
 
-    @property
+    @functools.cached_property
     def is_ragged(self) -> bool:
         """Whether each sequence begins at an offset of its own; the plan is then one for rounded-up sizes."""
         return self.is_bucketed or self.q.dim() == 3 or self.k.dim() == 3
@@ -73,7 +74,7 @@ class Problem:
         """Whether there is no query or no key at all, so that there is nothing to run."""
         return 0 in (self.batch, self.longest_q, self.longest_kv, *self.q.shape, *self.k.shape)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, int, int]:
         """(batch, longest query sequence, longest key sequence) that the plan is compiled for."""
         if self.is_ragged:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.philox import dropout_keep
 from flexattn.kernels_cudnn.graphs import Sdpa, Uid
 from flexattn.kernels_cudnn.plans import Plan
 
 TILE = 128
+reads_ragged_padding = True  # as versions of cuDNN may that nobody has tried
 NEG_INF = float("-inf")
 NAN = float("nan")
 
@@ -110,9 +112,12 @@ def _scores(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int
         visible = visible & (j >= diagonal - x.window_left)
     if x.window_right is not None:
         visible = visible & (j <= diagonal + x.window_right)
-    h = torch.arange(x.num_heads)[:, None, None]
-    keep = (i * 31 + j * 17 + h * 7 + b * 3) % 16 >= x.dropout_p * 16
-    return torch.where(visible, s, NEG_INF), keep / (1.0 - x.dropout_p)
+    keep = torch.ones(())
+    if x.dropout_p:  # which weights cuDNN drops is its own affair; here it drops those that the reference does
+        state = torch.stack([buffers[uid].flatten()[0] for uid in (Uid.SEED, Uid.OFFSET)])
+        head = b * x.num_heads + torch.arange(x.num_heads)
+        keep = dropout_keep(state, x.dropout_p, head, range(s.shape[1]), range(s.shape[2])) / (1.0 - x.dropout_p)
+    return torch.where(visible, s, NEG_INF), keep
 
 
 def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:
@@ -126,7 +131,9 @@ def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) ->
     if not x.is_ragged:
         tokens = min(tokens, x.len_kv if uid in (Uid.K, Uid.V) else x.len_q)
     assert tokens >= length, f"{uid.name}: sequence {b} of {length} tokens lies outside its buffer"
-    return _strided(buffers[uid], (heads, tokens, head_dim), (strides[1], strides[2], 1), start).float()
+    read = length if x.is_ragged and not reads_ragged_padding else tokens
+    found = _strided(buffers[uid], (heads, read, head_dim), (strides[1], strides[2], 1), start).float()
+    return torch.nn.functional.pad(found, (0, 0, 0, tokens - read))
 
 
 def _view(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:

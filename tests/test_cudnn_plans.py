@@ -98,7 +98,6 @@ def test_every_supported_row_builds(row: Row, direction: Direction) -> None:
 ZERO_BIAS = torch.zeros(1, 8, 200, 200)
 SINK = {"softmax_type": "learnable", "softmax_offset": torch.zeros(8)}
 DROPOUT = {"dropout_p": 0.25, "rng_state": torch.zeros(2, dtype=torch.int64)}
-LENGTHS = {"lengths_q": [200, 100], "padding": True}
 
 # What we refuse: (direction, the call, our reason, whether cuDNN itself declines it too). Where it does not, we know better.
 REFUSED: dict[str, tuple[Direction, dict[str, Any], str, bool]] = {
@@ -110,10 +109,10 @@ REFUSED: dict[str, tuple[Direction, dict[str, Any], str, bool]] = {
     "one key": ("forward", {"inputs": {"lengths_kv": [1, 1]}}, "one key", False),
     "one query": ("backward", {"inputs": {"lengths_q": [1, 1], "lengths_kv": [200, 200]}}, "one query", False),
     "sink with one query": ("forward", {"inputs": {"lengths_q": [1, 1], "lengths_kv": [200, 200]}, **SINK}, "one query", True),
-    "sink and max_logit": ("forward", {**SINK, "return_max_logit": True}, "beside a sink", True),
+    "sink and max_logit": ("forward", {**SINK, "return_max_logit": True}, "beside a sink", cudnn.backend_version() < 92100),
     "sink over packed sequences": ("backward", {"fmt": "thd", **SINK}, "TransformerEngine/issues/3249", False),
     "dropout, bottom right": ("forward", {"attn_mask_type": "causal_bottom_right", **DROPOUT}, "bottom-right", True),
-    "dropout and lengths": ("forward", {"inputs": LENGTHS, **DROPOUT}, "dropout together with lengths", False),
+    "dropout over packed sequences": ("forward", {"fmt": "thd", **DROPOUT}, "dropout over packed", False),
     "dropout not in sixteenths": ("forward", {**DROPOUT, "dropout_p": 0.1}, "pytorch/issues/174245", False),
     "bias, bottom right": (
         "forward",
@@ -121,14 +120,19 @@ REFUSED: dict[str, tuple[Direction, dict[str, Any], str, bool]] = {
         "bottom-right",
         True,
     ),
-    "bias and lengths": ("forward", {"inputs": LENGTHS, "bias_type": "post_scale_bias", "bias": ZERO_BIAS}, "bias together", False),
+    "bias over packed sequences": (
+        "forward",
+        {"fmt": "thd", "bias_type": "post_scale_bias", "bias": ZERO_BIAS},
+        "bias over packed",
+        True,  # not as such, but on a plan for rounded-up lengths, which a bias does not have
+    ),
     "bias over no keys": (
         "forward",
         {"bias_type": "post_scale_bias", "bias": ZERO_BIAS[..., :1]},
         "broadcast over the keys",
         False,
     ),
-    "dbias over no queries": (
+    "backward of a bias over no queries": (
         "backward",
         {"bias_type": "post_scale_bias", "bias": ZERO_BIAS[:, :, :1]},
         "broadcast over the queries",

@@ -1,0 +1,123 @@
+"""FLEXATTN_CANARY=1: a wrong backend is caught on a small input, said to be wrong, and left for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_support import ROWS, make_case
+
+import flexattn
+from flexattn.dispatch import canary, eager_backend, heuristics, refusals, triton_backend
+from flexattn.dispatch.select import select
+from flexattn.dispatch.spec import AttentionSpec, length_class
+
+CPU = torch.device("cpu")
+CASES = {f"{section}: {name}": row for section, rows in ROWS.items() for name, row in rows.items()}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton first on a CPU, in the guise of the eager backend, so that only what a test spoils is wrong."""
+    monkeypatch.setenv("FLEXATTN_CANARY", "1")
+    monkeypatch.setattr("flexattn.warn._warned", set())
+    monkeypatch.setattr(heuristics, "DEFAULTS", dict.fromkeys(("cpu", "cuda"), heuristics.DEFAULTS["cuda"]))
+    for name in ("support_error", "forward", "backward"):
+        monkeypatch.setattr(triton_backend, name, getattr(eager_backend, name))
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    canary.clear()
+    refusals.clear()
+    select.cache_clear()
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, direction: str, which: int) -> list[AttentionSpec]:
+    """One result of the Triton backend comes out a tenth too large; the list says when it ran."""
+    right, ran = getattr(eager_backend, direction), []
+
+    def wrong(spec: AttentionSpec, *args: Any) -> Any:
+        ran.append(spec)
+        results = right(spec, *args)
+        results[which].mul_(1.1)
+        return results
+
+    monkeypatch.setattr(triton_backend, direction, wrong)
+    return ran
+
+
+def qkv(requires_grad: bool = False) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 40, 2, 16, requires_grad=requires_grad) for _ in "qkv")
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
+def test_a_wrong_forward_is_replaced_and_said_to_be_wrong(monkeypatch, which):
+    ran = spoil(monkeypatch, "forward", which)
+    q, k, v = qkv()
+    with pytest.warns(RuntimeWarning, match="forward will not run on triton: the canary found it wrong: (out|lse) is off by"):
+        got = flexattn.attention(q, k, v, return_lse=True)
+    assert len(ran) == 1
+    expected = flexattn.attention(q, k, v, return_lse=True, backend="eager")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    flexattn.attention(q, k, v)
+    assert len(ran) == 1, "it is not tried again"
+    assert "not triton: the canary found it wrong" in str(flexattn.explain(q, k, v))
+
+
+def test_a_wrong_backward_is_found_before_the_forward_runs(monkeypatch):
+    ran = spoil(monkeypatch, "backward", 1)
+    q, k, v = qkv(requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="backward will not run on triton: the canary found it wrong: dk"):
+        out = flexattn.attention(q, k, v)
+    assert len(ran) == 1
+    assert flexattn.explain(q, k, v).forward.backend == "triton"
+    grad = torch.autograd.grad(out.sum(), k)[0]
+    expected = torch.autograd.grad(flexattn.attention(q, k, v, backend="eager").sum(), k)[0]
+    assert torch.equal(grad, expected)
+
+
+def test_a_backend_asked_for_by_name_does_not_run_wrong(monkeypatch):
+    spoil(monkeypatch, "forward", 0)
+    with (
+        pytest.warns(RuntimeWarning, match="the canary found it wrong"),
+        pytest.raises(flexattn.BackendError, match="triton: the canary found it wrong: out"),
+    ):
+        flexattn.attention(*qkv(), backend="triton")
+
+
+def test_what_is_right_is_checked_once(monkeypatch):
+    checked = []
+    compare = canary._compare
+    monkeypatch.setattr(canary, "_compare", lambda name, spec, *rest: checked.append((name, rest[0])) or compare(name, spec, *rest))
+    q, k, v = qkv(requires_grad=True)
+    for _ in range(3):
+        flexattn.attention(q, k, v).sum().backward()
+    assert checked == [("triton", "backward"), ("triton", "forward")]
+
+
+def test_off_it_checks_nothing(monkeypatch):
+    monkeypatch.setenv("FLEXATTN_CANARY", "0")
+    monkeypatch.setattr(canary, "mismatch", lambda *args: pytest.fail("it was asked"))
+    flexattn.attention(*qkv())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_right_backend_passes_whatever_the_spec(name):
+    """Each feature, at lengths that are known and unknown, short and long: what is made up for the check is of the spec's kind."""
+    case = make_case(CASES[name], "cpu")
+    for length_q, length_kv in ((0, 0), (1, 4096), (length_class(70), 8)):
+        spec = case.spec._replace(length_q=length_q, length_kv=length_kv, return_max_logit="max_logit" in name)
+        for direction in ("forward", "backward"):
+            assert canary.mismatch("triton", spec, direction, CPU) is None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_dropout_of_another_stream_is_not_judged(monkeypatch, direction):
+    spec = make_case(ROWS["Softmax"]["dropout"], "cpu").spec
+    monkeypatch.setattr(canary, "_compare", lambda *args: pytest.fail("it was judged"))
+    assert canary.mismatch("cudnn", spec, direction, CPU) is None

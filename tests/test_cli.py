@@ -1,0 +1,176 @@
+"""`python -m flexattn explain` and `doctor`, and `flexattn.warmup`: what surrounds a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import FreshPython
+
+import flexattn
+from flexattn import __main__ as command_line
+from flexattn import doctor
+from flexattn.dispatch import refusals
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.select import backend_module, select
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
+    select.cache_clear()
+    yield
+    refusals.clear()
+    select.cache_clear()
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command_line.main(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_explain_describes_the_call_that_was_asked_about(capsys):
+    text = explained(
+        capsys, *["--q", "2,4096,32,128", "--kv-heads", "8", "--mask", "causal", "--window", "128,0", "--capability", "9.0"]
+    )
+    first, *rest = text.splitlines()
+    assert first == (
+        "bshd, bfloat16, 32 heads over 8, head dim 128, up to 4096 x 4096 tokens, band (128, 0) on the top-left diagonal, "
+        "cuda sm_90; backend='auto'"
+    )
+    assert [line for line in rest if not line.startswith(" ")][:2] == ["forward: triton", "backward: triton"]
+    assert rest[-1].startswith("with torch ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "--q 1000,8,64 --format thd --mask padding --batch 3 --max-seqlen 400",
+            "thd, bfloat16, 8 heads, head dim 64, up to 512 x 512",
+        ),
+        ("--q 2,8,100,64 --format bhsd --dtype fp16 --no-grad", "backward: not needed"),
+        ("--q 2,100,8,64 --bias post_scale_bias", "post_scale_bias"),
+        ("--q 2,100,8,64 --bias post_scale_bias --bias-shape 1,1,100,100 --capability 9.0", "post_scale_bias"),
+        ("--q 2,100,8,64 --softmax learnable", "learnable softmax"),
+        ("--q 2,100,8,64 --dropout 0.1 --softcap 5", "softcap, dropout"),
+        ("--q 2,100,8,64 --deterministic --max-logit --capability sm_90", "return_max_logit, deterministic, cuda sm_90"),
+        ("--q 2,100,8,192 --head-dim-v 128 --kv 2,300,4,192", "8 heads over 4, head dim 192/128, up to 128 x 512 tokens"),
+        ("--q 2,100,8,64 --lse-grad --capability 9.0", "cuDNN"),
+    ],
+)
+def test_explain_takes_every_feature(capsys, arguments, said):
+    assert said in explained(capsys, *arguments.split())
+
+
+def test_explain_says_what_is_wrong_with_a_question(capsys):
+    with pytest.raises(SystemExit) as e:
+        command_line.main(["explain", "--q", "2,100,8,64", "--window", "3,4", "--mask", "causal"])
+    assert e.value.code == 2
+    assert "window_size is (3, 4) with attn_mask_type 'causal'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as e:
+        command_line.main(["explain", *["--q", "2,100,8,64", "--softcap", "3", "--backend", "cudnn", "--capability", "8.0"]])
+    assert e.value.code == 1
+    assert "backend='cudnn' cannot run the forward of this call" in capsys.readouterr().err
+
+
+def test_doctor_finds_what_is_here(capsys):
+    assert command_line.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert flexattn.__version__ in text
+    assert torch.__version__ in text
+    assert "probe failed" not in text
+
+
+def test_doctor_does_not_fail_where_everything_does(monkeypatch, capsys):
+    def broken() -> list[doctor.Finding]:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(doctor, "PROBES", dict.fromkeys(doctor.PROBES, broken))
+    assert doctor.run() == 0
+    assert capsys.readouterr().out.count("probe failed: OSError") == len(doctor.PROBES)
+
+
+BARE = """
+import sys
+sys.modules.update(dict.fromkeys({blocked!r}))
+from flexattn.__main__ import main
+raise SystemExit(main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("blocked", [("rich",), ("triton",), ("cudnn",), ("triton", "cudnn", "rich")], ids="-".join)
+def test_doctor_without(blocked: tuple[str, ...], fresh_python: FreshPython) -> None:
+    ran = fresh_python("-c", BARE.format(blocked=blocked), env={"FLEXATTN_BACKED": "triton"})
+    assert ran.returncode == 0, ran.stderr
+    if "triton" in blocked:
+        assert "pip install 'triton>=3.6'" in ran.stdout
+    if "cudnn" in blocked:
+        assert "nvidia-cudnn-frontend>=1.28" in ran.stdout
+    assert "unknown: FLEXATTN_BACKED" in " ".join(ran.stdout.split())
+
+
+def test_doctor_finds_two_cudnns(monkeypatch, tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name / "nvidia" / "cudnn" / "lib"
+        folder.mkdir(parents=True)
+        (folder / "libcudnn.so.9").touch()
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    (finding,) = [finding for finding in doctor._libraries() if finding.what == "libcudnn on disk"]
+    assert finding.verdict == doctor.NOTE
+    assert all(str(tmp_path / name) in finding.found for name in ("a", "b"))
+    assert "pip uninstall" in finding.remedy
+
+
+def calls() -> list[dict[str, Any]]:
+    q = torch.randn(2, 40, 2, 16)
+    k = torch.randn(2, 30, 1, 16, requires_grad=True)
+    return [{"q": q, "k": k, "v": k}, {"q": q, "k": k.detach(), "v": k.detach(), "attn_mask_type": "causal", "dropout_p": 0.5}]
+
+
+def test_warmup_prepares_what_each_call_needs(monkeypatch):
+    asked = []
+    for name in ("triton", "eager"):
+        monkeypatch.setattr(
+            backend_module(name), "prepare", lambda spec, x, direction, name=name: asked.append((name, direction, spec.dropout))
+        )
+    given, state = calls(), torch.get_rng_state()
+    explanations = flexattn.warmup(*given, progress=False)
+    assert asked == [("eager", "forward", False), ("eager", "backward", False), ("eager", "forward", True)]
+    assert [e.forward.backend for e in explanations] == ["eager", "eager"]
+    assert explanations[1].backward is None
+    asked.clear()
+    flexattn.warmup(explanations[0].spec, backend="triton", progress=False)
+    assert asked == [("triton", "forward", False), ("triton", "backward", False)]
+    assert torch.equal(torch.get_rng_state(), state), "no random number is drawn"
+
+
+def test_warmup_learns_what_is_refused(monkeypatch):
+    def refusing(*args: Any) -> None:
+        raise Refused("not even compiled")
+
+    eager = backend_module("eager")
+    monkeypatch.setattr(eager, "prepare", refusing)
+    monkeypatch.setattr(backend_module("triton"), "prepare", lambda *args: None)
+    (explanation, *_) = flexattn.warmup(*calls(), progress=False)
+    assert explanation.forward.backend == "triton"
+    assert explanation.forward.rejected == (("eager", "not even compiled"),)
+
+
+def test_warmup_runs_the_triton_kernels_on_made_up_operands():
+    spec = flexattn.explain(**calls()[0]).spec._replace(length_q=32, length_kv=16)
+    for name in ("triton", "eager"):
+        assert flexattn.warmup(spec, backend=name, progress=False)[0].forward.backend == name
+
+
+def test_warmup_shows_progress(capsys):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    flexattn.warmup(*calls())
+    assert "flexattn.warmup" in capsys.readouterr().err
+
+
+def test_warmup_refuses_what_is_no_call():
+    with pytest.raises(TypeError, match="accepted: a dict of attention's arguments, or an AttentionSpec"):
+        flexattn.warmup(torch.randn(1, 2, 3, 8))

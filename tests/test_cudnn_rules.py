@@ -1,0 +1,151 @@
+"""What the cuDNN backend refuses before it asks cuDNN: devices, versions, missing parts, and what is known to come out wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import FreshPython
+
+from flexattn.dispatch import cudnn_backend, known_bad
+from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
+from flexattn.dispatch.spec import AttentionSpec, Band
+
+SPEC = AttentionSpec(
+    q_format="bshd",
+    kv_format="bshd",
+    dtype=torch.bfloat16,
+    num_heads=8,
+    num_heads_kv=2,
+    head_dim_qk=128,
+    head_dim_v=128,
+    padding=False,
+    band=Band(None, 0, False),
+    bias_type="no_bias",
+    bias_dims=None,
+    softmax_type="vanilla",
+    softcap=False,
+    dropout=False,
+    return_max_logit=False,
+    needs_grad=True,
+    needs_bias_grad=False,
+    deterministic=False,
+    device_type="cuda",
+    capability=(9, 0),
+    length_q=1024,
+    length_kv=1024,
+)
+
+# For each row of KNOWN_BAD: what it is about, and near misses that it must leave alone.
+CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "TransformerEngine/issues/3249": (
+        {"softmax_type": "learnable", "q_format": "thd", "kv_format": "thd", "padding": True},
+        [{"softmax_type": "learnable", "padding": True}, {"q_format": "thd", "kv_format": "thd", "padding": True}],
+    ),
+    "nvte_get_fused_attn_backend": (
+        {"head_dim_qk": 256, "head_dim_v": 128},
+        [{"head_dim_qk": 192, "head_dim_v": 128}, {"head_dim_qk": 256, "head_dim_v": 256}, {"head_dim_qk": 128, "head_dim_v": 64}],
+    ),
+    "cudnn-frontend/issues/1072": ({"length_q": 1}, [{"length_q": 2}]),
+    "pytorch/issues/174245": ({"dropout": True}, [{"dropout": True, "dropout_in_sixteenths": True}]),
+}
+
+
+def case_of(row: KnownBad) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    (found,) = [case for issue, case in CASES.items() if issue in row.issue]
+    return found
+
+
+@pytest.mark.parametrize("row", KNOWN_BAD, ids=lambda row: row.issue.rsplit("/", 1)[-1])
+def test_known_bad_row(row: KnownBad) -> None:
+    affected, near = case_of(row)
+    versions = [max(row.first, 91900), *([row.fixed - 1] if row.fixed != ALWAYS else [])]
+    for direction in ("forward", "backward"):
+        for version in versions:
+            reason = known_bad.known_bad(SPEC._replace(**affected), direction, version)
+            assert (reason is not None and row.issue in reason) == (direction in row.directions)
+        for change in near:
+            assert row.issue not in str(known_bad.known_bad(SPEC._replace(**change), direction, versions[0]))
+    for version in (row.first - 1, row.fixed):
+        assert row.issue not in str(known_bad.known_bad(SPEC._replace(**affected), row.directions[0], version))
+
+
+def test_every_known_bad_row_has_a_case_and_a_public_source() -> None:
+    assert len(KNOWN_BAD) == len(CASES)
+    for row in KNOWN_BAD:
+        assert row.issue.startswith("https://github.com/")
+        assert row.what
+        assert case_of(row)
+
+
+def test_the_rules_know_every_field_of_a_spec() -> None:
+    """A new feature must not reach a graph that does not have it: who adds a field decides here what cuDNN does with it."""
+    decided = {
+        *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
+        *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
+        *("deterministic", "device_type", "capability", "length_q", "length_kv", "dropout_in_sixteenths", "needs_lse_grad"),
+    }
+    assert set(AttentionSpec._fields) == decided
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cpu", "capability": None}, "cuDNN runs on CUDA devices, not on 'cpu'"),
+        ({"capability": (8, 0)}, "checked on sm_90 alone, and this device is sm_80; use backend='triton'"),
+        ({"capability": None}, "checked on sm_90 alone, and this device is unknown"),
+    ],
+)
+def test_other_devices(change: dict[str, Any], reason: str) -> None:
+    for direction in ("forward", "backward"):
+        assert reason in str(cudnn_backend.support_error(SPEC._replace(**change), direction))
+
+
+FAKE = "import sys, types; m = types.ModuleType('cudnn'); m.__spec__ = types.SimpleNamespace(); sys.modules['cudnn'] = m\n"
+ASK = "from flexattn.dispatch.cudnn_backend import library_error; print(library_error())"
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ("import sys; sys.modules['cudnn'] = None", "not installed; pip install 'nvidia-cudnn-frontend>=1.28'"),
+        (
+            "import sys, importlib.util as u; real = u.find_spec\n"
+            "u.find_spec = lambda name, *a: object() if name == 'cudnn' else real(name, *a)\n"
+            "sys.modules['cudnn'] = None",
+            "is installed and cannot be imported (ModuleNotFoundError: ",
+        ),
+        (FAKE + "m.__version__ = '1.23.0'", "the cuDNN frontend is version 1.23.0; pip install 'nvidia-cudnn-frontend>=1.28'"),
+        (
+            FAKE + "m.__version__ = '1.28.0'\ndef no():\n    raise RuntimeError('no symbol')\nm.backend_version = no",
+            "the cuDNN library cannot be loaded (no symbol); pip install nvidia-cudnn-cu13",
+        ),
+        (
+            FAKE + "m.__version__ = '1.40.0'\nm.backend_version = lambda: 91002",
+            "the cuDNN library is 9.10.2, older than 9.19.0; pip install -U nvidia-cudnn-cu13",
+        ),
+        (FAKE + "m.__version__ = '1.32.0'\nm.backend_version = lambda: 92400", "None"),
+    ],
+    ids=["no frontend", "broken frontend", "old frontend", "no library", "old library", "all there"],
+)
+def test_each_missing_part_is_one_clear_reason(setup: str, said: str, fresh_python: FreshPython) -> None:
+    ran = fresh_python("-c", f"{setup}\n{ASK}")
+    assert ran.returncode == 0, ran.stderr
+    assert said in ran.stdout
+    assert len(ran.stdout.splitlines()) == 1
+
+
+def test_without_cudnn_a_call_names_what_to_install(fresh_python: FreshPython) -> None:
+    code = (
+        "import sys; sys.modules['cudnn'] = None\n"
+        "import torch, flexattn\n"
+        "from flexattn import ops\n"
+        "real = ops.make_spec\n"
+        "ops.spec_to_run = lambda x, s: real(x, s, (9, 0))._replace(device_type='cuda')\n"
+        "q = torch.randn(1, 9, 2, 8, dtype=torch.bfloat16)\n"
+        "try:\n    flexattn.attention(q, q, q, backend='cudnn')\n"
+        "except flexattn.BackendError as e:\n    print(e)\n"
+    )
+    ran = fresh_python("-c", code)
+    assert "cudnn: the cuDNN frontend is not installed; pip install" in ran.stdout, ran.stderr
