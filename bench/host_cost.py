@@ -3,9 +3,9 @@
     python -m bench.host_cost
     python -m bench.host_cost --out bench/results/host_cost.json
 
-The problems are so small that the GPU waits for the host: the time between two calls is then the host's. Each figure is the median over
-rounds of calls, the implementations taking turns; between rounds the device is waited for. Results are checked against the reference
-before anything is timed.
+The problems are so small that the GPU waits for the host: the time between two calls is then the host's. Each figure is the median
+over rounds of calls, the implementations taking turns; between rounds the device is waited for. Results are checked against the
+reference before anything is timed.
 """
 
 from __future__ import annotations
