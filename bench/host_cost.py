@@ -46,9 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row for name in LENGTHS for row in measure(name)]
     print(f"{torch.cuda.get_device_name()}, {versions()}\n{MEASURES}")
     for row in rows:
-        print(
-            f"{row['call']:12} {row['direction']:9} {row['implementation']:20} {row['us']:8.1f}  ({row['low']:.1f} to {row['high']:.1f})"
-        )
+        quartiles = f"({row['low']:.1f} to {row['high']:.1f})"
+        print(f"{row['call']:12} {row['direction']:9} {row['implementation']:20} {row['us']:8.1f}  {quartiles}")
     print(f"{'':12} {'selection':9} {'of a known spec':20} {selection_cost():8.2f}")
     if args.out is not None:
         record = {

@@ -130,9 +130,7 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
     if _is_banded_bottom_right(spec):
         return f"cuDNN takes no bias where {_TOP_LEFT}"
     if is_backward and not spec.bias_dims[2]:
-        return (
-            "all gradients are wrong where the bias is broadcast over the queries, as measured on cuDNN 9.19; use backend='triton'"
-        )
+        return "gradients come out wrong where the bias is broadcast over the queries (seen on cuDNN 9.19); use backend='triton'"
     return None
 
 

@@ -37,7 +37,7 @@ def describe(spec: AttentionSpec) -> str:
 @functools.cache
 def versions() -> str:
     """The versions that decide, found without importing anything."""
-    found = [f"torch {torch.__version__}"]
+    found = [f"torch {torch.__version__.partition('+')[0]}"]
     for module, package in (("triton", "triton"), ("cudnn", "nvidia-cudnn-frontend")):
         found.append(f"{package} {_version(package) if importlib.util.find_spec(module) else 'missing'}")
     library = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]

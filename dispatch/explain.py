@@ -21,13 +21,13 @@ class Explanation(NamedTuple):
         return "\n".join(
             [
                 f"{describe(self.spec)}; backend={self.request!r}",
+                f"with {versions()}",
                 *_section(self.spec, "forward", self.forward),
                 *(
                     _section(self.spec, "backward", self.backward)
                     if self.backward
                     else ["backward: not needed, no input requires a gradient"]
                 ),
-                f"with {versions()}",
             ]
         )
 
