@@ -15,7 +15,7 @@ from flexattn.kernels_cudnn.problem import Problem
 class Side(NamedTuple):
     """The sequences of q, or of k and v, padded to the plan's batch with empty ones."""
 
-    lengths: Tensor  # int32 [plan batch]
+    lengths: Tensor  # int32, at least [plan batch]
     units: Tensor | None  # int32, at least [plan batch + 1]: the first token of each sequence, or its row of a dense tensor
     is_packed: bool  # [total, h, d]
     tokens: int  # of the tensor: total, or of each row
@@ -56,13 +56,13 @@ def _side(
     ends = cu.index_select(0, rows)
     if not is_packed:
         lengths = ends.diff().clamp_(0, min(longest, tokens))
-        return Side(lengths[:plan_batch], rows if is_ragged else None, False, tokens)
+        return Side(lengths, rows if is_ragged else None, False, tokens)
     starts = ends if cu_padded is None else cu_padded.index_select(0, rows)
     starts = starts.clamp(0, tokens)
     lengths = starts.diff()
     if cu_padded is not None:
         lengths = torch.minimum(lengths, ends.diff())
-    return Side(lengths.clamp_(0, longest)[:plan_batch], starts, True, tokens)
+    return Side(lengths.clamp_(0, longest), starts, True, tokens)
 
 
 def hidden_tokens(side: Side, batch: int) -> Tensor:
@@ -71,7 +71,7 @@ def hidden_tokens(side: Side, batch: int) -> Tensor:
         return torch.arange(side.tokens, device=side.lengths.device) >= side.lengths[:batch, None]
     position, sequence = _places(side)
     assert side.units is not None
-    return position >= (side.units[:-1] + _spread(side, side.lengths))[sequence]
+    return position >= (side.units[:-1] + side.lengths)[sequence]
 
 
 def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
@@ -81,7 +81,7 @@ def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
         position, sequence = _places(q)
         assert q.units is not None
         i = position - q.units[sequence]
-        len_q, len_kv = (_spread(q, lengths)[sequence] for lengths in (q.lengths, kv.lengths))
+        len_q, len_kv = q.lengths[sequence], kv.lengths[sequence]
     else:
         i = torch.arange(q.tokens, device=q.lengths.device)
         len_q, len_kv = q.lengths[: x.batch, None], kv.lengths[: x.batch, None]
@@ -111,13 +111,6 @@ def _places(side: Side) -> tuple[Tensor, Tensor]:
     return position, sequence.clamp_(max=side.units.shape[0] - 2)
 
 
-def _spread(side: Side, lengths: Tensor) -> Tensor:
-    """`lengths`, with a 0 for the unit that is there for alignment."""
-    assert side.units is not None
-    missing = side.units.shape[0] - 1 - lengths.shape[0]
-    return torch.nn.functional.pad(lengths, (0, missing)) if missing else lengths
-
-
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
 _MOST_CONSTANTS = 1024
 
@@ -145,15 +138,19 @@ def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_constant
 def _rows(batch: int, plan_batch: int, device: torch.device) -> Tensor:
-    """int32 0, 1, ..., batch, batch, ...: plan_batch + 1 of them, and one more where that makes the rows of offsets 16 bytes."""
-    return torch.arange(plan_batch + 1 + (plan_batch + 1) % 2, dtype=torch.int32, device=device).clamp_(max=batch)
+    """int32 0, 1, ..., batch, batch, ...: one or two more than the plan's batch, so that rows of offsets are multiples of 16 bytes."""
+    return torch.arange(_even(plan_batch + 1), dtype=torch.int32, device=device).clamp_(max=batch)
 
 
 @_constant
 def _full_lengths(batch: int, plan_batch: int, length: int, device: torch.device) -> Tensor:
-    lengths = torch.zeros(plan_batch, dtype=torch.int32, device=device)
+    lengths = torch.zeros(_even(plan_batch + 1) - 1, dtype=torch.int32, device=device)
     lengths[:batch] = length
     return lengths
+
+
+def _even(n: int) -> int:
+    return n + n % 2
 
 
 @_constant

@@ -7,35 +7,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import FreshPython
+from test_select import ON_CUDA
 
 from flexattn.dispatch import cudnn_backend, known_bad
 from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
-from flexattn.dispatch.spec import AttentionSpec, Band
+from flexattn.dispatch.spec import AttentionSpec
 
-SPEC = AttentionSpec(
-    q_format="bshd",
-    kv_format="bshd",
-    dtype=torch.bfloat16,
-    num_heads=8,
-    num_heads_kv=2,
-    head_dim_qk=128,
-    head_dim_v=128,
-    padding=False,
-    band=Band(None, 0, False),
-    bias_type="no_bias",
-    bias_dims=None,
-    softmax_type="vanilla",
-    softcap=False,
-    dropout=False,
-    return_max_logit=False,
-    needs_grad=True,
-    needs_bias_grad=False,
-    deterministic=False,
-    device_type="cuda",
-    capability=(9, 0),
-    length_q=1024,
-    length_kv=1024,
-)
+SPEC = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=1024, length_kv=1024)
 
 # For each row of KNOWN_BAD: what it is about, and near misses that it must leave alone.
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
