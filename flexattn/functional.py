@@ -83,8 +83,8 @@ def attention(
         softcap: c > 0 turns each scaled score s into c * tanh(s / c); 0 leaves it.
         dropout_p: the probability, in [0, 1), that a softmax weight is dropped; the others are divided by 1 - dropout_p.
         rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
-            whatever the format (the cuDNN backend has its own stream). None draws them from torch's generator of that device, so torch.manual_seed, checkpointing and CUDA
-            graphs apply.
+            whatever the format (the cuDNN backend has its own stream). None draws them from torch's generator of that device, so
+            torch.manual_seed, checkpointing and CUDA graphs apply.
         deterministic: True makes repeated runs equal to the bit, or raises. None does as
             torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.

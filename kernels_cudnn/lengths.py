@@ -138,7 +138,7 @@ def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_constant
 def _rows(batch: int, plan_batch: int, device: torch.device) -> Tensor:
-    """int32 0, 1, ..., batch, batch, ...: one or two more than the plan's batch, so that rows of offsets are multiples of 16 bytes."""
+    """int32 0, 1, ..., batch, batch, ...: more than the plan's batch, and even, so that rows of offsets begin on 16 bytes."""
     return torch.arange(_even(plan_batch + 1), dtype=torch.int32, device=device).clamp_(max=batch)
 
 
