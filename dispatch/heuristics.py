@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 MASKS = ("full", "causal", "window")
 LAYOUTS = ("dense", "padded", "packed")
 
-# One line for each result, as `python -m bench` would emit it. Empty: nothing is measured yet, and `explain` says so.
+# One line for each result: the repr of a Measured. Empty: nothing is measured yet, and `explain` says so.
 MEASURED: tuple[Measured, ...] = ()
 
 

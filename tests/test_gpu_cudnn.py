@@ -341,6 +341,17 @@ def test_the_name_gets_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (explanation.forward.backend, explanation.backward.backend) == ("cudnn", "cudnn")
 
 
+def test_auto_takes_cudnn_where_triton_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
+    given = inputs_of(**EQUAL, head_dim_qk=320, head_dim_v=320)
+    call = given._asdict() | {"attn_mask_type": "causal"}
+    decision = flexattn.explain(**call).forward
+    assert decision.backend == "cudnn"
+    assert "multiples of 8 up to 256" in dict(decision.rejected)["triton"]
+    spec, x = call_of(given, attn_mask_type="causal")
+    check(spec, x, make_dout(given), flexattn.attention(**call, return_lse=True), None)
+
+
 def test_views_that_cudnn_cannot_read_are_copied() -> None:
     """Rows off 16-byte boundaries, expanded heads, a last dim that is not contiguous, an expanded dout."""
     given = inputs_of(lengths_q=[100, 100])
