@@ -116,17 +116,17 @@ _MOST_CONSTANTS = 1024
 
 
 def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keeps what `make` gives; not where it has no data, or lies in the memory of a CUDA graph that is being captured."""
+    """Keeps what `make` gives, but not in a CUDA graph, whose replays would read it after it was dropped here, nor without data."""
 
     @functools.wraps(make)
     def get(*args: Any) -> Tensor:
+        device = args[-1]
+        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return make(*args)
         key = (make.__name__, *args)
         kept = _CONSTANTS.get(key)
         if kept is not None:
             return kept
-        device = args[-1]
-        if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return make(*args)
         with torch.inference_mode(False):
             constant = make(*args)
         if len(_CONSTANTS) >= _MOST_CONSTANTS:
