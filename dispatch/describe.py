@@ -8,6 +8,7 @@ import importlib.util
 
 import torch
 
+from flexattn.dispatch.known_bad import version_text
 from flexattn.dispatch.spec import AttentionSpec
 
 
@@ -41,7 +42,7 @@ def versions() -> str:
     for module, package in (("triton", "triton"), ("cudnn", "nvidia-cudnn-frontend")):
         found.append(f"{package} {_version(package) if importlib.util.find_spec(module) else 'missing'}")
     library = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-    return ", ".join([*found, f"cuDNN {library or 'not loaded'}"])
+    return ", ".join([*found, f"cuDNN {version_text(library) if library else 'not loaded'}"])
 
 
 def _version(package: str) -> str:

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from flexattn.dispatch import refusals
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.heuristics import preference
-from flexattn.dispatch.refusals import remember, remembered
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
 
 _log = logging.getLogger(__name__)
@@ -73,13 +73,19 @@ def select(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
 
 def reject(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
     """From now on `select` knows that a backend cannot run `spec`."""
-    remember(name, spec, direction, reason)
+    refusals.remember(name, spec, direction, reason)
+    select.cache_clear()
+
+
+def forget_rejections() -> None:
+    """`select` asks again for what running refused: after something was installed, or in a test."""
+    refusals.clear()
     select.cache_clear()
 
 
 def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str) -> str | None:
     """Why a backend cannot run `spec`: by itself, by what running it told, or because dropout ties it to the other direction."""
-    reason = backend_module(name).support_error(spec, direction) or remembered(name, spec, direction)
+    reason = backend_module(name).support_error(spec, direction) or refusals.remembered(name, spec, direction)
     if reason is not None or not spec.dropout:
         return reason
     if direction == "forward":
@@ -100,9 +106,9 @@ def standing(name: str, spec: AttentionSpec, direction: Direction) -> str:
 
 def reasons(spec: AttentionSpec, direction: Direction, decision: Decision) -> list[str]:
     """Why a decision is what it is, and for each other backend where it stands: a line each."""
-    refusals = dict(decision.rejected)
+    rejected = dict(decision.rejected)
     others = [name for name in BACKENDS if name != decision.backend]
-    return [f"why: {decision.why}", *(f"not {name}: {refusals.get(name) or standing(name, spec, direction)}" for name in others)]
+    return [f"why: {decision.why}", *(f"not {name}: {rejected.get(name) or standing(name, spec, direction)}" for name in others)]
 
 
 def _first_that_can(spec: AttentionSpec, direction: Direction) -> Decision:

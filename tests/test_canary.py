@@ -10,8 +10,8 @@ import torch
 from test_support import ROWS, make_case
 
 import flexattn
-from flexattn.dispatch import canary, eager_backend, heuristics, refusals, triton_backend
-from flexattn.dispatch.select import select
+from flexattn.dispatch import canary, eager_backend, heuristics, triton_backend
+from flexattn.dispatch.select import forget_rejections
 from flexattn.dispatch.spec import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -33,8 +33,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     canary.clear()
-    refusals.clear()
-    select.cache_clear()
+    forget_rejections()
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, direction: str, which: int) -> list[AttentionSpec]:

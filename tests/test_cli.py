@@ -12,9 +12,8 @@ from conftest import FreshPython
 import flexattn
 from flexattn import __main__ as command_line
 from flexattn import doctor
-from flexattn.dispatch import refusals
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.select import backend_module, select
+from flexattn.dispatch.select import backend_module, forget_rejections, select
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +21,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
     select.cache_clear()
     yield
-    refusals.clear()
-    select.cache_clear()
+    forget_rejections()
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

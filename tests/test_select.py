@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import heuristics, options, refusals
+from flexattn.dispatch import heuristics, options
 from flexattn.dispatch.context import attention_backend, requested_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.heuristics import DEFAULTS, Measured
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.select import BackendError, Decision, backend_module, reasons, reject, select
+from flexattn.dispatch.select import BackendError, Decision, backend_module, forget_rejections, reasons, reject, select
 from flexattn.dispatch.spec import (
     BACKENDS,
     BIAS_TYPES,
@@ -64,8 +64,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
     select.cache_clear()
     yield
-    refusals.clear()
-    select.cache_clear()
+    forget_rejections()
 
 
 @pytest.fixture
@@ -469,7 +468,7 @@ some_refusals = st.dictionaries(
 @settings(deadline=None)  # the first choice imports the backends
 @given(specs, st.sampled_from(DIRECTIONS), st.sampled_from(options.REQUESTS), some_refusals)
 def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direction, request, refused):
-    refusals.clear()
+    forget_rejections()
     for (name, which), reason in refused.items():
         reject(name, spec, which, reason)
 
@@ -499,8 +498,7 @@ def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direc
 @settings(deadline=None)
 @given(specs, st.sampled_from(options.REQUESTS))
 def test_any_spec_is_explained(spec, request):
-    refusals.clear()
-    select.cache_clear()
+    forget_rejections()
     try:
         text = str(explain(spec, request))
     except BackendError:
