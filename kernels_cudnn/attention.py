@@ -101,7 +101,7 @@ def attention_backward(
 def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None) -> Call:
     """What `attention_forward` runs; with tensors on the meta device, the plan that it would need."""
     x = problem
-    side_q, side_kv = sides(x)
+    side_q, side_kv = sides(x, _has_lengths(x, is_backward=False))
     padding = _padding(x, side_q, side_kv)
     unread_kv = padding.kv if padding.is_read else None
     q, k, v = _readable(x, x.q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
@@ -136,7 +136,7 @@ def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, grad
     """What `attention_backward` runs; with tensors on the meta device, the plan that it would need."""
     x = problem
     dq, dk, dv, dbias, dsoftmax_offset = gradients
-    side_q, side_kv = sides(x)
+    side_q, side_kv = sides(x, _has_lengths(x, is_backward=True))
     padding = _padding(x, side_q, side_kv)
     unread_q, unread_kv = (padding.blind, padding.kv) if padding.is_read else (None, None)
     out = _readable(x, out)
@@ -185,7 +185,7 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
     """What the plan is compiled for, from the tensors that it gets; adds to `buffers` those that say how scores become weights."""
     batch, len_q, len_kv = x.sizes
     is_backward = direction == "backward"
-    has_lengths = x.is_ragged or x.has_padding or _has_full_lengths(x, is_backward)
+    has_lengths = side_q.lengths is not None
     buffers[Uid.SCALE] = host_scalar(x.softmax_scale)
     if has_lengths:
         buffers |= {Uid.LENGTHS_Q: side_q.lengths, Uid.LENGTHS_KV: side_kv.lengths}
@@ -243,13 +243,15 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
     )
 
 
-def _has_full_lengths(x: Problem, is_backward: bool) -> bool:
-    """Whether a problem without padding gets a padding mask all the same, with the full lengths.
+def _has_lengths(x: Problem, is_backward: bool) -> bool:
+    """Whether the plan has a padding mask: without padding too, with the full lengths, where cuDNN needs one.
 
     Where queries outnumber keys, cuDNN takes a window or a bottom-right diagonal only so. And a backward whose last tile of keys
     is not full computes NaN on sm_90 before cuDNN 9.26 without one (pytorch issue 196678, cudnn-frontend issue 628): seen so on an
     NVIDIA H200 with 9.19, and cured by the mask. Dropout must not differ between the directions.
     """
+    if x.is_ragged or x.has_padding:
+        return True
     if x.longest_q > x.longest_kv and (x.window_left is not None or (x.bottom_right and x.window_right is not None)):
         return True
     return (is_backward or x.dropout_p > 0) and x.longest_kv % KEY_TILE != 0
@@ -341,6 +343,6 @@ def _write_empty(x: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None)
         by_token = _by_token(lse)
         by_token.copy_(_sink(x))
         if x.has_padding:
-            by_token.masked_fill_(hidden_tokens(sides(x)[0], x.batch)[..., None], NEG_INF)
+            by_token.masked_fill_(hidden_tokens(sides(x, True)[0], x.batch)[..., None], NEG_INF)
     if max_logit is not None:
         max_logit.fill_(NEG_INF)

@@ -15,7 +15,7 @@ from flexattn.kernels_cudnn.problem import Problem
 class Side(NamedTuple):
     """The sequences of q, or of k and v, padded to the plan's batch with empty ones."""
 
-    lengths: Tensor  # int32, at least [plan batch]
+    lengths: Tensor | None  # int32, at least [plan batch]; None where the plan takes none
     units: Tensor | None  # int32, at least [plan batch + 1]: the first token of each sequence, or its row of a dense tensor
     is_packed: bool  # [total, h, d]
     tokens: int  # of the tensor: total, or of each row
@@ -26,16 +26,17 @@ class Side(NamedTuple):
         return self.units * _column(steps, self.units.device)
 
 
-def sides(x: Problem) -> tuple[Side, Side]:
+def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
     """What the plan for `x` gets as lengths and offsets of q, and of k and v.
 
-    Lengths and starts that do not fit the tensors are cut to them, as the other backends do.
+    `has_lengths` is whether it takes lengths. Lengths and starts that do not fit the tensors are cut to them, as the other
+    backends do.
     """
     batch, _, _ = x.sizes
-    q = _side(x.q, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.longest_q, x.batch, batch, x.is_ragged)
+    q = _side(x.q, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.longest_q, x.batch, batch, x.is_ragged, has_lengths)
     if is_self_attention(x):
         return q, q
-    return q, _side(x.k, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.longest_kv, x.batch, batch, x.is_ragged)
+    return q, _side(x.k, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.longest_kv, x.batch, batch, x.is_ragged, has_lengths)
 
 
 def is_self_attention(x: Problem) -> bool:
@@ -45,13 +46,21 @@ def is_self_attention(x: Problem) -> bool:
 
 
 def _side(
-    t: Tensor, cu: Tensor | None, cu_padded: Tensor | None, longest: int, batch: int, plan_batch: int, is_ragged: bool
+    t: Tensor,
+    cu: Tensor | None,
+    cu_padded: Tensor | None,
+    longest: int,
+    batch: int,
+    plan_batch: int,
+    is_ragged: bool,
+    has_lengths: bool,
 ) -> Side:
     is_packed = t.dim() == 3
     tokens = t.shape[0 if is_packed else 1]
     if cu is None:
         units = _rows(batch, plan_batch, t.device) if is_ragged else None
-        return Side(_full_lengths(batch, plan_batch, tokens, t.device), units, False, tokens)
+        lengths = _full_lengths(batch, plan_batch, tokens, t.device) if has_lengths else None
+        return Side(lengths, units, False, tokens)
     rows = _rows(batch, plan_batch, t.device)  # those past the batch repeat its end, so that they are empty
     ends = cu.index_select(0, rows)
     if not is_packed:
