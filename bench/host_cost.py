@@ -1,7 +1,7 @@
 """What a warm call costs the host, forward and backward, on each backend and beside torch's SDPA.
 
-    python -m bench.host_cost
-    python -m bench.host_cost --out bench/results/host_cost.json
+    python -m flexattn.bench.host_cost
+    python -m flexattn.bench.host_cost --out bench/results/host_cost.json
 
 The problems are so small that the GPU waits for the host: the time between two calls is then the host's. Each figure is the median
 over rounds of calls, the implementations taking turns; between rounds the device is waited for. Results are checked against the
@@ -37,7 +37,7 @@ MEASURES = "microseconds of the host for one call, without waiting for the devic
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.host_cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m flexattn.bench.host_cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args(argv)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'':12} {'selection':9} {'of a known spec':20} {selection_cost():8.2f}")
     if args.out is not None:
         record = {
-            "command": f"python -m bench.host_cost {shlex.join(argv if argv is not None else sys.argv[1:])}",
+            "command": f"python -m flexattn.bench.host_cost {shlex.join(argv if argv is not None else sys.argv[1:])}",
             "device": torch.cuda.get_device_name(),
             "python": platform.python_version(),
             "versions": versions(),
