@@ -35,6 +35,8 @@ import triton.language as tl
 from triton._utils import type_canonicalisation_dict
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
@@ -63,7 +65,7 @@ class CompileRequest:
 
     module, kernel: where the @triton.jit function is; the module must be importable in a new process.
     signature: Triton's type of each argument that is no constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>" a
-        host tensor descriptor.
+        host tensor descriptor (in Gluon with its layout's repr: "tensordesc<bf16[128,64],NVMMASharedLayout(...)>").
     constexprs: the value of each constexpr argument, anything that pickles; a dtype by its name in the language, "tl.bfloat16".
     sm: compute capability, 90 for 9.0.
     aligned: pointers and integers to take as divisible by 16; None: every pointer.
@@ -91,7 +93,10 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
     signature, constexprs = {}, {}
     for name, value in zip(launch.kernel.arg_names, launch.arguments, strict=True):
         if isinstance(value, torch.Tensor):
-            signature[name] = f"*{type_canonicalisation_dict[str(value.dtype).removeprefix('torch.')]}"
+            signature[name] = f"*{_type_name(value.dtype)}"
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_type_name(value.base.dtype)}[{block}],{value.layout!r}>"
         elif type(value) in (int, float):
             signature[name] = "i32" if type(value) is int else "fp32"
         else:
@@ -100,6 +105,10 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
     return CompileRequest(
         function.__module__, function.__name__, signature, constexprs, sm, launch.tile.num_warps, launch.tile.num_stages, aligned
     )
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return type_canonicalisation_dict[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,8 @@ def compile_for(
         )
     types = {name: signature.get(name, "constexpr") for name in names}
     aligned = [name for name in names if types[name].startswith("*")] if aligned is None else aligned
-    source = ASTSource(  # attrs in the arguments' order, which is part of Triton's cache key
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(  # attrs in the arguments' order, which is part of Triton's cache key
         fn=kernel,
         signature=types,
         constexprs={(names.index(name),): value for name, value in constexprs.items()},

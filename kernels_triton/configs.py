@@ -185,3 +185,33 @@ def select_tile(
     if length <= SHORT and row.short is not None:
         return row.short
     return row.tile
+
+
+class HopperTile(NamedTuple):
+    """A row for the Gluon kernels of sm_90: it serves head dims up to `head_dim_qk` and `head_dim_v`, with zeros past their own."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_m: int  # 64 for each consumer warpgroup
+    block_n: int
+    num_stages: int  # of k and of v in shared memory
+    registers: int  # of a consumer's thread
+    out_in_q: bool  # out leaves through q's buffer, for want of shared memory
+    open_from: int  # the shortest longest sequence from which it is measured to be faster than `FORWARD`, with an open band
+    banded_from: int  # and with any other
+
+
+HOPPER_FORWARD = (
+    HopperTile(64, 64, 192, 128, 2, 160, False, open_from=2048, banded_from=8192),
+    HopperTile(128, 128, 128, 128, 2, 240, False, open_from=512, banded_from=512),
+    HopperTile(192, 128, 128, 128, 2, 240, True, open_from=512, banded_from=512),
+    HopperTile(256, 256, 128, 64, 2, 240, True, open_from=512, banded_from=512),
+)
+
+HOPPER_FLOPS = 2**36
+"""Of a call, from which the kernels of sm_90 are used: below, their launch costs the host more time than they save the device."""
+
+
+def select_hopper_tile(head_dim_qk: int, head_dim_v: int) -> HopperTile:
+    """The narrowest row that serves the head dims, which are at most 256."""
+    return next(tile for tile in HOPPER_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)

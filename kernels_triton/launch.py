@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.experimental import gluon
 
 from flexattn.kernels_triton import interpreter
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
@@ -27,6 +28,12 @@ def kernel(function: Callable[..., None]) -> Any:
     """
     run_time = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty and p.name not in WIDE]
     return triton.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+
+
+def hopper_kernel(function: Callable[..., None]) -> Any:
+    """The same in Gluon; what it reads and writes in tiles are descriptors, which are compiled for no address."""
+    run_time = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+    return gluon.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
 
 
 @functools.lru_cache(maxsize=64)

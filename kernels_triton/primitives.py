@@ -27,7 +27,7 @@ def load_sequence(
 ):
     # (start, length, slot): first row, real tokens, and rows that are this sequence's or follow it before the next one.
     # Clamped: whatever cu_seqlens holds, rows start .. start + slot are inside the tensor.
-    start = tl.zeros([], tl.int32)
+    start = 0
     slot = num_tokens
     if IS_RAGGED:
         offsets_ptr = cu_seqlens_padded_ptr if HAS_GAPS else cu_seqlens_ptr

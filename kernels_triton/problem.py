@@ -111,6 +111,11 @@ class Problem:
         return self.q.device
 
     @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) as the kernels take it: 0 for an open side, which they are compiled for."""
+        return tuple(min(side, _OPEN) if side is not None else 0 for side in (self.window_left, self.window_right))
+
+    @property
     def head_dims(self) -> int:
         """d_qk + d_v as the tiles hold them: what registers and shared memory go with."""
         return sum(split_head_dim(self.q.shape[-1])) + sum(split_head_dim(self.v.shape[-1]))
@@ -192,8 +197,7 @@ class Problem:
             self.k.shape[-3],
             self.longest_q,
             self.longest_kv,
-            min(self.window_left, _OPEN) if self.window_left is not None else 0,
-            min(self.window_right, _OPEN) if self.window_right is not None else 0,
+            *self.window,
             int(self.bottom_right),
             *bias_strides,
             slopes_stride,

@@ -1,0 +1,112 @@
+"""What the Gluon kernels for Hopper (sm_90) share: ragged tensor descriptors, barriers, named barriers, packed 16-bit tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
+# and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
+# coordinate reaches its extent just where the row reaches the length. (The idea is that of triton.tools.ragged_tma.)
+_FAR = 0x7FFF0000
+_RAGGED = gl.constexpr(2**30)
+_WRAP = 2**34  # elements: 2**30 times this, times 2 bytes, is 2**65, which is 0 modulo 2**64
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def ragged_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens and `width` columns of one head of x, [b, s, h, d] or [total, h, d] in a half type.
+
+    The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
+    """
+    stride_s, stride_h = (stride if size > 1 else 8 for size, stride in zip(x.shape[-3:-1], x.stride()[-3:-1], strict=True))
+    block = [1, 1, rows, 1, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    shape = [_FAR, _FAR, _RAGGED.value, _FAR, x.shape[-1]]
+    return TensorDescriptor(x, shape, [_WRAP - stride_s, stride_s, stride_s, stride_h, 1], block, layout)
+
+
+def batch_steps(x: Tensor) -> tuple[int, int] | None:
+    """How far apart batch elements are, in (tokens, heads), one of them 0; None where that is a multiple of neither's stride."""
+    if x.dim() == 3 or x.shape[0] == 1:
+        return 0, 0
+    stride_b, stride_s, stride_h, _ = x.stride()
+    if x.shape[1] > 1 and stride_s > 0 and stride_b % stride_s == 0:
+        return stride_b // stride_s, 0
+    if x.shape[2] > 1 and stride_h > 0 and stride_b % stride_h == 0:
+        return 0, stride_b // stride_h
+    return None
+
+
+def descriptor_error(name: str, x: Tensor) -> str | None:
+    """None if TMA can read and write x tile by tile, else why not."""
+    if x.data_ptr() % 16:
+        return f"{name} begins at an address that is no multiple of 16 bytes"
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride % 8):
+            return f"{name} has a stride of {stride} elements; the copy engine takes positive multiples of 8"
+    if batch_steps(x) is None:
+        return f"the batch stride of {name} is a multiple of neither its token nor its head stride"
+    return None
+
+
+@gluon.jit
+def load_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, barrier, tile):
+    # Rows row .. of the sequence that begins at token `start`; zeros from row `length` on.
+    tma.async_copy_global_to_shared(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], barrier, tile)
+
+
+@gluon.jit
+def store_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, tile):
+    # The same rows; what is past row `length` is not written.
+    tma.async_copy_shared_to_global(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], tile)
+
+
+@gluon.jit
+def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.constexpr_function
+def _barrier_assembly(operation, barrier, threads):
+    return f"bar.{operation} {barrier}, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly("sync", BARRIER, THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly("arrive", BARRIER, THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# A 16-bit tile that a loop carries is kept as pairs in 32-bit registers: as single elements ptxas splits and merges them each turn.
+@gluon.jit
+def pack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
+    low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+    assembly: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(assembly, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+    pairs = gl.join(x.to(gl.int16), (x >> 16).to(gl.int16))
+    return gl.convert_layout(gl.reshape(pairs, [ROWS, COLUMNS]).to(DTYPE, bitcast=True), LAYOUT)
+
+
+@gluon.jit
+def keep_pairs(x):
+    # A use after the wait for the product that reads x, so that its registers are not taken for something else before.
+    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
