@@ -8,6 +8,8 @@
 |                    |                                  | transfer from the device (a synchronisation) in each forward         |
 | `FLEXATTN_CANARY`  | 0 (default), 1                   | 1 checks each backend that is chosen against the reference, on a     |
 |                    |                                  | small input, before it runs a spec for the first time                |
+| `FLEXATTN_HOPPER`  | auto (default), always, never    | whether the triton backend's kernels for sm_90 run where they are    |
+|                    |                                  | measured to be faster, wherever they can, or not at all              |
 | `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
 |                    |                                  | them                                                                 |
 
@@ -22,15 +24,18 @@ import os
 from flexattn.dispatch.spec import BACKENDS
 
 REQUESTS = ("auto", *BACKENDS)
-VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_PLANS")
+VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_HOPPER", "FLEXATTN_PLANS")
+HOPPER = ("auto", "always", "never")
 
 
 def backend() -> str | None:
     """FLEXATTN_BACKEND, or None where it is unset or empty; a ValueError names the variable where it holds anything else."""
-    value = os.environ.get("FLEXATTN_BACKEND") or None
-    if value is not None and value not in REQUESTS:
-        raise ValueError(f"the environment variable FLEXATTN_BACKEND is {value!r}; accepted: {', '.join(REQUESTS)}")
-    return value
+    return _choice("FLEXATTN_BACKEND", REQUESTS)
+
+
+def hopper() -> str:
+    """FLEXATTN_HOPPER; a ValueError names the variable where it holds anything but HOPPER."""
+    return _choice("FLEXATTN_HOPPER", HOPPER) or "auto"
 
 
 def check_values() -> bool:
@@ -46,6 +51,13 @@ def canary() -> bool:
 def plan_directory() -> str | None:
     """FLEXATTN_PLANS, or None where it is unset or empty."""
     return os.environ.get("FLEXATTN_PLANS") or None
+
+
+def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:
+    value = os.environ.get(variable) or None
+    if value is not None and value not in accepted:
+        raise ValueError(f"the environment variable {variable} is {value!r}; accepted: {', '.join(accepted)}")
+    return value
 
 
 def _flag(variable: str) -> bool:

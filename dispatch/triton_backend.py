@@ -8,6 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import options
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 SUPPORT_IS_FINAL = True
@@ -50,7 +51,14 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.forward import attention_forward
 
     out, lse, max_logit = empty_outputs(spec, x)
-    attention_forward(_problem(spec, x), as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
+    problem, rows = _problem(spec, x), as_bshd(out, spec.q_format)
+    if spec.capability == (9, 0) and (wish := options.hopper()) != "never":
+        from flexattn.kernels_triton import hopper_forward as hopper
+
+        if (wish == "always" or hopper.is_faster(problem)) and hopper.refusal(problem, rows, spec.return_max_logit) is None:
+            hopper.hopper_forward(problem, rows, lse)
+            return out, lse, max_logit
+    attention_forward(problem, rows, lse, max_logit if spec.return_max_logit else None)
     return out, lse, max_logit
 
 

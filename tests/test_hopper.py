@@ -1,0 +1,300 @@
+"""The Gluon kernels for sm_90: compiled ahead of time and held to gates anywhere, run against the oracle on such a GPU.
+
+`FLEXATTN_HOPPER=always pytest tests/test_triton.py tests/test_support.py` runs every other test of the Triton backend through them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton import hopper_forward as hopper
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.configs import HOPPER_FORWARD, select_hopper_tile
+from flexattn.kernels_triton.hopper import batch_steps, descriptor_error
+from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
+from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.ragged import pad_outputs, work_table
+from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+
+HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the compiled code is checked above")
+
+
+def cumulative(lengths: list[int], gap: int = 0) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(n + gap for n in lengths)], dtype=torch.int32)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"window_right": 0},
+    "everything": {"window_left": 17, "window_right": 0, "has_sink": True, "softmax_offset": torch.zeros(4), "bottom_right": True},
+}
+
+
+def launch_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    d_qk, d_v = head_dims
+    is_ragged = features == "everything"
+    shape = (256, 4) if is_ragged else (2, 128, 4)
+    q, k = (torch.zeros(*shape, d_qk, dtype=dtype) for _ in "qk")
+    v, out = (torch.zeros(*shape, d_v, dtype=dtype) for _ in "vo")
+    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 128)
+    offsets = cumulative([128, 128])
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), offsets)
+    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
+    problem = Problem(q, k, v, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
+    with recorded_launches() as launches:
+        hopper.hopper_forward(problem, out, lse)
+    return launches[-1]
+
+
+# Instructions of a turn of the main loop, by the row and the features: what was compiled when the rates were measured.
+LOOP_INSTRUCTIONS = {
+    (64, "open"): 420,
+    (64, "causal"): 617,
+    (64, "everything"): 716,
+    (128, "open"): 465,
+    (128, "causal"): 637,
+    (128, "everything"): 763,
+    (192, "open"): 499,
+    (192, "causal"): 664,
+    (192, "everything"): 796,
+    (256, "open"): 428,
+    (256, "causal"): 511,
+    (256, "everything"): 580,
+}
+SLACK = 0.05
+SOME = [(64, "open"), (128, "open"), (128, "causal"), (128, "everything"), (192, "causal"), (256, "everything")]
+
+
+def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bfloat16) -> None:
+    rows = {row.head_dim_qk: row for row in HOPPER_FORWARD}
+    reports = compile_many([request_for(launch_of(rows[dim][:2], features, dtype), 90) for dim, features in cases])
+    for case, report in zip(cases, reports, strict=True):
+        assert report.loop_spill_share == 0, f"{case}: {report}"
+        assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
+        assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
+        assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
+        loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
+        assert len(loops) == rows[case[0]].block_m // 64, f"{case}: one loop for each consumer, not {loops}"
+        expected = LOOP_INSTRUCTIONS[case]
+        assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
+
+
+def test_compiled() -> None:
+    check_compiled(SOME)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_row_compiled(dtype: torch.dtype) -> None:
+    check_compiled(list(LOOP_INSTRUCTIONS), dtype)
+
+
+def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype = torch.bfloat16, **more: Any) -> Problem:
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return Problem(x, x, x, **{"softmax_scale": 0.1, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"dtype": torch.float32}, "bf16 and fp16, not float32"),
+        ({"bias": torch.empty(1, 1, 1, 1)}, "a bias"),
+        ({"alibi_slopes": torch.empty(16)}, "ALiBi"),
+        ({"softcap": 30.0}, "a softcap"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"softmax_scale": 0.0}, "softmax_scale of 0"),
+        ({"shape": (2, 0, 16, 128)}, "nothing to load"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "capability_of", lambda device: 90)
+    problem = problem_of(**more)
+    refusal = hopper.refusal(problem, problem.q)
+    assert refusal is not None
+    assert reason in refusal
+    assert hopper.refusal(problem_of(), problem_of().q) is None
+    assert "max_logit" in str(hopper.refusal(problem_of(), problem_of().q, return_max_logit=True))
+    monkeypatch.setattr(hopper, "capability_of", lambda device: 100)
+    assert "sm_90" in str(hopper.refusal(problem_of(), problem_of().q))
+
+
+def test_which_tensors_the_copy_engine_takes() -> None:
+    x = torch.empty(4, 6, 2, 64, dtype=torch.bfloat16)
+    assert batch_steps(x) == (6, 0)  # bshd: in tokens
+    assert batch_steps(x.permute(1, 0, 2, 3)) == (0, 2)  # sbhd: in heads
+    bhsd = torch.empty(4, 2, 6, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert batch_steps(bhsd) == (12, 0)  # in rows of 64: two heads of 6
+    assert batch_steps(x[0]) == batch_steps(x[:1]) == (0, 0)
+    assert descriptor_error("q", x) is None
+    assert "stride of 0" in str(descriptor_error("q", x[:, :, :1].expand(4, 6, 2, 64)))
+    assert "stride of 68" in str(descriptor_error("q", torch.empty(4, 6, 2, 68, dtype=torch.bfloat16)[..., :64]))
+    assert "16 bytes" in str(descriptor_error("q", torch.empty(9, 8, dtype=torch.bfloat16).view(-1)[1:65].view(1, 1, 8, 8)))
+    uneven = torch.empty(4 * 800, dtype=torch.bfloat16).as_strided((4, 6, 2, 64), (776, 128, 64, 1))
+    assert "batch stride" in str(descriptor_error("q", uneven))
+
+
+def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> None:
+    assert hopper.is_faster(problem_of((16, 1024, 16, 128)))
+    assert hopper.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
+    assert not hopper.is_faster(problem_of((1, 1024, 2, 128)))  # too little work for what its launch costs
+    assert not hopper.is_faster(problem_of((64, 256, 16, 128)))
+    assert hopper.is_faster(problem_of((8, 2048, 32, 64)))
+    assert not hopper.is_faster(problem_of((8, 2048, 32, 64), window_right=0))
+    for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
+        tile = select_hopper_tile(d_qk, d_v)
+        assert d_qk <= tile.head_dim_qk
+        assert d_v <= tile.head_dim_v
+
+
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("lengths", [[100, 300, 0, 1, 129], [0], [64] * 70, [500]], ids=lambda x: f"{len(x)}x{max(x)}")
+def test_table_of_work(lengths: list[int], gap: int, device: str) -> None:
+    block = 64
+    q = torch.zeros(sum(lengths) + gap * len(lengths), 2, 16, dtype=torch.bfloat16, device=device)
+    cu_seqlens, padded = (cumulative(lengths, n).to(device) for n in (0, gap))
+    lengths_given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": max(lengths), "max_seqlen_kv": 1}
+    if gap:
+        lengths_given |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    table = work_table(Problem(q, q, q, softmax_scale=1.0, **lengths_given), block).tolist()
+    blocks = max(1, -(-max(lengths) // block))
+    expected = {b * blocks + m for b, n in enumerate(lengths) for m in range(-(-n // block))}
+    assert table[:2] == [0, len(expected)]
+    found = table[2 : 2 + len(expected)]
+    assert set(found) == expected
+    assert [entry % blocks for entry in found] == sorted((entry % blocks for entry in expected), reverse=True)
+
+
+def test_table_of_work_holds_wrong_lengths(device: str) -> None:
+    q = torch.zeros(100, 2, 16, dtype=torch.bfloat16, device=device)
+    overlapping = torch.tensor([0, 100, 0, 100, -7, 1000], dtype=torch.int32, device=device)
+    given = {"cu_seqlens_q": overlapping, "cu_seqlens_kv": overlapping, "max_seqlen_q": 100, "max_seqlen_kv": 100}
+    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), 16).tolist()
+    blocks = 7
+    assert table[1] <= len(table) - 2
+    assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
+
+
+@pytest.mark.parametrize("fmt", ["thd", "bshd", "bhsd"])
+def test_padding_alone_is_zeroed(fmt: str, device: str) -> None:
+    given = make_inputs(fmt, lengths_q=[70, 0, 5, 200], padding=True, gap=3, dtype=torch.bfloat16, device=device)
+    spec, x = make_call(given, attn_mask_type="padding")
+    problem = triton_backend._problem(spec, x)
+    out = torch.full_like(problem.q, 7.0)
+    lse = torch.full((4, out.shape[0]) if fmt == "thd" else (4, 4, out.shape[1]), 7.0, device=device)
+    pad_outputs(problem, out, lse)
+    is_padding = problem.q[..., 0].isnan()
+    assert not out[is_padding].any()
+    assert (out[~is_padding] == 7.0).all()
+    assert (lse == float("-inf")).equal(is_padding.transpose(-1, -2))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the kernel is launched with, everywhere that it can be."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "always")
+    seen: list[Any] = []
+    launch = hopper.launch
+
+    def counted(*arguments: Any) -> None:
+        seen.append(arguments)
+        launch(*arguments)
+
+    monkeypatch.setattr(hopper, "launch", counted)
+    return seen
+
+
+def check(launches: list[Any], call: dict[str, Any], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    spec, x = make_call(given, **call, return_max_logit=False)
+    before = len(launches)
+    out, lse, _ = triton_backend.forward(spec, x)
+    assert len(launches) == before + 1
+    exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
+    for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
+        check_close(name, got, want, budget)
+    return out, lse
+
+
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"window_size": (200, 70)},
+    {"window_size": (40, 0), "bottom_right_diagonal": True},
+]
+UNEVEN = {"lengths_q": [300, 0, 1, 700, 129, 260], "lengths_kv": [333, 50, 500, 600, 0, 40]}
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any], launches: list[Any]) -> None:
+    call = {"attn_mask_type": "padding", **band}
+    check(launches, call, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
+def test_formats(fmt: str, band: dict[str, Any], dtype: torch.dtype, launches: list[Any]) -> None:
+    call = {"attn_mask_type": "padding", **band}
+    check(launches, call, qkv_format=fmt, dtype=dtype, padding=True, gap=13, num_heads=6, num_heads_kv=2, **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
+def test_dense(fmt: str, mask: str, sq: int, skv: int, launches: list[Any]) -> None:
+    call = {"attn_mask_type": mask}
+    check(launches, call, qkv_format=fmt, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, strided=fmt == "bshd")
+
+
+@on_hopper
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_sinks(softmax_type: str, launches: list[Any]) -> None:
+    offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0], device="cuda") if softmax_type == "learnable" else None
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
+    check(launches, call, qkv_format="thd", **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_bits_repeat(dims: tuple[int, int], launches: list[Any]) -> None:
+    """Who computes which block is decided as the work goes; what comes out is not."""
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
+    spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
+    first = triton_backend.forward(spec, x)[:2]
+    for _ in range(100):
+        assert all(torch.equal(again, once) for again, once in zip(triton_backend.forward(spec, x)[:2], first, strict=True))
+
+
+@on_hopper
+def test_many_sequences_and_outliers(launches: list[Any]) -> None:
+    lengths = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    check(launches, {"attn_mask_type": "padding_causal"}, qkv_format="thd", lengths_q=lengths, outliers=True)
+
+
+@on_hopper
+def test_wrong_lengths_stay_inside(launches: list[Any]) -> None:
+    """Nothing outside the tensors is read or written; compute-sanitizer runs this."""
+    given = make_inputs("thd", lengths_q=[300, 200], dtype=torch.bfloat16, head_dim_qk=64, head_dim_v=64, device="cuda")
+    for values in ([0, 500, 0, 500, 200], [-5, 1000, 3, 7, 10**6], [500, 400, 300, 200, 100]):
+        wrong = torch.tensor(values, dtype=torch.int32, device="cuda")
+        spec, x = make_call(
+            given._replace(cu_seqlens_q=wrong, cu_seqlens_kv=wrong), attn_mask_type="padding", return_max_logit=False
+        )
+        triton_backend.forward(spec, x)
+    torch.cuda.synchronize()
+    assert len(launches) == 3
