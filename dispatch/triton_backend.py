@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.problem import Problem
 
 SUPPORT_IS_FINAL = True
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,14 +56,41 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     out, lse, max_logit = empty_outputs(spec, x)
     problem, rows = _problem(spec, x), as_bshd(out, spec.q_format)
-    if spec.capability == (9, 0) and (wish := options.hopper()) != "never":
-        from flexattn.kernels_triton import hopper_forward as hopper
-
-        if (wish == "always" or hopper.is_faster(problem)) and hopper.refusal(problem, rows, spec.return_max_logit) is None:
-            hopper.hopper_forward(problem, rows, lse)
-            return out, lse, max_logit
-    attention_forward(problem, rows, lse, max_logit if spec.return_max_logit else None)
+    if not _hopper_forward(spec, problem, rows, lse):
+        attention_forward(problem, rows, lse, max_logit if spec.return_max_logit else None)
     return out, lse, max_logit
+
+
+def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor) -> bool:
+    """Whether the kernels of sm_90 did it."""
+    if spec.capability != (9, 0) or (wish := options.hopper()) == "never":
+        return False
+    from flexattn.kernels_triton import hopper_forward as hopper
+
+    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out, spec.return_max_logit) is not None:
+        return False
+    hopper.hopper_forward(problem, out, lse)
+    return True
+
+
+def _hopper_backward(
+    spec: AttentionSpec,
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    doffset: Tensor | None,
+) -> bool:
+    if spec.capability != (9, 0) or (wish := options.hopper()) == "never":
+        return False
+    from flexattn.kernels_triton import hopper_backward as hopper
+
+    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out, dout) is not None:
+        return False
+    hopper.hopper_backward(problem, out, lse, dout, dlse, *gradients, doffset)
+    return True
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -68,18 +99,12 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
-    attention_backward(
-        _problem(spec, x),
-        as_bshd(out, spec.q_format),
-        lse,
-        as_bshd(_rows_contiguous(dout), spec.q_format),
-        dlse.contiguous() if dlse is not None else None,
-        as_bshd(dq, spec.q_format),
-        as_bshd(dk, spec.kv_format),
-        as_bshd(dv, spec.kv_format),
-        dbias,
-        doffset,
-    )
+    problem = _problem(spec, x)
+    out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
+    dlse = dlse.contiguous() if dlse is not None else None
+    gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
+    if not _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
+        attention_backward(problem, out, lse, dout, dlse, *gradients, dbias, doffset)
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)
     return Gradients(dq, dk, dv, dbias, doffset)
@@ -94,7 +119,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         backward(spec, x, out, lse, out, None)
 
 
-def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def]  # Problem's module imports triton
+def _problem(spec: AttentionSpec, x: Operands) -> Problem:
     from flexattn.kernels_triton.problem import Problem
 
     return Problem(

@@ -187,6 +187,10 @@ def select_tile(
     return row.tile
 
 
+NEVER = 2**31
+"""Longer than any sequence."""
+
+
 class HopperTile(NamedTuple):
     """A row for the Gluon kernels of sm_90: it serves head dims up to `head_dim_qk` and `head_dim_v`, with zeros past their own."""
 
@@ -215,3 +219,33 @@ HOPPER_FLOPS = 2**36
 def select_hopper_tile(head_dim_qk: int, head_dim_v: int) -> HopperTile:
     """The narrowest row that serves the head dims, which are at most 256."""
     return next(tile for tile in HOPPER_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+
+
+class HopperBackwardTile(NamedTuple):
+    """A row for the backward on sm_90, as `HopperTile`."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_n: int  # keys that dq takes at a time
+    v_stages: int  # of v in shared memory, for dq; of k there are two
+    block_m: int  # queries that dk and dv take at a time
+    splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
+    open_from: int  # as in `HopperTile`
+    banded_from: int
+
+    @property
+    def keys(self) -> int:
+        """Of a program of dk and dv."""
+        return 64 if self.splits_columns else 128
+
+
+HOPPER_BACKWARD = (
+    HopperBackwardTile(64, 64, 128, 2, 64, False, open_from=NEVER, banded_from=1024),
+    HopperBackwardTile(128, 128, 128, 1, 64, False, open_from=1024, banded_from=1024),
+    HopperBackwardTile(192, 128, 64, 2, 32, False, open_from=1024, banded_from=1024),
+    HopperBackwardTile(256, 256, 64, 1, 64, True, open_from=1024, banded_from=1024),
+)
+
+
+def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int) -> HopperBackwardTile:
+    return next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)

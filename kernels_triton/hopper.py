@@ -9,6 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton.primitives import load_sequence
+
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
 # coordinate reaches its extent just where the row reaches the length. (The idea is that of triton.tools.ragged_tma.)
@@ -92,6 +94,12 @@ def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def opaque_zero(x):
+    # 0 that LLVM cannot see through: an index with it keeps the descriptors of shared memory from being hoisted into registers.
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # A 16-bit tile that a loop carries is kept as pairs in 32-bit registers: as single elements ptxas splits and merges them each turn.
 @gluon.jit
 def pack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
@@ -110,3 +118,46 @@ def unpack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.conste
 def keep_pairs(x):
     # A use after the wait for the product that reads x, so that its registers are not taken for something else before.
     gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META: gl.constexpr):
+    cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr = cu_seqlens
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    start_kv, len_kv, _ = load_sequence(
+        cu_seqlens_kv_ptr,
+        cu_seqlens_kv_padded_ptr,
+        b,
+        batch,
+        num_tokens_kv,
+        max_seqlen_kv,
+        META.IS_RAGGED_KV,
+        META.HAS_GAPS_KV,
+        META,
+    )
+    return start_q, len_q, start_kv, len_kv
+
+
+@gluon.jit
+def key_blocks(first_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    # Blocks of keys that some of BLOCK_M queries from first_row on may see: begin <= end.
+    begin = 0
+    end = gl.cdiv(len_kv, META.BLOCK_N)
+    if META.HAS_RIGHT:
+        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + META.BLOCK_M + shift + window_right, 0), META.BLOCK_N))
+    if META.HAS_LEFT:
+        begin = gl.minimum(gl.maximum(first_row + shift - window_left, 0) // META.BLOCK_N, end)
+    return begin, end
+
+
+@gluon.jit
+def mask_keys(qk, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    last = gl.zeros_like(rows) + (len_kv - 1)
+    if META.HAS_RIGHT:
+        last = gl.minimum(last, rows + shift + window_right)
+    visible = columns[None, :] <= last[:, None]
+    if META.HAS_LEFT:
+        visible = visible & (columns[None, :] >= (rows + shift - window_left)[:, None])
+    return gl.where(visible, qk, float("-inf"))

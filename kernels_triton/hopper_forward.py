@@ -17,25 +17,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.configs import HOPPER_FLOPS, HopperTile, Tile, select_hopper_tile, split_head_dim
+from flexattn.kernels_triton.configs import (
+    HOPPER_FLOPS,
+    HopperBackwardTile,
+    HopperTile,
+    Tile,
+    select_hopper_tile,
+    split_head_dim,
+)
 from flexattn.kernels_triton.hopper import (
     DTYPES,
     allocate_barriers,
     batch_steps,
     descriptor_error,
     keep_pairs,
+    key_blocks,
     load_rows,
+    mask_keys,
     named_barrier_arrive,
     named_barrier_sync,
     pack_pairs,
     ragged_descriptor,
+    sequences,
     store_rows,
     unpack_pairs,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E, load_sequence
+from flexattn.kernels_triton.primitives import LN2, LOG2E
 from flexattn.kernels_triton.problem import Problem
-from flexattn.kernels_triton.ragged import pad_outputs, work_table
+from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
@@ -67,26 +77,6 @@ class ForwardMeta(NamedTuple):
 
 
 @gluon.jit
-def _sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META: gl.constexpr):
-    cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr = cu_seqlens
-    start_q, len_q, _ = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
-    )
-    start_kv, len_kv, _ = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
-    )
-    return start_q, len_q, start_kv, len_kv
-
-
-@gluon.jit
 def _amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
     if META.HAS_LENGTHS:
         return gl.load(table_ptr + 1) * num_heads
@@ -112,18 +102,6 @@ def _piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, ME
 
 
 @gluon.jit
-def _key_blocks(first_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    # Blocks of keys that some of BLOCK_M queries from first_row on may see: begin <= end.
-    begin = 0
-    end = gl.cdiv(len_kv, META.BLOCK_N)
-    if META.HAS_RIGHT:
-        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + META.BLOCK_M + shift + window_right, 0), META.BLOCK_N))
-    if META.HAS_LEFT:
-        begin = gl.minimum(gl.maximum(first_row + shift - window_left, 0) // META.BLOCK_N, end)
-    return begin, end
-
-
-@gluon.jit
 def _load_partition(common, META: gl.constexpr):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr = common
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
@@ -141,11 +119,11 @@ def _load_partition(common, META: gl.constexpr):
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
         first_row, h, b = _piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
-        start_q, len_q, start_kv, len_kv = _sequences(
+        start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
         shift = (len_kv - len_q) * bottom_right
-        begin, end = _key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * _ROWS
@@ -196,17 +174,6 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, 
 
 
 @gluon.jit
-def _mask(qk, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    last = gl.zeros_like(rows) + (len_kv - 1)
-    if META.HAS_RIGHT:
-        last = gl.minimum(last, rows + shift + window_right)
-    visible = columns[None, :] <= last[:, None]
-    if META.HAS_LEFT:
-        visible = visible & (columns[None, :] >= (rows + shift - window_left)[:, None])
-    return gl.where(visible, qk, float("-inf"))
-
-
-@gluon.jit
 def _softmax(qk, row_max, row_sum, scale_log2, DTYPE: gl.constexpr, META: gl.constexpr):
     new_max = gl.maximum(row_max, gl.max(qk, 1) * scale_log2)
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
@@ -243,9 +210,9 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
     piece = gl.program_id(0)
     while piece < amount:
         first_row, h, b = _piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
-        start_q, len_q, _, len_kv = _sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
-        begin, end = _key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
         rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
@@ -267,7 +234,7 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            qk = _mask(qk, rows, (end - 1) * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
+            qk = mask_keys(qk, rows, (end - 1) * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
             pairs, row_max, row_sum, decay = _softmax(qk, row_max, row_sum, scale_log2, DTYPE, META)
             loaded += 1
             for n in range(end - 2, begin - 1, -1):
@@ -292,7 +259,7 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
                     if META.HAS_LEFT:
                         is_cut = is_cut | (n * BLOCK_N < first_row + META.BLOCK_M - 1 + shift - window_left)
                     if is_cut:
-                        qk = _mask(qk, rows, n * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
+                        qk = mask_keys(qk, rows, n * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
                 new_pairs, row_max, row_sum, decay = _softmax(qk, row_max, row_sum, scale_log2, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
@@ -452,14 +419,18 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
     return next((error for error in errors if error), None)
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
+def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile) -> bool:
+    """Whether the problem is long enough for its row, and for what the launch costs the host."""
     x = problem
-    tile = select_hopper_tile(x.q.shape[-1], x.v.shape[-1])
     is_open = x.window_left is None and x.window_right is None
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if is_open else 0.5)
     return max(x.longest_q, x.longest_kv) >= (tile.open_from if is_open else tile.banded_from) and flops >= HOPPER_FLOPS
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
+    return is_measured(problem, select_hopper_tile(problem.q.shape[-1], problem.v.shape[-1]))
 
 
 def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None) -> None:
@@ -500,8 +471,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
     else:
         descriptors += descriptors[:2]
     if has_lengths:
-        table = work_table(x, tile.block_m)
-        pad_outputs(x, out, lse)
+        table = work_table(x, tile.block_m, "q")
+        zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
     launch(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.configs import Tile, split_head_dim
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import load_sequence, row_pointer, row_steps, store_zeros
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -16,17 +18,41 @@ _TILE = Tile(64, 64, 4, 1)
 _PARTS = 4  # programs that share the padding of one sequence and head
 
 
+class _Side(NamedTuple):
+    """The queries' or the keys' half of a problem's lengths."""
+
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+    batch: int
+    num_tokens: int
+    longest: int
+    is_ragged: bool
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+        return self[:5]
+
+
+def _side(problem: Problem, side: Literal["q", "kv"]) -> _Side:
+    x = problem
+    if side == "q":
+        return _Side(x.cu_seqlens_q, x.cu_seqlens_q_padded, x.batch, x.q.shape[-3], x.longest_q, x.q.dim() == 3)
+    return _Side(x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.batch, x.k.shape[-3], x.longest_kv, x.k.dim() == 3)
+
+
 @kernel
 def _work_table_kernel(
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    table_ptr,
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
     batch,
     num_tokens,
     max_seqlen,
+    table_ptr,
     blocks,
     capacity,
-    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
     META: tl.constexpr,
 ):
     CHUNK: tl.constexpr = 64
@@ -37,18 +63,11 @@ def _work_table_kernel(
     own_blocks = 0
     for first in range(0, batch, CHUNK):
         other = first + tl.arange(0, CHUNK)
+        last = batch - 1
         _, length, _ = load_sequence(
-            cu_seqlens_q_ptr,
-            cu_seqlens_q_padded_ptr,
-            tl.minimum(other, batch - 1),
-            batch,
-            num_tokens,
-            max_seqlen,
-            META.IS_RAGGED_Q,
-            META.HAS_GAPS_Q,
-            META,
+            cu_seqlens_ptr, cu_seqlens_padded_ptr, tl.minimum(other, last), batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
         )
-        count = tl.where(other < batch, tl.cdiv(length, BLOCK_M), 0)
+        count = tl.where(other < batch, tl.cdiv(length, BLOCK), 0)
         total += tl.sum(count, 0)
         own_blocks += tl.sum(tl.where(other == b, count, 0), 0)
         later = tl.maximum(count[None, :] - (block + 1)[:, None], 0)
@@ -61,36 +80,42 @@ def _work_table_kernel(
         tl.store(table_ptr + 1, tl.minimum(total, capacity))
 
 
-def work_table(problem: Problem, block_m: int) -> Tensor:
-    """int32: a counter at 0, the number of entries, then b * blocks + block for each block of `block_m` queries that has one.
+def work_table(problem: Problem, block: int, side: Literal["q", "kv"]) -> Tensor:
+    """int32: a counter at 0, the number of entries, then b * blocks + n for each block n of `block` tokens that has one.
 
-    blocks is what the longest sequence has; the last blocks, which have the most to do under a causal band, come first.
+    blocks is what the longest sequence has; the last blocks, where a causal band gives queries the most to do, come first.
     """
-    x = problem
-    blocks = triton.cdiv(x.longest_q, block_m)
+    x = _side(problem, side)
+    blocks = triton.cdiv(x.longest, block)
     capacity = x.batch * blocks
-    if x.q.dim() == 3:
-        capacity = min(capacity, x.q.shape[0] // block_m + x.batch)
-    table = torch.empty(2 + capacity, dtype=torch.int32, device=x.device)
-    arguments = (x.cu_seqlens_q, x.cu_seqlens_q_padded, table, x.batch, x.q.shape[-3], x.longest_q, blocks, capacity, block_m)
-    launch(_work_table_kernel, x.batch * triton.cdiv(blocks, 64), x.device, _TILE, (*arguments, x.meta(_TILE)))
+    if x.is_ragged:
+        capacity = min(capacity, x.num_tokens // block + x.batch)
+    table = torch.empty(2 + capacity, dtype=torch.int32, device=problem.device)
+    kind = (block, x.is_ragged, x.cu_seqlens_padded is not None, problem.meta(_TILE))
+    programs = x.batch * triton.cdiv(blocks, 64)
+    launch(_work_table_kernel, programs, problem.device, _TILE, (*x.arguments, table, blocks, capacity, *kind))
     return table
 
 
 @kernel
-def _pad_kernel(
+def _padding_kernel(
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
+    batch,
+    num_tokens,
+    max_seqlen,
     out_ptr,
     stride_ob,
     stride_os,
     stride_oh,
     lse_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    batch,
     num_heads,
-    num_tokens_q,
-    max_seqlen_q,
     PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
     META: tl.constexpr,
 ):
     ROWS: tl.constexpr = META.BLOCK_M
@@ -98,24 +123,29 @@ def _pad_kernel(
     h = tl.program_id(0) // PARTS % num_heads
     b = tl.program_id(0) // PARTS // num_heads
     start, length, slot = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
     )
     share = tl.cdiv(slot - length, PARTS)
     begin = length + part * share
     end = tl.minimum(begin + share, slot)
     base = row_pointer(out_ptr, b, h, start, stride_ob, stride_os, stride_oh, META)
     step, offsets = row_steps(stride_os, ROWS, META)
-    store_zeros(base, step, offsets, begin, end, ROWS, META.HEAD_DIM_V, META.V0, META.V1)
-    lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start
-    for row in range(begin, end, ROWS):
-        rows = row + tl.arange(0, ROWS)
-        tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
+    store_zeros(base, step, offsets, begin, end, ROWS, HEAD_DIM, WIDTH0, WIDTH1)
+    if lse_ptr is not None:
+        lse_base = lse_ptr + tl.cast(h if IS_RAGGED else b * num_heads + h, tl.int64) * num_tokens + start
+        for row in range(begin, end, ROWS):
+            rows = row + tl.arange(0, ROWS)
+            tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
 
 
-def pad_outputs(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """out = 0 and lse = -inf in the rows that follow each sequence's last token, up to where the next one begins."""
-    x = problem
-    meta = x.meta(_TILE, (out,))
-    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.batch, x.num_heads, x.q.shape[-3], x.longest_q)
-    arguments = (out, *row_strides(out, meta), lse, *lengths, _PARTS, meta)
-    launch(_pad_kernel, _PARTS * x.batch * x.num_heads, x.device, _TILE, arguments)
+def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: Tensor | None = None) -> None:
+    """out = 0, and lse = -inf, in the rows that follow each sequence's last token, up to where the next one begins.
+
+    out is laid out as q or k, with any head dim.
+    """
+    x = _side(problem, side)
+    meta = problem.meta(_TILE, (out,))
+    heads, head_dim = out.shape[-2:]
+    kind = (_PARTS, head_dim, *split_head_dim(head_dim), x.is_ragged, x.cu_seqlens_padded is not None, meta)
+    arguments = (*x.arguments, out, *row_strides(out, meta), lse, heads, *kind)
+    launch(_padding_kernel, _PARTS * x.batch * heads, problem.device, _TILE, arguments)

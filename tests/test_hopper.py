@@ -6,21 +6,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton import hopper_forward as hopper
+from flexattn.dispatch.spec import Gradients
+from flexattn.kernels_triton import hopper_backward as backward_kernels
+from flexattn.kernels_triton import hopper_forward as forward_kernels
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
-from flexattn.kernels_triton.configs import HOPPER_FORWARD, select_hopper_tile
+from flexattn.kernels_triton.configs import HOPPER_FORWARD, select_hopper_backward_tile, select_hopper_tile
 from flexattn.kernels_triton.hopper import batch_steps, descriptor_error
 from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
 from flexattn.kernels_triton.problem import Problem
-from flexattn.kernels_triton.ragged import pad_outputs, work_table
-from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+from flexattn.kernels_triton.ragged import work_table, zero_padding
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
 on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the compiled code is checked above")
@@ -37,7 +47,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def launch_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
+def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device."""
     d_qk, d_v = head_dims
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 128, 4)
@@ -49,40 +60,66 @@ def launch_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = to
     lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
     problem = Problem(q, k, v, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
     with recorded_launches() as launches:
-        hopper.hopper_forward(problem, out, lse)
-    return launches[-1]
+        forward_kernels.hopper_forward(problem, out, lse)
+        backward_kernels.hopper_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+    return {x.kernel.__name__.removesuffix("_hopper_kernel").split("_")[-1]: x for x in launches if "hopper" in x.kernel.__name__}
 
 
-# Instructions of a turn of the main loop, by the row and the features: what was compiled when the rates were measured.
+# Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured.
 LOOP_INSTRUCTIONS = {
-    (64, "open"): 420,
-    (64, "causal"): 617,
-    (64, "everything"): 716,
-    (128, "open"): 465,
-    (128, "causal"): 637,
-    (128, "everything"): 763,
-    (192, "open"): 499,
-    (192, "causal"): 664,
-    (192, "everything"): 796,
-    (256, "open"): 428,
-    (256, "causal"): 511,
-    (256, "everything"): 580,
+    ("fwd", 64, "open"): 420,
+    ("fwd", 64, "causal"): 617,
+    ("fwd", 64, "everything"): 716,
+    ("dq", 64, "open"): 504,
+    ("dq", 64, "causal"): 535,
+    ("dq", 64, "everything"): 669,
+    ("dkdv", 64, "open"): 262,
+    ("dkdv", 64, "causal"): 348,
+    ("dkdv", 64, "everything"): 414,
+    ("fwd", 128, "open"): 465,
+    ("fwd", 128, "causal"): 640,
+    ("fwd", 128, "everything"): 763,
+    ("dq", 128, "open"): 523,
+    ("dq", 128, "causal"): 553,
+    ("dq", 128, "everything"): 687,
+    ("dkdv", 128, "open"): 296,
+    ("dkdv", 128, "causal"): 384,
+    ("dkdv", 128, "everything"): 447,
+    ("fwd", 192, "open"): 499,
+    ("fwd", 192, "causal"): 672,
+    ("fwd", 192, "everything"): 797,
+    ("dq", 192, "open"): 349,
+    ("dq", 192, "causal"): 365,
+    ("dq", 192, "everything"): 435,
+    ("dkdv", 192, "open"): 229,
+    ("dkdv", 192, "causal"): 274,
+    ("dkdv", 192, "everything"): 308,
+    ("fwd", 256, "open"): 428,
+    ("fwd", 256, "causal"): 514,
+    ("fwd", 256, "everything"): 584,
+    ("dq", 256, "open"): 376,
+    ("dq", 256, "causal"): 390,
+    ("dq", 256, "everything"): 459,
+    ("dkdv", 256, "open"): 339,
+    ("dkdv", 256, "causal"): 383,
+    ("dkdv", 256, "everything"): 415,
 }
 SLACK = 0.05
-SOME = [(64, "open"), (128, "open"), (128, "causal"), (128, "everything"), (192, "causal"), (256, "everything")]
+SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"))]
 
 
-def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bfloat16) -> None:
+def check_compiled(cases: list[tuple[str, int, str]], dtype: torch.dtype = torch.bfloat16) -> None:
     rows = {row.head_dim_qk: row for row in HOPPER_FORWARD}
-    reports = compile_many([request_for(launch_of(rows[dim][:2], features, dtype), 90) for dim, features in cases])
-    for case, report in zip(cases, reports, strict=True):
+    requests = [request_for(launches_of(rows[dim][:2], features, dtype)[kernel], 90) for kernel, dim, features in cases]
+    for case, report in zip(cases, compile_many(requests), strict=True):
         assert report.loop_spill_share == 0, f"{case}: {report}"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
         assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
         loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
-        assert len(loops) == rows[case[0]].block_m // 64, f"{case}: one loop for each consumer, not {loops}"
+        consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
+        assert len(loops) == consumers, f"{case}: one loop for each consumer, not {loops}"
         expected = LOOP_INSTRUCTIONS[case]
         assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
 
@@ -116,15 +153,15 @@ def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype =
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "capability_of", lambda device: 90)
+    monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 90)
     problem = problem_of(**more)
-    refusal = hopper.refusal(problem, problem.q)
+    refusal = forward_kernels.refusal(problem, problem.q)
     assert refusal is not None
     assert reason in refusal
-    assert hopper.refusal(problem_of(), problem_of().q) is None
-    assert "max_logit" in str(hopper.refusal(problem_of(), problem_of().q, return_max_logit=True))
-    monkeypatch.setattr(hopper, "capability_of", lambda device: 100)
-    assert "sm_90" in str(hopper.refusal(problem_of(), problem_of().q))
+    assert forward_kernels.refusal(problem_of(), problem_of().q) is None
+    assert "max_logit" in str(forward_kernels.refusal(problem_of(), problem_of().q, return_max_logit=True))
+    monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 100)
+    assert "sm_90" in str(forward_kernels.refusal(problem_of(), problem_of().q))
 
 
 def test_which_tensors_the_copy_engine_takes() -> None:
@@ -142,17 +179,21 @@ def test_which_tensors_the_copy_engine_takes() -> None:
     assert "batch stride" in str(descriptor_error("q", uneven))
 
 
-def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> None:
-    assert hopper.is_faster(problem_of((16, 1024, 16, 128)))
-    assert hopper.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
-    assert not hopper.is_faster(problem_of((1, 1024, 2, 128)))  # too little work for what its launch costs
-    assert not hopper.is_faster(problem_of((64, 256, 16, 128)))
-    assert hopper.is_faster(problem_of((8, 2048, 32, 64)))
-    assert not hopper.is_faster(problem_of((8, 2048, 32, 64), window_right=0))
+def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_kernels, "num_processors", lambda device: 132)
+    assert forward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
+    assert forward_kernels.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
+    assert not forward_kernels.is_faster(problem_of((1, 1024, 2, 128)))  # too little work for what its launch costs
+    assert not forward_kernels.is_faster(problem_of((64, 256, 16, 128)))
+    assert forward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
+    assert not forward_kernels.is_faster(problem_of((8, 2048, 32, 64), window_right=0))
+    assert backward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
+    assert not backward_kernels.is_faster(problem_of((1, 65536, 1, 32)))
+    assert not backward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
-        tile = select_hopper_tile(d_qk, d_v)
-        assert d_qk <= tile.head_dim_qk
-        assert d_v <= tile.head_dim_v
+        for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
+            assert d_qk <= tile.head_dim_qk
+            assert d_v <= tile.head_dim_v
 
 
 @pytest.mark.parametrize("gap", [0, 5])
@@ -164,7 +205,7 @@ def test_table_of_work(lengths: list[int], gap: int, device: str) -> None:
     lengths_given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": max(lengths), "max_seqlen_kv": 1}
     if gap:
         lengths_given |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
-    table = work_table(Problem(q, q, q, softmax_scale=1.0, **lengths_given), block).tolist()
+    table = work_table(Problem(q, q, q, softmax_scale=1.0, **lengths_given), block, "q").tolist()
     blocks = max(1, -(-max(lengths) // block))
     expected = {b * blocks + m for b, n in enumerate(lengths) for m in range(-(-n // block))}
     assert table[:2] == [0, len(expected)]
@@ -177,7 +218,7 @@ def test_table_of_work_holds_wrong_lengths(device: str) -> None:
     q = torch.zeros(100, 2, 16, dtype=torch.bfloat16, device=device)
     overlapping = torch.tensor([0, 100, 0, 100, -7, 1000], dtype=torch.int32, device=device)
     given = {"cu_seqlens_q": overlapping, "cu_seqlens_kv": overlapping, "max_seqlen_q": 100, "max_seqlen_kv": 100}
-    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), 16).tolist()
+    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), 16, "q").tolist()
     blocks = 7
     assert table[1] <= len(table) - 2
     assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
@@ -190,7 +231,7 @@ def test_padding_alone_is_zeroed(fmt: str, device: str) -> None:
     problem = triton_backend._problem(spec, x)
     out = torch.full_like(problem.q, 7.0)
     lse = torch.full((4, out.shape[0]) if fmt == "thd" else (4, 4, out.shape[1]), 7.0, device=device)
-    pad_outputs(problem, out, lse)
+    zero_padding(problem, out, "q", lse)
     is_padding = problem.q[..., 0].isnan()
     assert not out[is_padding].any()
     assert (out[~is_padding] == 7.0).all()
@@ -198,32 +239,41 @@ def test_padding_alone_is_zeroed(fmt: str, device: str) -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the kernel is launched with, everywhere that it can be."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is launched, everything that can be by these kernels."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
-    seen: list[Any] = []
-    launch = hopper.launch
+    seen: list[str] = []
+    launch = forward_kernels.launch
 
-    def counted(*arguments: Any) -> None:
-        seen.append(arguments)
-        launch(*arguments)
+    def noted(kernel: Any, *arguments: Any) -> None:
+        seen.append(kernel.__name__)
+        launch(kernel, *arguments)
 
-    monkeypatch.setattr(hopper, "launch", counted)
+    for module in (forward_kernels, backward_kernels):
+        monkeypatch.setattr(module, "launch", noted)
     return seen
 
 
-def check(launches: list[Any], call: dict[str, Any], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
+    """Forward and backward against the oracle."""
     given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
-    before = len(launches)
     out, lse, _ = triton_backend.forward(spec, x)
-    assert len(launches) == before + 1
     exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
     for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
         check_close(name, got, want, budget)
-    return out, lse
+    dout, dlse = make_dout(given), make_dlse(given)
+    gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
+    wanted = reference_gradients(spec, x, dout, dlse)
+    budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
+    for name, got, want, budget in zip(Gradients._fields, gradients, wanted, budgets, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+    assert launches == ["_attn_fwd_hopper_kernel", *BACKWARD]
 
 
+BACKWARD = ["_attn_bwd_statistics_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
 BANDS: list[dict[str, Any]] = [
     {},
@@ -238,7 +288,7 @@ UNEVEN = {"lengths_q": [300, 0, 1, 700, 129, 260], "lengths_kv": [333, 50, 500, 
 @on_hopper
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("band", BANDS, ids=str)
-def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any], launches: list[Any]) -> None:
+def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any], launches: list[str]) -> None:
     call = {"attn_mask_type": "padding", **band}
     check(launches, call, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
@@ -247,7 +297,7 @@ def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any], launch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
-def test_formats(fmt: str, band: dict[str, Any], dtype: torch.dtype, launches: list[Any]) -> None:
+def test_formats(fmt: str, band: dict[str, Any], dtype: torch.dtype, launches: list[str]) -> None:
     call = {"attn_mask_type": "padding", **band}
     check(launches, call, qkv_format=fmt, dtype=dtype, padding=True, gap=13, num_heads=6, num_heads_kv=2, **UNEVEN)
 
@@ -256,14 +306,14 @@ def test_formats(fmt: str, band: dict[str, Any], dtype: torch.dtype, launches: l
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
-def test_dense(fmt: str, mask: str, sq: int, skv: int, launches: list[Any]) -> None:
+def test_dense(fmt: str, mask: str, sq: int, skv: int, launches: list[str]) -> None:
     call = {"attn_mask_type": mask}
     check(launches, call, qkv_format=fmt, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, strided=fmt == "bshd")
 
 
 @on_hopper
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
-def test_sinks(softmax_type: str, launches: list[Any]) -> None:
+def test_sinks(softmax_type: str, launches: list[str]) -> None:
     offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0], device="cuda") if softmax_type == "learnable" else None
     call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
     check(launches, call, qkv_format="thd", **UNEVEN)
@@ -271,23 +321,29 @@ def test_sinks(softmax_type: str, launches: list[Any]) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_bits_repeat(dims: tuple[int, int], launches: list[Any]) -> None:
+def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
     """Who computes which block is decided as the work goes; what comes out is not."""
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
     spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
-    first = triton_backend.forward(spec, x)[:2]
+    dout = make_dout(given)
+
+    def run() -> list[torch.Tensor]:
+        out, lse, _ = triton_backend.forward(spec, x)
+        return [out, lse, *triton_backend.backward(spec, x, out, lse, dout, None)[:3]]
+
+    first = run()
     for _ in range(100):
-        assert all(torch.equal(again, once) for again, once in zip(triton_backend.forward(spec, x)[:2], first, strict=True))
+        assert all(torch.equal(again, once) for again, once in zip(run(), first, strict=True))
 
 
 @on_hopper
-def test_many_sequences_and_outliers(launches: list[Any]) -> None:
+def test_many_sequences_and_outliers(launches: list[str]) -> None:
     lengths = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1)).tolist()
     check(launches, {"attn_mask_type": "padding_causal"}, qkv_format="thd", lengths_q=lengths, outliers=True)
 
 
 @on_hopper
-def test_wrong_lengths_stay_inside(launches: list[Any]) -> None:
+def test_wrong_lengths_stay_inside(launches: list[str]) -> None:
     """Nothing outside the tensors is read or written; compute-sanitizer runs this."""
     given = make_inputs("thd", lengths_q=[300, 200], dtype=torch.bfloat16, head_dim_qk=64, head_dim_v=64, device="cuda")
     for values in ([0, 500, 0, 500, 200], [-5, 1000, 3, 7, 10**6], [500, 400, 300, 200, 100]):
@@ -295,6 +351,7 @@ def test_wrong_lengths_stay_inside(launches: list[Any]) -> None:
         spec, x = make_call(
             given._replace(cu_seqlens_q=wrong, cu_seqlens_kv=wrong), attn_mask_type="padding", return_max_logit=False
         )
-        triton_backend.forward(spec, x)
+        out, lse, _ = triton_backend.forward(spec, x)
+        triton_backend.backward(spec, x, out, lse, out, None)
     torch.cuda.synchronize()
-    assert len(launches) == 3
+    assert launches == 3 * ["_attn_fwd_hopper_kernel", *BACKWARD]

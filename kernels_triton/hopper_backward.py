@@ -1,0 +1,865 @@
+"""Backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable, as `backward` is.
+
+In both a warp loads by TMA and two warpgroups compute, 64 rows of the gradient each (of dk and dv at head dim 256: half of the
+columns of 64 rows each). What `refusal` names runs on the portable kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton import hopper_forward
+from flexattn.kernels_triton.configs import HopperBackwardTile, Tile, select_hopper_backward_tile, split_head_dim
+from flexattn.kernels_triton.hopper import (
+    allocate_barriers,
+    batch_steps,
+    descriptor_error,
+    key_blocks,
+    load_rows,
+    mask_keys,
+    named_barrier_sync,
+    opaque_zero,
+    ragged_descriptor,
+    sequences,
+    store_rows,
+)
+from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
+from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_sink, load_tile, row_pointer, row_steps
+from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.ragged import work_table, zero_padding
+
+_ROWS = gl.constexpr(64)
+_QUERIES = 128  # of a dq program: two warpgroups'
+_STATISTICS_TILE = Tile(128, 64, 8, 1)
+
+
+class BackwardMeta(NamedTuple):
+    """What the kernels are compiled for."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    STATISTICS: int  # queries of a tile of statistics
+    QK0: int
+    QK1: int
+    V0: int
+    STAGES0: int  # in shared memory: of k and of v for dq, of q and of dout for dk and dv
+    STAGES1: int
+    SPLITS_COLUMNS: bool  # of dk and dv between the warpgroups, rather than rows
+
+
+@triton.jit
+def _statistics_tile(b, h, num_heads, start_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
+    # The first tile of a sequence and head. Each sequence begins a tile of its own.
+    if META.IS_RAGGED_Q:
+        return h * tiles + (start_q + b * SIZE) // SIZE
+    else:
+        return (b * num_heads + h) * tiles
+
+
+@kernel
+def _attn_bwd_statistics_kernel(
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    lse_ptr,
+    dlse_ptr,  # or None: 0
+    softmax_offset_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    statistics_ptr,  # [tiles, 2, SIZE]: -lse in units of log2 (-inf for a row that sees nothing or is none), and -delta
+    dsink_ptr,  # [h, b * blocks], or None
+    batch,
+    num_heads,
+    num_tokens_q,
+    max_seqlen_q,
+    tiles,
+    SIZE: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    first_row = block * BLOCK_M
+    if first_row >= len_q:
+        if dsink_ptr is not None:
+            tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    is_real = rows < len_q
+    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
+    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    _, out_offsets = row_steps(stride_os, BLOCK_M, META)
+    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
+    if META.V1 > 0:
+        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+        delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
+    row_base = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row_base + rows, mask=is_real, other=0.0)
+    lse = tl.load(lse_ptr + row_base + rows, mask=is_real, other=float("-inf"))
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    tile = _statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
+    pointers = statistics_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
+    in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
+    tl.store(pointers, -lse_log2, mask=in_tiles)
+    tl.store(pointers + SIZE, -delta, mask=in_tiles)
+    if dsink_ptr is not None:
+        p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
+        tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
+
+
+@gluon.jit
+def _block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.constexpr):
+    # (block, head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end.
+    pid = gl.program_id(0)
+    if META.HAS_LENGTHS:
+        count = gl.load(table_ptr + 1)
+        t = pid // num_heads
+        is_there = t < count
+        if not LAST_FIRST:
+            t = count - 1 - t
+        entry = gl.where(is_there, gl.load(table_ptr + 2 + gl.minimum(gl.maximum(t, 0), gl.maximum(count - 1, 0))), blocks)
+        b = gl.where(is_there, entry // blocks, 0)
+        return gl.where(is_there, entry % blocks, blocks), pid % num_heads, b
+    else:
+        block = pid % blocks
+        if LAST_FIRST:
+            block = blocks - 1 - block
+        return block, pid // blocks % num_heads, pid // blocks // num_heads
+
+
+@gluon.jit
+def _dq_load(descriptors, tiles, barriers, places, begin, end, META: gl.constexpr):
+    q_descriptor, dout_descriptor, k_descriptor, v_descriptor, q1_descriptor, k1_descriptor, dq_descriptor, dq1_descriptor = (
+        descriptors
+    )
+    q_tiles, dout_tiles, k_tiles, v_tiles, q1_tiles, k1_tiles = tiles
+    q_full, k_full, k_empty, v_full, v_empty, dq_full = barriers
+    first_row, len_q, len_kv, q_place, dout_place, k_place, v_place, dq_place = places
+    QK0: gl.constexpr = META.QK0
+    full = q_full.index(0)
+    Q_BYTES: gl.constexpr = q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0)
+    mbarrier.expect(full, 2 * (Q_BYTES + dout_descriptor.block_type.nbytes))
+    for consumer in gl.static_range(2):
+        row = first_row + consumer * _ROWS
+        load_rows(q_descriptor, q_place[0], len_q, row, q_place[1], 0, full, q_tiles.index(consumer))
+        if META.QK1 > 0:
+            load_rows(q1_descriptor, q_place[0], len_q, row, q_place[1], QK0, full, q1_tiles.index(consumer))
+        load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1], 0, full, dout_tiles.index(consumer))
+    for n in range(begin, end):
+        turn = n - begin
+        row = n * META.BLOCK_N
+        slot = turn % META.STAGES0
+        full = k_full.index(slot)
+        mbarrier.wait(k_empty.index(slot), ((turn // META.STAGES0) & 1) ^ 1)
+        mbarrier.expect(full, k_descriptor.block_type.nbytes + (k1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
+        load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(slot))
+        if META.QK1 > 0:
+            load_rows(k1_descriptor, k_place[0], len_kv, row, k_place[1], QK0, full, k1_tiles.index(slot))
+        slot = turn % META.STAGES1
+        mbarrier.wait(v_empty.index(slot), ((turn // META.STAGES1) & 1) ^ 1)
+        mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)
+        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, v_full.index(slot), v_tiles.index(slot))
+    mbarrier.wait(dq_full.index(0), 0)
+    for consumer in gl.static_range(2):
+        row = first_row + consumer * _ROWS
+        store_rows(dq_descriptor, dq_place[0], len_q, row, dq_place[1], 0, q_tiles.index(consumer))
+        if META.QK1 > 0:
+            store_rows(dq1_descriptor, dq_place[0], len_q, row, dq_place[1], QK0, q1_tiles.index(consumer))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _dq_compute(tiles, barriers, band, scales, statistics_ptr, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr):
+    q_tiles, dout_tiles, k_tiles, v_tiles, q1_tiles, k1_tiles = tiles
+    q_full, k_full, k_empty, v_full, v_empty, dq_full = barriers
+    first_row, len_q, len_kv, shift, window_left, window_right = band
+    softmax_scale, scale_log2 = scales
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    V0: gl.constexpr = META.V0
+    SIZE: gl.constexpr = META.STATISTICS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
+    DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    dq = gl.zeros([_ROWS, QK0], gl.float32, layout=DQ)
+    if QK1 > 0:
+        DQ1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
+        dq1 = gl.zeros([_ROWS, QK1], gl.float32, layout=DQ1)
+    own_row = first_row + CONSUMER * _ROWS
+    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    pointers = statistics_ptr + (rows // SIZE).to(gl.int64) * (2 * SIZE) + rows % SIZE
+    minus_lse = gl.load(pointers, mask=rows < len_q, other=float("-inf"))
+    minus_delta = gl.load(pointers + SIZE, mask=rows < len_q, other=0.0)
+    last_seen_by_all = len_kv  # blocks that end past it need the mask
+    if META.HAS_RIGHT:
+        last_seen_by_all = gl.minimum(len_kv, own_row + shift + window_right + 1)
+    mbarrier.wait(q_full.index(0), 0)
+    for n in range(begin, end):
+        turn = n - begin
+        own = CONSUMER + opaque_zero(turn)
+        k_slot = turn % META.STAGES0
+        v_slot = turn % META.STAGES1
+        k0 = k_tiles.index(k_slot).reshape([BLOCK_N, QK0])
+        mbarrier.wait(k_full.index(k_slot), (turn // META.STAGES0) & 1)
+        qk = warpgroup_mma(q_tiles.index(own).reshape([_ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if QK1 > 0:
+            k1 = k1_tiles.index(k_slot).reshape([BLOCK_N, QK1])
+            qk = warpgroup_mma(q1_tiles.index(own).reshape([_ROWS, QK1]), k1.permute([1, 0]), qk, is_async=True)
+        mbarrier.wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
+        v0 = v_tiles.index(v_slot).reshape([BLOCK_N, V0])
+        dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[qk])
+        is_cut = (n + 1) * BLOCK_N > last_seen_by_all
+        if META.HAS_LEFT:
+            is_cut = is_cut | (n * BLOCK_N < own_row + _ROWS - 1 + shift - window_left)
+        if is_cut:
+            s = mask_keys(s, rows, n * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
+        p = gl.exp2(s * scale_log2 + minus_lse[:, None])
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+        ds = gl.convert_layout((p * (dp + minus_delta[:, None])).to(DTYPE), DS)
+        sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
+        if QK1 > 0:
+            sum_of_k1 = warpgroup_mma(ds, k1, dq1, is_async=True)
+            dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
+        else:
+            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
+        mbarrier.arrive(k_empty.index(k_slot), count=1)
+    q_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))  # q is no longer needed
+    if QK1 > 0:
+        q1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(0), count=1)
+
+
+@hopper_kernel
+def _attn_bwd_dq_hopper_kernel(
+    q_descriptor,
+    dout_descriptor,
+    k_descriptor,
+    v_descriptor,
+    dq_descriptor,
+    q1_descriptor,
+    k1_descriptor,
+    dq1_descriptor,
+    statistics_ptr,
+    tiles_of_statistics,
+    table_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    scale_log2,
+    batch,
+    num_heads,
+    group_size,
+    blocks,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    step_qs,
+    step_qh,
+    step_dos,
+    step_doh,
+    step_ks,
+    step_kh,
+    step_vs,
+    step_vh,
+    step_dqs,
+    step_dqh,
+    META: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_descriptor.dtype
+    STAGES0: gl.constexpr = META.STAGES0
+    STAGES1: gl.constexpr = META.STAGES1
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [2] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES0] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES1] + v_descriptor.block_type.shape, v_descriptor.layout)
+    q1_tiles = q_tiles
+    k1_tiles = k_tiles
+    if META.QK1 > 0:
+        q1_tiles = gl.allocate_shared_memory(DTYPE, [2] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        k1_tiles = gl.allocate_shared_memory(DTYPE, [STAGES0] + k1_descriptor.block_type.shape, k1_descriptor.layout)
+    barriers = (
+        allocate_barriers(1, 1),
+        allocate_barriers(STAGES0, 1),
+        allocate_barriers(STAGES0, 2),
+        allocate_barriers(STAGES1, 1),
+        allocate_barriers(STAGES1, 2),
+        allocate_barriers(1, 2),
+    )
+    block, h, b = _block_of(table_ptr, num_heads, blocks, True, META)
+    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
+    start_q, len_q, start_kv, len_kv = sequences(
+        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    )
+    shift = (len_kv - len_q) * bottom_right
+    first_row = gl.minimum(block * META.BLOCK_M, len_q)
+    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+    end = gl.where(first_row < len_q, end, begin)
+    h_kv = h // group_size
+    first_tile = _statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, META.STATISTICS)
+    own_statistics = statistics_ptr + first_tile.to(gl.int64) * (2 * META.STATISTICS)
+    descriptors = (
+        q_descriptor,
+        dout_descriptor,
+        k_descriptor,
+        v_descriptor,
+        q1_descriptor,
+        k1_descriptor,
+        dq_descriptor,
+        dq1_descriptor,
+    )
+    tiles = (q_tiles, dout_tiles, k_tiles, v_tiles, q1_tiles, k1_tiles)
+    places = (
+        first_row,
+        len_q,
+        len_kv,
+        (start_q + b * step_qs, h + b * step_qh),
+        (start_q + b * step_dos, h + b * step_doh),
+        (start_kv + b * step_ks, h_kv + b * step_kh),
+        (start_kv + b * step_vs, h_kv + b * step_vh),
+        (start_q + b * step_dqs, h + b * step_dqh),
+    )
+    band = (first_row, len_q, len_kv, shift, window_left, window_right)
+    scales = (softmax_scale, scale_log2)
+    gl.warp_specialize(
+        [
+            (_dq_compute, (tiles, barriers, band, scales, own_statistics, begin, end, 0, META)),
+            (_dq_compute, (tiles, barriers, band, scales, own_statistics, begin, end, 1, META)),
+            (_dq_load, (descriptors, tiles, barriers, places, begin, end, META)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _mask_queries(s, rows, columns, shift, window_left, window_right, META: gl.constexpr):
+    # s is transposed: rows are keys, columns queries.
+    if META.HAS_RIGHT:
+        s = gl.where(columns[None, :] >= (rows - shift - window_right)[:, None], s, float("-inf"))
+    if META.HAS_LEFT:
+        s = gl.where(columns[None, :] <= (rows - shift + window_left)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _query_blocks(first_row, ROWS: gl.constexpr, len_q, shift, window_left, window_right, META: gl.constexpr):
+    # Blocks of queries that see some of ROWS keys from first_row on: begin <= end.
+    begin = 0
+    end = gl.cdiv(len_q, META.BLOCK_M)
+    if META.HAS_RIGHT:
+        begin = gl.minimum(gl.maximum(first_row - shift - window_right, 0) // META.BLOCK_M, end)
+    if META.HAS_LEFT:
+        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + ROWS - shift + window_left, 0), META.BLOCK_M))
+    return begin, gl.maximum(begin, end)
+
+
+@gluon.jit
+def _dkdv_load(descriptors, tiles, barriers, places, group_size, begin, end, META: gl.constexpr):
+    (
+        q_descriptor,
+        dout_descriptor,
+        k_descriptor,
+        v_descriptor,
+        statistics_descriptor,
+        q1_descriptor,
+        k1_descriptor,
+        dk_descriptor,
+        dv_descriptor,
+        dk1_descriptor,
+    ) = descriptors
+    q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, q1_tiles, k1_tiles = tiles
+    q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
+    first_row, len_q, len_kv, q_place, dout_place, k_place, v_place, dk_place, dv_place, statistics_place = places
+    first_tile, tiles_of_a_head = statistics_place
+    QK0: gl.constexpr = META.QK0
+    PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
+    full = kv_full.index(0)
+    K_BYTES: gl.constexpr = k_descriptor.block_type.nbytes + (k1_descriptor.block_type.nbytes if META.QK1 > 0 else 0)
+    mbarrier.expect(full, PARTS * (K_BYTES + v_descriptor.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        row = first_row + part * _ROWS
+        load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
+        if META.QK1 > 0:
+            load_rows(k1_descriptor, k_place[0], len_kv, row, k_place[1], QK0, full, k1_tiles.index(part))
+        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
+    Q_BYTES: gl.constexpr = q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0)
+    m = begin
+    head = 0
+    for turn in range((end - begin) * group_size):
+        row = m * META.BLOCK_M
+        slot = turn % META.STAGES0
+        full = q_full.index(slot)
+        mbarrier.wait(q_empty.index(slot), ((turn // META.STAGES0) & 1) ^ 1)
+        mbarrier.expect(full, Q_BYTES + statistics_descriptor.block_type.nbytes)
+        load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
+        if META.QK1 > 0:
+            load_rows(q1_descriptor, q_place[0], len_q, row, q_place[1] + head, QK0, full, q1_tiles.index(slot))
+        at = (first_tile + head * tiles_of_a_head + m) * (2 * META.BLOCK_M)
+        tma.async_copy_global_to_shared(statistics_descriptor, [at], full, statistics_tiles.index(slot))
+        slot = turn % META.STAGES1
+        mbarrier.wait(dout_empty.index(slot), ((turn // META.STAGES1) & 1) ^ 1)
+        mbarrier.expect(dout_full.index(slot), dout_descriptor.block_type.nbytes)
+        load_rows(
+            dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, dout_full.index(slot), dout_tiles.index(slot)
+        )
+        m += 1
+        if m == end:
+            m = begin
+            head += 1
+    mbarrier.wait(dkdv_full.index(0), 0)
+    for part in gl.static_range(PARTS):
+        row = first_row + part * _ROWS
+        store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k_tiles.index(part))
+        if META.QK1 > 0:
+            store_rows(dk1_descriptor, dk_place[0], len_kv, row, dk_place[1], QK0, k1_tiles.index(part))
+        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, v_tiles.index(part))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _dkdv_compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr):
+    q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, q1_tiles, k1_tiles = tiles
+    q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
+    first_row, shift, window_left, window_right = band
+    softmax_scale, scale_log2 = scales
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    V0: gl.constexpr = META.V0
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
+    DS: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([_ROWS, QK0], gl.float32, layout=DK)
+    dv = gl.zeros([_ROWS, V0], gl.float32, layout=DV)
+    if QK1 > 0:
+        DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
+        dk1 = gl.zeros([_ROWS, QK1], gl.float32, layout=DK1)
+    own_row = first_row + CONSUMER * _ROWS
+    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
+    mbarrier.wait(kv_full.index(0), 0)
+    m = begin
+    for turn in range((end - begin) * group_size):
+        own = CONSUMER + opaque_zero(turn)
+        q_slot = turn % META.STAGES0
+        dout_slot = turn % META.STAGES1
+        q0 = q_tiles.index(q_slot).reshape([BLOCK_M, QK0])
+        dout0 = dout_tiles.index(dout_slot).reshape([BLOCK_M, V0])
+        mbarrier.wait(q_full.index(q_slot), (turn // META.STAGES0) & 1)
+        kq = warpgroup_mma(k_tiles.index(own).reshape([_ROWS, QK0]), q0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if QK1 > 0:
+            q1 = q1_tiles.index(q_slot).reshape([BLOCK_M, QK1])
+            kq = warpgroup_mma(k1_tiles.index(own).reshape([_ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
+        mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
+        dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[kq])
+        if META.HAS_LEFT or META.HAS_RIGHT:
+            is_cut = False
+            if META.HAS_RIGHT:
+                is_cut = m * BLOCK_M < own_row + _ROWS - 1 - shift - window_right
+            if META.HAS_LEFT:
+                is_cut = is_cut | ((m + 1) * BLOCK_M > own_row - shift + window_left + 1)
+            if is_cut:
+                s = _mask_queries(s, rows, m * BLOCK_M + block_columns, shift, window_left, window_right, META)
+        minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
+        p = gl.exp2(s * scale_log2 + minus_lse[None, :])
+        minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = gl.convert_layout((p * (dp + minus_delta[None, :])).to(DTYPE), DS)
+        p16 = gl.convert_layout(p.to(DTYPE), P)
+        sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
+        sum_of_q = warpgroup_mma(ds, q0, dk, is_async=True)
+        if QK1 > 0:
+            sum_of_q1 = warpgroup_mma(ds, q1, dk1, is_async=True)
+            dv, p16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16])
+            mbarrier.arrive(dout_empty.index(dout_slot), count=1)
+            dk, dk1, ds = warpgroup_mma_wait(0, deps=[sum_of_q, sum_of_q1, ds])
+        else:
+            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+            mbarrier.arrive(dout_empty.index(dout_slot), count=1)
+            dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        m += 1
+        if m == end:
+            m = begin
+    k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
+    if QK1 > 0:
+        k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(dkdv_full.index(0), count=1)
+
+
+@gluon.jit
+def _dkdv_compute_columns(
+    tiles, shared_p, shared_ds, barriers, band, scales, group_size, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr
+):
+    # Each warpgroup computes the scores of half of the queries, and half of the columns of dk and dv from all of them.
+    q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
+    q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
+    first_row, shift, window_left, window_right = band
+    softmax_scale, scale_log2 = scales
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    HALF: gl.constexpr = META.BLOCK_M // 2
+    DIM: gl.constexpr = META.QK0
+    HALF_DIM: gl.constexpr = META.QK0 // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    FIRST: gl.constexpr = CONSUMER * HALF
+    FIRST_COLUMN: gl.constexpr = CONSUMER * HALF_DIM
+    BOTH: gl.constexpr = 2 * 128
+    zeros = gl.zeros([_ROWS, HALF], gl.float32, layout=SCORES)
+    dk = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
+    dv = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
+    rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
+    mbarrier.wait(kv_full.index(0), 0)
+    m = begin
+    for turn in range((end - begin) * group_size):
+        zero = opaque_zero(turn)
+        q_slot = turn % META.STAGES0
+        dout_slot = turn % META.STAGES1
+        q0 = q_tiles.index(q_slot).reshape([BLOCK_M, DIM])
+        dout0 = dout_tiles.index(dout_slot).reshape([BLOCK_M, DIM])
+        mbarrier.wait(q_full.index(q_slot), (turn // META.STAGES0) & 1)
+        own_q = q0.slice(FIRST, HALF, 0).permute([1, 0])
+        kq = warpgroup_mma(k_tiles.index(zero).reshape([_ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
+        own_dout = dout0.slice(FIRST, HALF, 0).permute([1, 0])
+        dp = warpgroup_mma(v_tiles.index(zero).reshape([_ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
+        minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
+        s = warpgroup_mma_wait(1, deps=[kq])
+        if META.HAS_LEFT or META.HAS_RIGHT:
+            is_cut = False
+            if META.HAS_RIGHT:
+                is_cut = m * BLOCK_M < first_row + _ROWS - 1 - shift - window_right
+            if META.HAS_LEFT:
+                is_cut = is_cut | ((m + 1) * BLOCK_M > first_row - shift + window_left + 1)
+            if is_cut:
+                s = _mask_queries(s, rows, m * BLOCK_M + block_columns, shift, window_left, window_right, META)
+        p = gl.exp2(s * scale_log2 + minus_lse[None, :])
+        buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
+        shared_p.index(buffer + CONSUMER).store(p.to(DTYPE))
+        fence_async_shared()
+        named_barrier_sync(9, BOTH)
+        minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        sum_of_dout = dv
+        for half in gl.static_range(2):
+            part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
+            sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
+        shared_ds.index(buffer + CONSUMER).store((p * (dp + minus_delta[None, :])).to(DTYPE))
+        fence_async_shared()
+        named_barrier_sync(10, BOTH)
+        sum_of_q = dk
+        for half in gl.static_range(2):
+            part = q0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
+            sum_of_q = warpgroup_mma(shared_ds.index(buffer + half), part, sum_of_q, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=[sum_of_dout])
+        mbarrier.arrive(dout_empty.index(dout_slot), count=1)
+        dk = warpgroup_mma_wait(0, deps=[sum_of_q])
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        m += 1
+        if m == end:
+            m = begin
+    k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
+    v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(dkdv_full.index(0), count=1)
+
+
+@hopper_kernel
+def _attn_bwd_dkdv_hopper_kernel(
+    q_descriptor,
+    dout_descriptor,
+    k_descriptor,
+    v_descriptor,
+    statistics_descriptor,
+    dk_descriptor,
+    dv_descriptor,
+    q1_descriptor,
+    k1_descriptor,
+    dk1_descriptor,
+    tiles_of_statistics,
+    table_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    scale_log2,
+    batch,
+    num_heads,
+    group_size,
+    blocks,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    step_qs,
+    step_qh,
+    step_dos,
+    step_doh,
+    step_ks,
+    step_kh,
+    step_vs,
+    step_vh,
+    step_dks,
+    step_dkh,
+    step_dvs,
+    step_dvh,
+    META: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_descriptor.dtype
+    STAGES0: gl.constexpr = META.STAGES0
+    STAGES1: gl.constexpr = META.STAGES1
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
+    q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES0] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [STAGES1] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [PARTS] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [PARTS] + v_descriptor.block_type.shape, v_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES0, 2 * BLOCK_M], statistics_descriptor.layout)
+    q1_tiles = q_tiles
+    k1_tiles = k_tiles
+    if META.QK1 > 0:
+        q1_tiles = gl.allocate_shared_memory(DTYPE, [STAGES0] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        k1_tiles = gl.allocate_shared_memory(DTYPE, [2] + k1_descriptor.block_type.shape, k1_descriptor.layout)
+    barriers = (
+        allocate_barriers(STAGES0, 1),
+        allocate_barriers(STAGES0, 2),
+        allocate_barriers(STAGES1, 1),
+        allocate_barriers(STAGES1, 2),
+        allocate_barriers(1, 1),
+        allocate_barriers(1, 2),
+    )
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, False, META)
+    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
+    start_q, len_q, start_kv, len_kv = sequences(
+        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    )
+    shift = (len_kv - len_q) * bottom_right
+    first_row = gl.minimum(block * META.BLOCK_N, len_kv)
+    begin, end = _query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
+    end = gl.where(first_row < len_kv, end, begin)
+    h = h_kv * group_size
+    first_tile = _statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, BLOCK_M)
+    descriptors = (
+        q_descriptor,
+        dout_descriptor,
+        k_descriptor,
+        v_descriptor,
+        statistics_descriptor,
+        q1_descriptor,
+        k1_descriptor,
+        dk_descriptor,
+        dv_descriptor,
+        dk1_descriptor,
+    )
+    tiles = (q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, q1_tiles, k1_tiles)
+    places = (
+        first_row,
+        len_q,
+        len_kv,
+        (start_q + b * step_qs, h + b * step_qh),
+        (start_q + b * step_dos, h + b * step_doh),
+        (start_kv + b * step_ks, h_kv + b * step_kh),
+        (start_kv + b * step_vs, h_kv + b * step_vh),
+        (start_kv + b * step_dks, h_kv + b * step_dkh),
+        (start_kv + b * step_dvs, h_kv + b * step_dvh),
+        (first_tile, tiles_of_statistics),
+    )
+    band = (first_row, shift, window_left, window_right)
+    scales = (softmax_scale, scale_log2)
+    if META.SPLITS_COLUMNS:
+        HALF: gl.constexpr = META.BLOCK_M // 2
+        EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], DTYPE)
+        shared_p = gl.allocate_shared_memory(DTYPE, [4, 64, HALF], EXCHANGE)
+        shared_ds = gl.allocate_shared_memory(DTYPE, [4, 64, HALF], EXCHANGE)
+        gl.warp_specialize(
+            [
+                (_dkdv_compute_columns, (tiles, shared_p, shared_ds, barriers, band, scales, group_size, begin, end, 0, META)),
+                (_dkdv_compute_columns, (tiles, shared_p, shared_ds, barriers, band, scales, group_size, begin, end, 1, META)),
+                (_dkdv_load, (descriptors, tiles, barriers, places, group_size, begin, end, META)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_dkdv_compute, (tiles, barriers, band, scales, group_size, begin, end, 0, META)),
+                (_dkdv_compute, (tiles, barriers, band, scales, group_size, begin, end, 1, META)),
+                (_dkdv_load, (descriptors, tiles, barriers, places, group_size, begin, end, META)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """None if the kernels run this problem's backward, else why the portable ones do."""
+    error = hopper_forward.refusal(problem, out) or descriptor_error("dout", dout)
+    if error is None and problem.num_heads * (problem.q.shape[-3] + 256) * problem.batch >= 2**29:
+        return "its statistics are more than the copy engine's coordinates reach"
+    return error
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those that were measured to be faster here than with the portable kernels."""
+    x = problem
+    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1])
+    # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
+    tokens_kv = x.k.numel() // x.k.shape[-1]
+    return tokens_kv >= tile.keys * num_processors(x.device) and hopper_forward.is_measured(x, tile)
+
+
+def hopper_backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsoftmax_offset: Tensor | None = None,
+    tile: HopperBackwardTile | None = None,
+) -> None:
+    """`backward.attention_backward` for a problem that `refusal` has no objection to; dq, dk and dv are contiguous."""
+    x = problem
+    tile = tile or select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1])
+    qk0, qk1 = split_head_dim(tile.head_dim_qk)
+    v0 = tile.head_dim_v
+    size = tile.block_m
+    has_lengths = x.cu_seqlens_q is not None
+    num_tokens_q = x.q.shape[-3]
+    # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
+    tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
+    num_tiles = tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
+    statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
+    portable = x.meta(_STATISTICS_TILE, (out, dout))
+    blocks = triton.cdiv(x.longest_q, _STATISTICS_TILE.block_m)
+    dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
+    launch(
+        _attn_bwd_statistics_kernel,
+        blocks * x.num_heads * x.batch,
+        x.device,
+        _STATISTICS_TILE,
+        (
+            *(out, *row_strides(out, portable)),
+            *(dout, *row_strides(dout, portable)),
+            *(lse, dlse, x.softmax_offset, x.cu_seqlens_q, x.cu_seqlens_q_padded, statistics, dsink),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
+        ),
+    )
+    if dsoftmax_offset is not None and dsink is not None:
+        torch.sum(dsink, 1, out=dsoftmax_offset)
+
+    def meta(**own: int | bool) -> BackwardMeta:
+        return BackwardMeta(
+            IS_RAGGED_Q=x.q.dim() == 3,
+            IS_RAGGED_KV=x.k.dim() == 3,
+            HAS_LENGTHS=has_lengths,
+            HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
+            HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
+            HAS_LEFT=x.window_left is not None,
+            HAS_RIGHT=x.window_right is not None,
+            STATISTICS=size,
+            QK0=qk0,
+            QK1=qk1,
+            V0=v0,
+            **own,
+        )
+
+    def descriptors(rows: int, *tensors: tuple[Tensor, int]) -> list[TensorDescriptor]:
+        return [ragged_descriptor(t, rows, width) for t, width in tensors]
+
+    def steps(*tensors: Tensor) -> list[int]:
+        return [step for t in tensors for step in batch_steps(t) or (0, 0)]
+
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded)
+    scales = (float(x.softmax_scale), x.softmax_scale * LOG2E.value)
+    sizes = (num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right))
+
+    for rows, side in ((_QUERIES, "q"), (tile.keys, "kv")):
+        longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
+        blocks = triton.cdiv(longest, rows)
+        table = work_table(x, rows, side) if has_lengths else None
+        programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
+        head = (tiles, table, *lengths, *scales, x.batch, x.num_heads, x.group_size, blocks, *sizes)
+        if side == "q":
+            own = descriptors(64, (x.q, qk0), (dout, v0)) + descriptors(tile.block_n, (x.k, qk0), (x.v, v0))
+            second = [ragged_descriptor(x.q, 64, qk1), ragged_descriptor(x.k, tile.block_n, qk1)] if qk1 else own[:2]
+            grads = descriptors(64, (dq, qk0)), descriptors(64, (dq, qk1)) if qk1 else own[:1]
+            kind = meta(BLOCK_M=_QUERIES, BLOCK_N=tile.block_n, STAGES0=2, STAGES1=tile.v_stages, SPLITS_COLUMNS=False)
+            arguments = (*own, *grads[0], *second, *grads[1], statistics, *head, *steps(x.q, dout, x.k, x.v, dq), kind)
+            launch(_attn_bwd_dq_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
+            gradients = (dq,)
+        else:
+            own = descriptors(tile.block_m, (x.q, qk0), (dout, v0)) + descriptors(64, (x.k, qk0), (x.v, v0))
+            flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+            own.append(TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat))
+            second = [ragged_descriptor(x.q, tile.block_m, qk1), ragged_descriptor(x.k, 64, qk1)] if qk1 else own[:2]
+            grads = descriptors(64, (dk, qk0), (dv, v0)), descriptors(64, (dk, qk1)) if qk1 else own[:1]
+            kind = meta(BLOCK_M=tile.block_m, BLOCK_N=tile.keys, STAGES0=2, STAGES1=2, SPLITS_COLUMNS=tile.splits_columns)
+            arguments = (*own, *grads[0], *second, *grads[1], *head, *steps(x.q, dout, x.k, x.v, dk, dv), kind)
+            launch(_attn_bwd_dkdv_hopper_kernel, programs, x.device, Tile(tile.block_m, tile.keys, 4, 2), arguments)
+            gradients = (dk, dv)
+        if has_lengths:
+            for gradient in gradients:
+                zero_padding(x, gradient, side)
