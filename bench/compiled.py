@@ -6,18 +6,16 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexattn.bench.environment import environment
 from flexattn.bench.implementations import KERNELS, Launchers, recorded, with_launchers
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flexattn.kernels_triton.compile_report import CompileReport, CompileRequest
     from flexattn.kernels_triton.configs import Tile
 
@@ -96,7 +94,7 @@ def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) ->
     written = []
     for n, request in enumerate(asked):
         with tempfile.TemporaryDirectory() as scratch:
-            with _environment({"TRITON_CACHE_DIR": scratch}):  # Triton keeps every stage beside the kernel
+            with environment({"TRITON_CACHE_DIR": scratch}):  # Triton keeps every stage beside the kernel
                 compile_many([request], workers=1)
             for kind in kinds:
                 [source] = Path(scratch).rglob(f"{request.kernel}.{'cubin' if kind == 'sass' else kind}")
@@ -114,17 +112,3 @@ def _disassembled(cubin: Path) -> str:
 
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

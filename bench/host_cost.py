@@ -11,6 +11,7 @@ reference before anything is timed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import shlex
@@ -81,9 +82,8 @@ def measure(name: str) -> list[dict[str, Any]]:
     leaves = {which: getattr(inputs, which).nan_to_num().requires_grad_() for which in "qkv"}
     dout = torch.randn_like(inputs.q)
     call = inputs._asdict() | leaves | {"attn_mask_type": mask}
-    forwards: dict[str, Callable[[], torch.Tensor]] = {
-        f"flexattn {backend}": lambda backend=backend: flexattn.attention(**call, backend=backend)
-        for backend in ("triton", "cudnn")
+    forwards: dict[str, Callable[[], Any]] = {
+        f"flexattn {backend}": functools.partial(flexattn.attention, **call, backend=backend) for backend in ("triton", "cudnn")
     }
     if name == "bshd":
         q, k, v = (leaves[which].transpose(1, 2) for which in "qkv")

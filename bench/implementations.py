@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn.bench.counts import band_of
+from flexattn.bench.environment import environment
 from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, score_mod_of
 from flexattn.bench.shapes import Workload
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.problem import Problem
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
+PORTABLE = "flexattn portable"
+"""The triton backend without its kernels for sm_90, where it has them."""
 KERNELS = {
     "forward": ("forward", "_attn_fwd_kernel"),
     "dq": ("backward", "_attn_bwd_dq_kernel"),
@@ -101,6 +104,23 @@ def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out
 
 
+def _without_hopper(prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:
+    """The same with FLEXATTN_HOPPER=never, which is read in each call."""
+
+    def never(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with environment({"FLEXATTN_HOPPER": "never"}):
+                return call()
+
+        return run
+
+    def prepare_without(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
+        prepared = never(lambda: prepare(workload, tensors, direction))()
+        return Prepared(*map(never, prepared))
+
+    return prepare_without
+
+
 def ours(device: str) -> list[Implementation]:
     """Each backend by its name, which never falls back: its own reason is the cell where it cannot run."""
     version = flexattn.__version__
@@ -109,6 +129,9 @@ def ours(device: str) -> list[Implementation]:
         Implementation(name, version, differentiable(functools.partial(_attention, backend)), compiles=backend == "triton")
         for name, backend in backends.items()
     ]
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        portable = _without_hopper(differentiable(functools.partial(_attention, "triton")))
+        found.insert(1, Implementation(PORTABLE, version, portable, compiles=True))
     if device == "cuda":
         prepare = differentiable(_attention_with_score_mod)
         found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, needs_score=True))

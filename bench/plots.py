@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "flexattn triton": "#d62728",
+    "flexattn portable": "#e7969c",
     "flexattn cudnn": "#ff7f0e",
     "flexattn score_mod": "#8c1c13",
     "flexattn eager": "#e377c2",
@@ -34,7 +35,7 @@ COLOURS = {
 }
 """Of each implementation, the same in every plot of every run; what has none here is drawn black."""
 
-MARKERS = {"flexattn triton": "o", "flexattn cudnn": "s", "flexattn score_mod": "D"}
+MARKERS = {"flexattn triton": "o", "flexattn portable": "v", "flexattn cudnn": "s", "flexattn score_mod": "D"}
 DPI = 110
 
 
