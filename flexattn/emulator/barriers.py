@@ -71,8 +71,8 @@ class MBarrier:
         if load.phase != self.phase:
             cta.find(
                 "expect-bytes",
-                f"a TMA load issued in phase #{load.phase} of {self.name} lands in phase #{self.phase}: the phase ended before all its "
-                f"bytes had arrived, so it expects too few; issued at {issued}",
+                f"a TMA load issued in phase #{load.phase} of {self.name} lands in phase #{self.phase}: the phase ended before all "
+                f"its bytes had arrived, so it expects too few; issued at {issued}",
                 load.site,
             )
         self.tx -= nbytes
@@ -101,8 +101,8 @@ class MBarrier:
             outcome = "passes on another phase of that parity" if self.has_passed(parity) else "has missed its phase and blocks"
             cta.find(
                 "phase-alias",
-                f"{partition.name} waits for phase #{phase} (parity {parity}) of {self.name}, which is in phase #{self.phase}: the wait "
-                f"{outcome}",
+                f"{partition.name} waits for phase #{phase} (parity {parity}) of {self.name}, which is in phase #{self.phase}: "
+                f"the wait {outcome}",
             )
         return phase
 
@@ -135,8 +135,12 @@ class MBarrier:
                 )
         for partition in cta.partitions:
             if partition.awaits == (self, before):
-                message = f"{self.name} completes phase #{phase} while {partition.name} still waits for phase #{before}, and may miss it"
-                cta.find("phase-alias", f"{message} ({show(partition.site)})", partition.site)
+                cta.find(
+                    "phase-alias",
+                    f"{self.name} completes phase #{phase} while {partition.name} still waits for phase #{before} "
+                    f"({show(partition.site)}) and may miss it",
+                    partition.site,
+                )
         self.phase, self.pending = phase + 1, self.count
         self._completed = Knowledge(self._arrived)
 

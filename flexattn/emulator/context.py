@@ -24,7 +24,7 @@ def run(program: Cta) -> Iterator[None]:
     """Raises RuntimeError where another launch is running: the emulator runs one program at a time in a process."""
     global _running
     if _running is not None:
-        raise RuntimeError("emulator.launch() inside or beside another launch; run one after the other, or in processes of their own")
+        raise RuntimeError("a launch inside or beside another; run them one after the other, or in processes of their own")
     _running = program
     try:
         yield

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_
 from flexattn.emulator.asynchronous import Accumulator, TmaLoad, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier, NamedBarrier
 from flexattn.emulator.dtypes import Array, DType, poison
-from flexattn.emulator.memory import Descriptor, GlobalBuffer, writer_number
+from flexattn.emulator.memory import REDUCED, Descriptor, GlobalBuffer, writer_number
 from flexattn.emulator.ordering import Access, Actor
 from flexattn.emulator.report import Finding, GluonError, Report, current_site, show
 from flexattn.emulator.rules import (
@@ -68,7 +68,7 @@ class Cta(Scheduler):
             raise GluonError(f"warp_specialize of {workers} workers with worker_num_warps={warps}, worker_num_regs={registers}")
         for function, arguments in functions[1:]:
             if any(isinstance(argument, Tensor) for argument in arguments):
-                raise GluonError(f"a tensor is an argument of the worker {function.__name__}; accepted: scalars, pointers, shared memory")
+                raise GluonError(f"the worker {function.__name__} gets a tensor; accepted: scalars, pointers, shared memory")
         parent = self.current
         self.report.registers, wrong = split_registers(parent.warps, warps, registers)
         if wrong is not None:
@@ -164,14 +164,14 @@ class Cta(Scheduler):
                 misses = True
                 self.find(
                     "missing-fence",
-                    f"{what} of {view!r} by {partition.name} goes through the async proxy, and no fence_async_shared lies between it and "
-                    f"the {earlier.what} by {earlier.who} at {show(earlier.site)}",
+                    f"{what} of {view!r} by {partition.name} goes through the async proxy, and no fence_async_shared lies between "
+                    f"it and the {earlier.what} by {earlier.who} at {show(earlier.site)}",
                 )
         return misses
 
     def _check_written(self, view: SharedView, what: str) -> None:
         if not view.written.all():
-            self.find("uninitialised-read", f"{what} reads {view!r}, part of which nothing wrote, or a TMA load into it has not landed")
+            self.find("uninitialised-read", f"{what} of {view!r}, part of which nothing wrote, or whose TMA load has not landed")
 
     # mbarriers
 
@@ -239,8 +239,8 @@ class Cta(Scheduler):
         if not reserved <= number < NAMED_BARRIERS:
             self.find(
                 "named-barrier",
-                f"{name}: free are {reserved} to {NAMED_BARRIERS - 1}; Triton uses 0 for the default partition, 1 for all warps, and 2 on "
-                "for workers",
+                f"{name}: free are {reserved} to {NAMED_BARRIERS - 1}; Triton uses 0 for the default partition, 1 for all warps, "
+                "and 2 on for workers",
             )
         barrier = self._named_barriers.setdefault(number, NamedBarrier(number, count))
         if barrier.count != count:
@@ -256,7 +256,9 @@ class Cta(Scheduler):
 
     # TMA
 
-    def tma_load(self, descriptor: Descriptor, coord: Sequence[Any], barrier_view: SharedView, target: SharedView, predicate: Any) -> None:
+    def tma_load(
+        self, descriptor: Descriptor, coord: Sequence[Any], barrier_view: SharedView, target: SharedView, predicate: Any
+    ) -> None:
         self.step()
         if not predicate:
             return
@@ -325,8 +327,8 @@ class Cta(Scheduler):
             if isinstance(operation.a, Tensor) and not any(dep is operation.a for dep in deps):
                 self.find(
                     "wgmma-register-operand",
-                    f"operand A, in registers, of the wgmma at {show(operation.site)} is not among the deps of the wait that retires it: "
-                    "its registers may be used again while the wgmma reads them",
+                    f"operand A, in registers, of the wgmma at {show(operation.site)} is not among the deps of the wait that "
+                    "retires it: its registers may be used again while the wgmma reads them",
                 )
         return [self._result(dep, outstanding) if isinstance(dep, Accumulator) else dep for dep in deps]
 
@@ -339,8 +341,8 @@ class Cta(Scheduler):
             later = queue.issued - operation.number
             self.find(
                 "wgmma-wait",
-                f"warpgroup_mma_wait({outstanding}) returns the result of a wgmma that may still run: {later} were issued after it, and "
-                f"{outstanding} may be outstanding; it was issued at {show(operation.site)}",
+                f"warpgroup_mma_wait({outstanding}) returns the result of a wgmma that may still run: {later} were issued after "
+                f"it, and {outstanding} may be outstanding; it was issued at {show(operation.site)}",
             )
             result = np.full(accumulator.shape, np.nan, np.float32)
         return Tensor(result, accumulator.dtype, accumulator.layout)
@@ -349,5 +351,5 @@ class Cta(Scheduler):
 
     def global_write(self, buffer: GlobalBuffer, index: Array, values: Array, reduction: bool) -> None:
         """Pointer stores and atomics act at once: what other programs see of them, and when, is not modelled."""
-        writer = writer_number(self.number, self.current.number)
-        buffer.write(index, values, -1 if reduction else writer, current_site(), f"{self.current.name} of program {self.program_id}")
+        writer = REDUCED if reduction else writer_number(self.number, self.current.number)
+        buffer.write(index, values, writer, current_site(), f"{self.current.name} of program {self.program_id}")

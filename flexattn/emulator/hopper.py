@@ -47,7 +47,12 @@ def _make_descriptor(
 
 
 def _load(
-    tensor_desc: Descriptor, coord: Sequence[Any], barrier: SharedView, result: SharedView, pred: Any = True, multicast: bool = False
+    tensor_desc: Descriptor,
+    coord: Sequence[Any],
+    barrier: SharedView,
+    result: SharedView,
+    pred: Any = True,
+    multicast: bool = False,
 ) -> None:
     if multicast:
         raise NotImplementedError("multicast of a TMA load")

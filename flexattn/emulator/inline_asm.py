@@ -38,7 +38,7 @@ def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: unary(function, x)
 
 
-_cvt_e4m3 = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
+_CVT_E4M3 = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
 _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"^\s*ex2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.exp2)),
     (re.compile(r"^\s*lg2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.log2)),
@@ -48,7 +48,8 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"^\s*cvt\.rn\.f16x2\.f32 \$0, \$2, \$1;\s*$"), _packed_cvt(tl.float16)),
     (
         re.compile(
-            rf"^\s*\{{\s*\.reg \.b16 a, b;\s*{_cvt_e4m3} a, \$2, \$1;\s*{_cvt_e4m3} b, \$4, \$3;\s*mov\.b32 \$0, \{{a, b\}};\s*\}}\s*$"
+            rf"^\s*\{{\s*\.reg \.b16 a, b;\s*{_CVT_E4M3} a, \$2, \$1;\s*{_CVT_E4M3} b, \$4, \$3;\s*"
+            r"mov\.b32 \$0, \{a, b\};\s*\}\s*$"
         ),
         _packed_cvt(tl.float8e4nv),
     ),

@@ -53,7 +53,15 @@ FUNCTIONS |= {
     "cdiv": lambda x, div: (x + div - 1) // div,
     "num_ctas": lambda: 1,
 }
-for _name, _op in {"add": "add", "sub": "sub", "mul": "mul", "fdiv": "truediv", "div_rn": "truediv", "maximum": "max", "minimum": "min"}.items():
+for _name, _op in {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "fdiv": "truediv",
+    "div_rn": "truediv",
+    "maximum": "max",
+    "minimum": "min",
+}.items():
     FUNCTIONS[_name] = lambda a, b, _op=_op, **_: binary(_op, a, b)
 for _name in ("assume", "static_print", "device_print"):
     FUNCTIONS[_name] = lambda *_, **__: None
@@ -297,7 +305,9 @@ def _atomic(name: str, update: Callable[[Array, Array, Array], None]) -> None:
         index, places = np.unique(offset[active], return_inverse=True)
         after = buffer.data[index]
         update(after, places.reshape(-1), values)
-        context.cta().global_write(buffer, index, round_to(after, buffer.dtype) if is_float(buffer.dtype) else after, reduction=True)
+        context.cta().global_write(
+            buffer, index, round_to(after, buffer.dtype) if is_float(buffer.dtype) else after, reduction=True
+        )
         return Tensor(before, buffer.dtype, pointer.layout) if pointer.offset.ndim else Scalar(before.item(), buffer.dtype)
 
     FUNCTIONS[name] = atomic

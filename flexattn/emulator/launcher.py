@@ -28,7 +28,8 @@ class Options:
     """How to run, apart from the seed.
 
     schedule: the order of events: "eager", asynchronous operations act at once; "lazy", as late as they may; "round-robin",
-        partitions in turn; "random", weights that change now and then. None: seeds 0, 1 and 2 are the first three, all others random.
+        partitions in turn; "random", weights that change now and then. None: seeds 0, 1 and 2 are the first three, all others
+        random.
     in_order: run the programs of the grid in order under a random schedule too, for kernels that wait for earlier programs.
     race_detector: without it only what the simulated memory shows is found.
     max_steps, timeout_s: the scheduling steps of a program and its seconds, after which it is given up.
@@ -78,7 +79,10 @@ def launch(
     axes = (*(int(n) for n in grid), 1, 1)[:3]
     report = Report((axes[0], axes[1], axes[2]), seed, options.schedule or SCHEDULES[min(seed, len(SCHEDULES) - 1)])
     buffers: dict[int, GlobalBuffer] = {}
-    call = {name: translate(value, name) if name in function.constexprs else _argument(name, value, buffers) for name, value in given.items()}
+    call = {
+        name: translate(value, name) if name in function.constexprs else _argument(name, value, buffers)
+        for name, value in given.items()
+    }
     rng = random.Random(seed)
     programs = list(itertools.product(*(range(n) for n in report.grid)))
     if report.schedule == "random" and not options.in_order:
@@ -128,7 +132,9 @@ def _argument(name: str, value: Any, buffers: dict[int, GlobalBuffer]) -> Any:
         return scalar(value)
     if isinstance(value, tuple):
         return tuple(_argument(name, part, buffers) for part in value)
-    raise TypeError(f"{name} is a {type(value).__name__}; accepted: a tensor, a host tensor descriptor, a number, None, a tuple of them")
+    raise TypeError(
+        f"{name} is a {type(value).__name__}; accepted: tensors, host tensor descriptors, numbers, None, tuples of them"
+    )
 
 
 def _buffer(name: str, tensor: torch.Tensor, buffers: dict[int, GlobalBuffer]) -> GlobalBuffer:

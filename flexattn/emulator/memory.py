@@ -46,7 +46,7 @@ class GlobalBuffer:
                 first = int(others.flat[0])
                 context.cta().find(
                     "global-write-race",
-                    f"{who} overwrites {others.size} elements of global memory that {_name_writer(first)} wrote; store at {show(site)}",
+                    f"{who} overwrites {others.size} global elements that {_name_writer(first)} wrote; stored at {show(site)}",
                     site,
                 )
             self.writers[index] = writer
@@ -119,16 +119,18 @@ class Descriptor:
         self._relative: dict[tuple[int, ...], tuple[Array, int]] = {}
         ranks, size = {len(self.shape), len(self.strides), len(self.block_shape)}, size_of(self.dtype)
         if len(ranks) != 1 or not ranks <= set(range(1, MAX_RANK + 1)):
-            raise GluonError(f"a descriptor of shape {self.shape}, strides {self.strides}, block {self.block_shape}; one rank of 1 to 5")
+            raise GluonError(
+                f"a descriptor of shape {self.shape}, strides {self.strides}, block {self.block_shape}; ranks are 1 to 5"
+            )
         if self.strides[-1] != 1 or any(n * size % ALIGNMENT for n in (self.offset, *self.strides[:-1])):
             raise GluonError(
-                f"a descriptor with strides {self.strides} and offset {self.offset} of {size}-byte elements; the last stride must be 1, "
-                f"the others and the offset multiples of {ALIGNMENT} bytes"
+                f"a descriptor with strides {self.strides} and offset {self.offset} of {size}-byte elements; the last stride must "
+                f"be 1, the others and the offset multiples of {ALIGNMENT} bytes"
             )
         if any(n > MAX_BOX for n in self.block_shape[:-1]) or self.block_shape[-1] * size < ALIGNMENT:
             raise GluonError(
-                f"a descriptor with block {self.block_shape}; at most {MAX_BOX} elements in a dimension, and {ALIGNMENT} bytes or more in "
-                "the last"
+                f"a descriptor with block {list(self.block_shape)}; at most {MAX_BOX} elements in a dimension, and {ALIGNMENT} bytes "
+                "or more in the last"
             )
         if padding == "nan" and not is_float(self.dtype):
             raise GluonError(f"a descriptor of {self.dtype.name} that pads with NaN")
@@ -184,8 +186,8 @@ class Descriptor:
         if start < 0 or start + furthest >= self.buffer.data.size:
             context.cta().find(
                 "out-of-bounds",
-                f"the TMA box at {list(coord)} of a descriptor of shape {self.shape}, strides {self.strides} reaches elements {start} to "
-                f"{start + furthest} of a buffer of {self.buffer.data.size}",
+                f"the TMA box at {list(coord)} of a descriptor of shape {self.shape}, strides {self.strides} reaches elements "
+                f"{start} to {start + furthest} of a buffer of {self.buffer.data.size}",
             )
             return inside, None
         return inside, relative + start

@@ -87,7 +87,8 @@ def show(site: Site, who: str | None = None) -> str:
     filename, line, function = site[0]
     callers = "".join(f" < {name}:{number}" for _, number, name in site[1:])
     partition = f" [{who}]" if who else ""
-    return f"{os.path.basename(filename)}:{line} in {function}{callers}{partition} `{linecache.getline(filename, line).strip()[:110]}`"
+    source = linecache.getline(filename, line).strip()
+    return f"{os.path.basename(filename)}:{line} in {function}{callers}{partition} `{source[:110]}`"
 
 
 @dataclass
@@ -151,7 +152,8 @@ class Report:
     def add(self, finding: Finding) -> None:
         """Record a finding; one of the same kind at the same place counts up."""
         for known in self.findings:
-            if (known.kind, known.site[:2]) == (finding.kind, finding.site[:2]) and (known.site or known.message == finding.message):
+            same_place = known.site[:2] == finding.site[:2] if finding.site else known.message == finding.message
+            if known.kind == finding.kind and same_place:
                 known.count += 1
                 return
         self.findings.append(finding)

@@ -94,7 +94,7 @@ def _check_register_operand(own: Layout, accumulator: Any, k_width: int) -> None
 
     is_operand = isinstance(own, layouts.DotOperandLayout) and (own.operand_index, own.k_width) == (0, k_width)
     if not is_operand or compared(own.parent) != compared(accumulator):
-        raise GluonError(f"operand a of wgmma in registers has layout {own}; accepted: DotOperandLayout(0, {accumulator}, {k_width})")
+        raise GluonError(f"operand a of wgmma has layout {own}; accepted: DotOperandLayout(0, {accumulator}, {k_width})")
 
 
 def check_tma(descriptor: Descriptor, coord: Sequence[int], view: SharedView, what: str) -> None:
@@ -110,7 +110,9 @@ def check_tma(descriptor: Descriptor, coord: Sequence[int], view: SharedView, wh
         raise GluonError(f"{what}: {len(coord)} coordinates for a descriptor of rank {len(descriptor.shape)}")
 
 
-def split_registers(default_warps: int, workers: Sequence[int], requested: Sequence[int] | None) -> tuple[tuple[int, ...], str | None]:
+def split_registers(
+    default_warps: int, workers: Sequence[int], requested: Sequence[int] | None
+) -> tuple[tuple[int, ...], str | None]:
     """Registers per thread of the default partition and the workers, and what is wrong with them, if anything is.
 
     As Triton's AllocateWarpGroups does: the block starts with the same number for every thread, workers get what they ask for, and
@@ -130,7 +132,7 @@ def split_registers(default_warps: int, workers: Sequence[int], requested: Seque
     left = (each * warps - taken) // default_warps // _REGISTER_UNIT * _REGISTER_UNIT
     if left < _LEAST_REGISTERS:
         return (), (
-            f"workers ask for {list(requested)} registers on {list(workers)} warps, of {each} a thread on {warps} warps: that leaves "
-            f"{left} for the default partition, and {_LEAST_REGISTERS} is the least"
+            f"workers ask for {list(requested)} registers on {list(workers)} warps, of {each} a thread on {warps} warps: that "
+            f"leaves {left} for the default partition, and {_LEAST_REGISTERS} is the least"
         )
     return (left, *requested), None

@@ -32,7 +32,13 @@ class Partition:
     """One partition of gl.warp_specialize, or the whole program before it: a sequential actor."""
 
     def __init__(
-        self, scheduler: Scheduler, name: str, function: Callable[..., Any], arguments: Sequence[Any], warps: int, parent: Partition | None
+        self,
+        scheduler: Scheduler,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        warps: int,
+        parent: Partition | None,
     ) -> None:
         self.name, self.warps, self.number = name, warps, len(scheduler.partitions)
         self.function, self.arguments, self.result = function, arguments, None
@@ -211,7 +217,8 @@ class Scheduler:
         ):
             if left := queue.issued - queue.waited:
                 last = queue.pending[-1].site
-                self.find(kind, f"{partition.name} ends with {left} {what}; the last was issued at {show(last, partition.name)}", last)
+                message = f"{partition.name} ends with {left} {what}; the last was issued at {show(last)}"
+                self.find(kind, message, last)
 
     def _schedule(self, me: Partition) -> None:
         """Pick until a partition is picked; give it the turn, and wait for the next one of `me`."""

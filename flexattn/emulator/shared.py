@@ -34,7 +34,7 @@ class Allocation:
 class SharedView:
     """A shared memory descriptor of the language.
 
-    region: what of the allocation it covers, in the allocation's coordinates: races are looked for there, whatever the view's shape.
+    region: what of the allocation it covers, in the allocation's coordinates, where races are looked for.
     dims: the allocation's dimension behind each dimension of the view; None for one that a reshape made.
     """
 
@@ -95,7 +95,7 @@ class SharedView:
         if isinstance(layout, layouts.NVMMASharedLayout) and layout.swizzle_byte_width:
             contiguous, size = 0 if layout.transposed else self.rank - 1, size_of(self.dtype)
             if dim == contiguous and (length * size % layout.swizzle_byte_width or start * size % layout.swizzle_byte_width):
-                message = f"slice [{start}:{start + length}] of {self!r} cuts the {layout.swizzle_byte_width}-byte rows of its swizzle"
+                message = f"slice [{start}:{start + length}] of {self!r} cuts its {layout.swizzle_byte_width}-byte swizzled rows"
                 context.cta().find("slice-in-swizzle", message)
         return self._part(dim, start, start + length, keep=True)
 
@@ -141,7 +141,8 @@ class SharedView:
 
     def _part(self, dim: int, low: int, high: int, keep: bool) -> SharedView:
         if not 0 <= low < high <= self.shape[dim]:
-            context.cta().fatal("shared-index", f"index {low} to {high - 1} along dimension {dim} of {self!r}, which has {self.shape[dim]}")
+            message = f"index {low} to {high - 1} along dimension {dim} of {self!r}, which has {self.shape[dim]}"
+            context.cta().fatal("shared-index", message)
         own = self.dims[dim]
         if own is None:
             raise NotImplementedError("a part of a reshaped view of shared memory")

@@ -12,7 +12,8 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import triton.language.core as tl
-from triton.runtime.jit import ConstexprFunction
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from flexattn.emulator import hopper, language
 from flexattn.emulator.inline_asm import inline_asm_elementwise
@@ -54,7 +55,7 @@ def translate(value: Any, name: str) -> Any:
     """The emulation of what a kernel refers to as `name`."""
     if isinstance(value, ModuleType):
         return _Module(value) if value.__name__.startswith("triton") else value
-    if hasattr(value, "fn") and hasattr(value.fn, "__code__") and not isinstance(value, ConstexprFunction | Function):  # jit functions
+    if isinstance(value, JITFunction | InterpretedFunction):
         if value.fn.__module__.startswith("triton."):
             return language.FUNCTIONS.get(value.fn.__name__) or _unknown(value.fn.__name__)
         return function_for(value)
