@@ -92,7 +92,7 @@ def round_to(values: npt.ArrayLike, dtype: DType) -> Array:
     name = dtype.name
     if name in ("fp32", "fp64"):
         return np.asarray(values, dtype=numpy_dtype(dtype))
-    exact = np.ascontiguousarray(values, dtype=np.float32)
+    exact = np.require(values, np.float32, ("C", "W"))
     if name in _LARGEST:
         exact = np.clip(exact, -_LARGEST[name], _LARGEST[name])
     rounded: Array = torch.from_numpy(exact).to(_TORCH[name]).float().numpy()
@@ -113,7 +113,7 @@ def to_bits(values: Array, dtype: DType) -> Array:
     """Bit patterns, as signed integers of the dtype's width."""
     if not is_float(dtype):
         return np.ascontiguousarray(values)
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(_TORCH[dtype.name])
+    tensor = torch.from_numpy(np.require(values, requirements=("C", "W"))).to(_TORCH[dtype.name])
     bits: Array = tensor.view(_SIGNED[dtype.primitive_bitwidth]).numpy()
     return bits
 
@@ -124,7 +124,7 @@ def from_bits(bits: Array, dtype: DType) -> Array:
         raise GluonError(f"bitcast of {bits.dtype} to {dtype.name}: the widths differ")
     if not is_float(dtype):
         return bits.view(numpy_dtype(dtype))
-    tensor = torch.from_numpy(np.ascontiguousarray(bits)).view(_TORCH[dtype.name])
+    tensor = torch.from_numpy(np.require(bits, requirements=("C", "W"))).view(_TORCH[dtype.name])
     values: Array = (tensor if dtype.name == "fp64" else tensor.float()).numpy()
     return values
 

@@ -129,7 +129,7 @@ class Descriptor:
             )
         if any(n > MAX_BOX for n in self.block_shape[:-1]) or self.block_shape[-1] * size < ALIGNMENT:
             raise GluonError(
-                f"a descriptor with block {list(self.block_shape)}; at most {MAX_BOX} elements in a dimension, and {ALIGNMENT} bytes "
+                f"a descriptor with block {list(self.block_shape)}; at most {MAX_BOX} elements in a dimension, {ALIGNMENT} bytes "
                 "or more in the last"
             )
         if padding == "nan" and not is_float(self.dtype):
