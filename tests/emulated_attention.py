@@ -210,7 +210,13 @@ def check_backward(case: Problem, report: emulator.Report, gradients: Gradients)
 
 
 def _check(
-    name: str, got: torch.Tensor, token: torch.Tensor, want: torch.Tensor, budget: torch.Tensor, factor: float = 2.0, is_sum: bool = False
+    name: str,
+    got: torch.Tensor,
+    token: torch.Tensor,
+    want: torch.Tensor,
+    budget: torch.Tensor,
+    factor: float = 2.0,
+    is_sum: bool = False,
 ) -> None:
     """Against the oracle where there are tokens; past the sequences nothing is written."""
     padding = token[..., :1].isnan().expand(got.shape)

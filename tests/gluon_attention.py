@@ -98,10 +98,14 @@ def fwd_producer(
                 phase = (count // STAGES) & 1
                 mbarrier.wait(k_empty.index(slot), phase ^ 1)
                 mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-                load_rows(k_desc, kv_start, kv_length, block * BLOCK_N, kv_head + head // group, k_full.index(slot), k_smem.index(slot))
+                load_rows(
+                    k_desc, kv_start, kv_length, block * BLOCK_N, kv_head + head // group, k_full.index(slot), k_smem.index(slot)
+                )
                 mbarrier.wait(v_empty.index(slot), phase ^ 1)
                 mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                load_rows(v_desc, kv_start, kv_length, block * BLOCK_N, kv_head + head // group, v_full.index(slot), v_smem.index(slot))
+                load_rows(
+                    v_desc, kv_start, kv_length, block * BLOCK_N, kv_head + head // group, v_full.index(slot), v_smem.index(slot)
+                )
                 count += 1
             turn += 1
 

@@ -14,6 +14,6 @@ from __future__ import annotations
 
 from flexattn.emulator.inline_asm import register_asm
 from flexattn.emulator.launcher import Options, launch, sweep
-from flexattn.emulator.report import BUGS, WARNINGS, EmulationError, Finding, Report
+from flexattn.emulator.report import BUGS, WARNINGS, EmulationError, Finding, GluonError, Report
 
-__all__ = ["BUGS", "WARNINGS", "EmulationError", "Finding", "Options", "Report", "launch", "register_asm", "sweep"]
+__all__ = ["BUGS", "WARNINGS", "EmulationError", "Finding", "GluonError", "Options", "Report", "launch", "register_asm", "sweep"]

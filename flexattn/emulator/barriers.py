@@ -88,10 +88,11 @@ class MBarrier:
         return (self.phase - 1) & 1 == parity
 
     def awaited_phase(self, partition: Partition, parity: int) -> int:
-        """The phase that a wait must mean: the next of its parity that this partition has not seen."""
+        """The phase that a wait must mean: the next of its parity, after those that this partition knows to have ended."""
         cta, last = context.cta(), self._observations.get(partition)
         if last is None:
-            phase = self.phase - 1 if self.has_passed(parity) else self.phase
+            ended = partition.knowledge.happened.get(self.actor, 0)
+            phase = ended - 1 if (ended - 1) & 1 == parity else ended
         else:
             phase = last.phase + (parity != last.phase & 1)
             if phase == last.phase >= 0:

@@ -19,12 +19,16 @@ def cta() -> Cta:
     return _running
 
 
-@contextmanager
-def run(program: Cta) -> Iterator[None]:
-    """Raises RuntimeError where another launch is running: the emulator runs one program at a time in a process."""
-    global _running
+def require_idle() -> None:
+    """Raises RuntimeError while a launch runs: the emulator runs one program at a time in a process."""
     if _running is not None:
         raise RuntimeError("a launch inside or beside another; run them one after the other, or in processes of their own")
+
+
+@contextmanager
+def run(program: Cta) -> Iterator[None]:
+    global _running
+    require_idle()
     _running = program
     try:
         yield

@@ -65,8 +65,10 @@ def launch(
     options: see `Options`.
 
     The kernel's own mistakes do not raise: they are in the report. Raises TypeError where arguments and parameters do not match and
-    for tensors that are not on the CPU, ValueError for a grid that is none, RuntimeError inside another launch.
+    for tensors that are not on the CPU, ValueError for a grid that is none, GluonError for a host descriptor that the driver would
+    refuse, RuntimeError inside another launch.
     """
+    context.require_idle()
     if not 1 <= len(grid) <= 3 or any(int(n) < 1 for n in grid):
         raise ValueError(f"grid is {grid!r}; accepted: one to three positive numbers")
     function = function_for(kernel)
