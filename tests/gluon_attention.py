@@ -127,7 +127,7 @@ def fwd_consumer(
         row0 = tile % row_blocks * 128
         head = tile // row_blocks % heads
         batch = tile // row_blocks // heads
-        q_start, q_length, q_head, kv_start, kv_length, kv_head, shift = sequence(table_ptr, batch)
+        q_start, q_length, q_head, _kv_start, kv_length, _kv_head, shift = sequence(table_ptr, batch)
         if row0 < q_length:
             first, end = key_blocks(row0, kv_length, shift, left, right, BLOCK_N)
             rows = row0 + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
@@ -194,10 +194,19 @@ def attention_fwd(
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, 2)
     gl.warp_specialize([
-        (fwd_consumer, (out_desc, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, table_ptr, qk_scale, heads, row_blocks, tiles, max_q, left, right, 0, BLOCK_N, HEAD_DIM, STAGES)),
-        (fwd_consumer, (out_desc, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, table_ptr, qk_scale, heads, row_blocks, tiles, max_q, left, right, 1, BLOCK_N, HEAD_DIM, STAGES)),
-        (fwd_producer, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, heads, group, row_blocks, tiles, left, right, BLOCK_N, STAGES)),
-    ], [4, 1], [240, 24])  # fmt: skip # noqa: E501
+        (fwd_consumer, (
+            out_desc, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            lse_ptr, table_ptr, qk_scale, heads, row_blocks, tiles, max_q, left, right, 0, BLOCK_N, HEAD_DIM, STAGES,
+        )),
+        (fwd_consumer, (
+            out_desc, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            lse_ptr, table_ptr, qk_scale, heads, row_blocks, tiles, max_q, left, right, 1, BLOCK_N, HEAD_DIM, STAGES,
+        )),
+        (fwd_producer, (
+            q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            table_ptr, heads, group, row_blocks, tiles, left, right, BLOCK_N, STAGES,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -205,7 +214,7 @@ def bwd_producer(
     q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem, q_full, q_empty, dout_full, dout_empty, kv_full,
     table_ptr, batch, kv_head, heads, group, key0, first, end, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_start, q_length, q_head, kv_start, kv_length, kv_head0, shift = sequence(table_ptr, batch)
+    q_start, q_length, q_head, kv_start, kv_length, kv_head0, _shift = sequence(table_ptr, batch)
     mbarrier.expect(kv_full, k_desc.block_type.nbytes * 2 + v_desc.block_type.nbytes * 2)
     for wg in gl.static_range(2):
         load_rows(k_desc, kv_start, kv_length, key0 + wg * 64, kv_head0 + kv_head, kv_full, k_smem.index(wg))
@@ -229,7 +238,8 @@ def bwd_producer(
 def bwd_consumer(
     dq_desc, dk_desc, dv_desc, q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem,
     q_full, q_empty, dout_full, dout_empty, kv_full, lse_ptr, delta_ptr, table_ptr, qk_scale, scale,
-    batch, kv_head, heads, group, max_q, key0, first, end, left, right, WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    batch, kv_head, heads, group, max_q, key0, first, end, left, right,
+    WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -322,11 +332,22 @@ def attention_bwd(
     key0 = gl.program_id(0) * 128
     kv_head = gl.program_id(1)
     batch = gl.program_id(2)
-    q_start, q_length, q_head, kv_start, kv_length, kv_head0, shift = sequence(table_ptr, batch)
+    _q_start, q_length, _q_head, _kv_start, _kv_length, _kv_head, shift = sequence(table_ptr, batch)
     first = gl.maximum(key0 - shift - right, 0) // 64
     end = gl.maximum(gl.cdiv(gl.maximum(gl.minimum(q_length, key0 + 128 - shift + left), 0), 64), first)
     gl.warp_specialize([
-        (bwd_producer, (q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem, q_full, q_empty, dout_full, dout_empty, kv_full, table_ptr, batch, kv_head, heads, group, key0, first, end, STAGES)),
-        (bwd_consumer, (dq_desc, dk_desc, dv_desc, q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, q_full, q_empty, dout_full, dout_empty, kv_full, lse_ptr, delta_ptr, table_ptr, qk_scale, scale, batch, kv_head, heads, group, max_q, key0, first, end, left, right, 0, HEAD_DIM, STAGES)),
-        (bwd_consumer, (dq_desc, dk_desc, dv_desc, q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, q_full, q_empty, dout_full, dout_empty, kv_full, lse_ptr, delta_ptr, table_ptr, qk_scale, scale, batch, kv_head, heads, group, max_q, key0, first, end, left, right, 1, HEAD_DIM, STAGES)),
-    ], [4, 4], [240, 240])  # fmt: skip # noqa: E501
+        (bwd_producer, (
+            q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem, q_full, q_empty, dout_full, dout_empty, kv_full,
+            table_ptr, batch, kv_head, heads, group, key0, first, end, STAGES,
+        )),
+        (bwd_consumer, (
+            dq_desc, dk_desc, dv_desc, q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem,
+            q_full, q_empty, dout_full, dout_empty, kv_full, lse_ptr, delta_ptr, table_ptr, qk_scale, scale,
+            batch, kv_head, heads, group, max_q, key0, first, end, left, right, 0, HEAD_DIM, STAGES,
+        )),
+        (bwd_consumer, (
+            dq_desc, dk_desc, dv_desc, q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem,
+            q_full, q_empty, dout_full, dout_empty, kv_full, lse_ptr, delta_ptr, table_ptr, qk_scale, scale,
+            batch, kv_head, heads, group, max_q, key0, first, end, left, right, 1, HEAD_DIM, STAGES,
+        )),
+    ], [4, 4], [240, 240])  # fmt: skip

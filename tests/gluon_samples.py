@@ -1,4 +1,4 @@
-"""Small Gluon kernels, each for one rule of the language or one finding of the emulator. SYNC=False and the like plant the mistake."""
+"""Small Gluon kernels, each for one rule of the language or one finding of the emulator, with the mistake as a constexpr."""
 
 from __future__ import annotations
 
@@ -285,3 +285,15 @@ def endless(out_ptr, STEPS: gl.constexpr):
     while gl.load(out_ptr) == 0:
         if STEPS:
             fence_async_shared()
+
+
+@gluon.jit
+def unpacks(out_ptr):
+    sizes = (1, 2)
+    gl.store(out_ptr, (*sizes, 3)[2])
+
+
+@gluon.jit
+def breaks(out_ptr):
+    while True:
+        break

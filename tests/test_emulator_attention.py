@@ -19,20 +19,20 @@ from flexattn import emulator
 SEEDS = range(20)
 FEW = (0, 1, 2, 5)  # eager, lazy, round-robin and one random schedule
 
-EVERYTHING: dict[str, Any] = dict(  # ragged, an empty side each, rows that see nothing, grouped heads
-    qkv_format="thd",
-    gap=3,
-    lengths_q=(100, 0, 140, 1),
-    lengths_kv=(150, 40, 70, 0),
-    mask="padding_causal_bottom_right",
-    num_heads=4,
-    num_heads_kv=2,
-    head_dim_qk=128,
-    head_dim_v=128,
-    dtype=torch.bfloat16,
-)
-LENGTHS = dict(lengths_q=(70, 0, 130), lengths_kv=(130, 9, 65))
-SHAPE = dict(num_heads=2, num_heads_kv=1, head_dim_qk=128, head_dim_v=128)
+EVERYTHING: dict[str, Any] = {  # ragged, an empty side each, rows that see nothing, grouped heads
+    "qkv_format": "thd",
+    "gap": 3,
+    "lengths_q": (100, 0, 140, 1),
+    "lengths_kv": (150, 40, 70, 0),
+    "mask": "padding_causal_bottom_right",
+    "num_heads": 4,
+    "num_heads_kv": 2,
+    "head_dim_qk": 128,
+    "head_dim_v": 128,
+    "dtype": torch.bfloat16,
+}
+LENGTHS = {"lengths_q": (70, 0, 130), "lengths_kv": (130, 9, 65)}
+SHAPE = {"num_heads": 2, "num_heads_kv": 1, "head_dim_qk": 128, "head_dim_v": 128}
 MASKS = (
     ("no_mask", "padding", (-1, -1)),
     ("causal", "padding_causal", (-1, -1)),
@@ -94,7 +94,7 @@ def test_backward_stages(stages: int) -> None:
 
 
 def test_head_dim_64() -> None:
-    case = emulated.problem(**(EVERYTHING | dict(head_dim_qk=64, head_dim_v=64)))
+    case = emulated.problem(**(EVERYTHING | {"head_dim_qk": 64, "head_dim_v": 64}))
     for seed in FEW:
         forward(case, seed)
 
@@ -144,54 +144,127 @@ FORWARD_BUGS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "V released before its product": ([(V_WAIT, f"{V_ARRIVE}\n{SKIP}{V_WAIT}"), (f"{V_WAIT}\n{SKIP}{V_ARRIVE}", V_WAIT)], {"race"}),
     "K released before its product": ([(f"{S_WAIT}\n{SKIP}{K_ARRIVE}", f"{K_ARRIVE}\n{SKIP}{S_WAIT}")], {"race"}),
     "Q released before its last product": (
-        [(Q_ARRIVE, ""), ("            for block in range(first, end):\n" + SKIP + "slot = count % STAGES\n" + SKIP
-          + "phase = (count // STAGES) & 1\n" + SKIP + K_FULL, Q_ARRIVE + "            for block in range(first, end):\n" + SKIP
-          + "slot = count % STAGES\n" + SKIP + "phase = (count // STAGES) & 1\n" + SKIP + K_FULL)],
+        [
+            (Q_ARRIVE, ""),
+            (
+                "            for block in range(first, end):\n"
+                + SKIP
+                + "slot = count % STAGES\n"
+                + SKIP
+                + "phase = (count // STAGES) & 1\n"
+                + SKIP
+                + K_FULL,
+                Q_ARRIVE
+                + "            for block in range(first, end):\n"
+                + SKIP
+                + "slot = count % STAGES\n"
+                + SKIP
+                + "phase = (count // STAGES) & 1\n"
+                + SKIP
+                + K_FULL,
+            ),
+        ],
         {"race"},
     ),
     "Q never released": ([(Q_ARRIVE, "")], {"deadlock"}),
     "the producer waits for the other parity": ([(K_EMPTY, K_EMPTY.replace("phase ^ 1", "phase"))], {"deadlock"}),
-    "the producer's parity never turns": ([(K_EMPTY, K_EMPTY.replace("phase ^ 1", "1"))], {"race", "phase-alias", "arrive-overflow"}),
-    "the consumer's parity turns every time": ([(K_FULL, K_FULL.replace("phase", "count & 1"))], {"deadlock", "phase-alias", "race"}),
+    "the producer's parity never turns": (
+        [(K_EMPTY, K_EMPTY.replace("phase ^ 1", "1"))],
+        {"race", "phase-alias", "arrive-overflow"},
+    ),
+    "the consumer's parity turns every time": (
+        [(K_FULL, K_FULL.replace("phase", "count & 1"))],
+        {"deadlock", "phase-alias", "race"},
+    ),
     "the parity of Q never turns": ([("q_full.index(WG), turn & 1", "q_full.index(WG), 0")], {"phase-alias", "race"}),
     "twice the bytes of V expected": ([(V_EXPECT, V_EXPECT[:-1] + " * 2)")], {"deadlock"}),
     "half the bytes of V expected": ([(V_EXPECT, V_EXPECT[:-1] + " // 2)")], {"expect-bytes"}),
     "16 bytes of K too many expected": ([(K_EXPECT, K_EXPECT[:-1] + " + 16)")], {"deadlock"}),
     "K counts on V's barrier": ([("k_full.index(slot), k_smem", "v_full.index(slot), k_smem")], {"deadlock", "expect-bytes"}),
     "V releases K's barrier": ([(V_ARRIVE, K_ARRIVE)], {"deadlock", "phase-alias", "arrive-overflow"}),
-    "one arrival empties K": ([("k_empty = barriers(STAGES, 2)", "k_empty = barriers(STAGES, 1)")], {"phase-alias", "arrive-overflow"}),
+    "one arrival empties K": (
+        [("k_empty = barriers(STAGES, 2)", "k_empty = barriers(STAGES, 1)")],
+        {"phase-alias", "arrive-overflow"},
+    ),
     "two arrivals fill V": ([("v_full = barriers(STAGES, 1)", "v_full = barriers(STAGES, 2)")], {"deadlock"}),
-    "a barrier without init": ([("v_empty = barriers(STAGES, 2)", "v_empty = barriers(0, 2)")], {"illegal-program", "barrier-uninitialised", "shared-index"}),
+    "a barrier without init": (
+        [("v_empty = barriers(STAGES, 2)", "v_empty = barriers(0, 2)")],
+        {"illegal-program", "barrier-uninitialised", "shared-index"},
+    ),
     "S waited for with one outstanding": ([(S_WAIT, S_WAIT.replace("(0,", "(1,"))], {"wgmma-wait"}),
     "out waited for with one outstanding": ([(V_WAIT, V_WAIT.replace("(0,", "(1,"))], {"wgmma-wait"}),
     "S used without a wait": ([(S_WAIT, "s = s_async")], {"illegal-program"}),
-    "K loaded to the next slot": ([("k_full.index(slot), k_smem.index(slot)", "k_full.index(slot), k_smem.index((slot + 1) % STAGES)")], {"race"}),
-    "V read from the next slot": ([("v_smem.index(slot).reshape", "v_smem.index((slot + 1) % STAGES).reshape")], {"race", "uninitialised-read"}),
+    "K loaded to the next slot": (
+        [("k_full.index(slot), k_smem.index(slot)", "k_full.index(slot), k_smem.index((slot + 1) % STAGES)")],
+        {"race"},
+    ),
+    "V read from the next slot": (
+        [("v_smem.index(slot).reshape", "v_smem.index((slot + 1) % STAGES).reshape")],
+        {"race", "uninitialised-read"},
+    ),
     "the turns of the warpgroups swapped": ([("bar_arrive(10 - WG)", "bar_arrive(9 + WG)")], {"deadlock", "named-barrier"}),
     "nobody has the first turn": ([("if WG == 1:\n        bar_arrive(9)", "if WG == 2:\n        bar_arrive(9)")], {"deadlock"}),
     "half the threads at a named barrier": ([("{number}, 256;", "{number}, {128 if kind == 'sync' else 256};")], {"named-barrier"}),
-    "a named barrier of Triton's own": ([("bar_arrive(9)", "bar_arrive(2)"), ("bar_sync(9 + WG)", "bar_sync(2 + WG)"), ("bar_arrive(10 - WG)", "bar_arrive(3 - WG)"), ("bar_sync(9)  # takes", "bar_sync(2)  # takes")], {"named-barrier"}),
-    "a row's factor in the wrong layout": ([("gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]", "alpha[:, None]")], {"illegal-program"}),
-    "more registers than there are": ([("[4, 1], [240, 24]", "[4, 1], [240, 248]")], {"register-budget"}),
-    "more shared memory than there is": ([("[STAGES] + v_desc.block_type.shape", "[STAGES * 64] + v_desc.block_type.shape")], {"smem-limit"}),
+    "a named barrier of Triton's own": (
+        [
+            ("bar_arrive(9)", "bar_arrive(2)"),
+            ("bar_sync(9 + WG)", "bar_sync(2 + WG)"),
+            ("bar_arrive(10 - WG)", "bar_arrive(3 - WG)"),
+            ("bar_sync(9)  # takes", "bar_sync(2)  # takes"),
+        ],
+        {"named-barrier"},
+    ),
+    "a row's factor in the wrong layout": (
+        [("gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]", "alpha[:, None]")],
+        {"illegal-program"},
+    ),
+    "more registers than there are": ([("[240, 24])", "[240, 248])")], {"register-budget"}),
+    "more shared memory than there is": (
+        [("[STAGES] + v_desc.block_type.shape", "[STAGES * 64] + v_desc.block_type.shape")],
+        {"smem-limit"},
+    ),
     "the table of sequences read past its end": ([("gl.load(entry + 6)", "gl.load(entry + 700)")], {"out-of-bounds"}),
-    "all programs take every tile": ([("for tile in range(gl.program_id(0), tiles, gl.num_programs(0))", "for tile in range(0, tiles, 1)")], {"global-write-race"}),
-}  # fmt: skip
+    "all programs take every tile": (
+        [("for tile in range(gl.program_id(0), tiles, gl.num_programs(0))", "for tile in range(0, tiles, 1)")],
+        {"global-write-race"},
+    ),
+}
 
 DS = "ds_smem.index(WG).store(ds)\n            "
 BACKWARD_BUGS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "no fence after dS": ([(DS + "fence_async_shared()", DS + "pass")], {"missing-fence"}),
-    "no barrier before both halves of dS are read": ([("bar_sync(9)  # both halves", "pass  # both halves")], {"race", "named-barrier"}),
+    "no barrier before both halves of dS are read": (
+        [("bar_sync(9)  # both halves", "pass  # both halves")],
+        {"race", "named-barrier"},
+    ),
     "no barrier after dS is read": ([("bar_sync(10)  # both have read dS", "pass")], {"race", "named-barrier"}),
     "dQ overwritten while TMA reads it": ([("tma.store_wait(0)\n            dq_smem", "dq_smem")], {"race"}),
-    "Q released before dK": ([("            mbarrier.arrive(q_empty.index(slot), count=1)\n", ""), ("            bar_sync(9)  # both halves", "            mbarrier.arrive(q_empty.index(slot), count=1)\n            bar_sync(9)  # both halves")], {"race"}),
-    "dK waited for with three outstanding": ([("warpgroup_mma_wait(2, deps=[dk_async", "warpgroup_mma_wait(3, deps=[dk_async")], {"wgmma-wait"}),
-    "only K expected": ([("k_desc.block_type.nbytes * 2 + v_desc.block_type.nbytes * 2", "k_desc.block_type.nbytes * 2")], {"expect-bytes"}),
+    "Q released before dK": (
+        [
+            ("            mbarrier.arrive(q_empty.index(slot), count=1)\n", ""),
+            (
+                "            bar_sync(9)  # both halves",
+                "            mbarrier.arrive(q_empty.index(slot), count=1)\n            bar_sync(9)  # both halves",
+            ),
+        ],
+        {"race"},
+    ),
+    "dK waited for with three outstanding": (
+        [("warpgroup_mma_wait(2, deps=[dk_async", "warpgroup_mma_wait(3, deps=[dk_async")],
+        {"wgmma-wait"},
+    ),
+    "only K expected": (
+        [("k_desc.block_type.nbytes * 2 + v_desc.block_type.nbytes * 2", "k_desc.block_type.nbytes * 2")],
+        {"expect-bytes"},
+    ),
     "dQ stored and not added": ([("reduce_add(dq_desc", "store_box(dq_desc")], {"global-write-race"}),
     "no wait for K and V": (dropped("mbarrier.wait(kv_full, 0)"), {"race"}),
     "no wait for dout": (dropped("mbarrier.wait(dout_full.index(slot), phase)"), {"race"}),
-    "no wait for the last stores": ([("store_box(dv_desc, place, v_smem.index(WG))\n    tma.store_wait(0)", "store_box(dv_desc, place, v_smem.index(WG))")], {"store-not-waited"}),
-}  # fmt: skip
+    "no wait for the last stores": (
+        [("store_box(dv_desc, place, v_smem.index(WG))\n    tma.store_wait(0)", "store_box(dv_desc, place, v_smem.index(WG))")],
+        {"store-not-waited"},
+    ),
+}
 
 WRONG_NUMBERS = {
     "a product of the wrong half of dS": [("ds_smem.index(1).permute", "ds_smem.index(0).permute")],
@@ -200,21 +273,32 @@ WRONG_NUMBERS = {
 
 BENIGN_FORWARD = {
     # the ping-pong only orders the warpgroups' turns at the tensor cores
-    "no turns of the warpgroups": [("bar_sync(9 + WG)", "pass"), ("bar_arrive(10 - WG)", "pass"), ("bar_arrive(9)  # the first", "pass  #"), ("bar_sync(9)  # takes", "pass  #")],
+    "no turns of the warpgroups": [
+        ("bar_sync(9 + WG)", "pass"),
+        ("bar_arrive(10 - WG)", "pass"),
+        ("bar_arrive(9)  # the first", "pass  #"),
+        ("bar_sync(9)  # takes", "pass  #"),
+    ],
     # the release of V, which comes later, orders it
     "an earlier wait for V": [(V_FULL, "pass"), (K_FULL, f"{K_FULL}\n{SKIP}{V_FULL}")],
-    "an expect of its own for each half of the bytes": [("k_full = barriers(STAGES, 1)", "k_full = barriers(STAGES, 2)"), (K_EXPECT, f"{K_EXPECT[:-1]} // 2)\n{SKIP}{K_EXPECT[:-1]} // 2)")],
-}  # fmt: skip
+    "an expect of its own for each half of the bytes": [
+        ("k_full = barriers(STAGES, 1)", "k_full = barriers(STAGES, 2)"),
+        (K_EXPECT, f"{K_EXPECT[:-1]} // 2)\n{SKIP}{K_EXPECT[:-1]} // 2)"),
+    ],
+}
 BENIGN_BACKWARD = {
     # TMA fills their dout with zeros, and what they add is 0
     "rows past the end count": [("seen & (rows < q_length)[None, :]", "seen & (rows >= 0)[None, :]")],
     # q_empty, which the producer waits for first and consumers release last, covers it
-    "no release of dout": [("mbarrier.wait(dout_empty.index(slot), phase ^ 1)", "pass"), ("mbarrier.arrive(dout_empty.index(slot), count=1)", "pass")],
+    "no release of dout": [
+        ("mbarrier.wait(dout_empty.index(slot), phase ^ 1)", "pass"),
+        ("mbarrier.arrive(dout_empty.index(slot), count=1)", "pass"),
+    ],
     # every warpgroup has passed barrier 10 since its last product with K
     "no barrier before dK overwrites K": [("bar_sync(9)  # both have read K", "pass")],
-}  # fmt: skip
+}
 
-SMALL = dict(num_heads=2, num_heads_kv=1, head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16, mask="no_mask")
+SMALL = {"num_heads": 2, "num_heads_kv": 1, "head_dim_qk": 64, "head_dim_v": 64, "dtype": torch.bfloat16, "mask": "no_mask"}
 SMALL_FORWARD: dict[str, Any] = dict(SMALL, lengths_q=(200,), lengths_kv=(200,))
 SMALL_BACKWARD: dict[str, Any] = dict(SMALL, head_dim_qk=128, head_dim_v=128, lengths_q=(200,), lengths_kv=(200,))
 

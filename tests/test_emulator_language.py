@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import gluon_samples as samples
 import pytest
@@ -156,6 +157,13 @@ def test_what_gluon_refuses(what: str) -> None:
     assert report.kinds == ["illegal-program"], str(report)
     assert report.error is not None
     assert "gluon_samples.py:" in str(report)  # the kernel's own line
+
+
+@pytest.mark.parametrize(("kernel", "node"), [(samples.unpacks, "Starred"), (samples.breaks, "Break")], ids=["starred", "break"])
+def test_python_that_triton_does_not_compile(kernel: Any, node: str) -> None:
+    report = emulator.launch(kernel, (1,), torch.zeros(1, dtype=torch.int32))
+    assert report.kinds == ["illegal-program"]
+    assert f"has Python's {node}, which Triton does not compile" in str(report)
 
 
 def test_what_a_launch_refuses() -> None:

@@ -5,6 +5,7 @@ The file of the kernel is not changed, so lines and source text in findings are 
 
 from __future__ import annotations
 
+import ast
 import builtins
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -12,6 +13,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import triton.language.core as tl
+from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
@@ -38,6 +40,7 @@ class Function:
             if name in self.constexprs and isinstance(value, Scalar | Tensor):
                 raise GluonError(f"the constexpr parameter {name} of {self.__name__} is {value!r}, known only at run time")
         if self._python is None:
+            _check_syntax(self.kernel)
             self._python = _rebind(self.kernel.fn)
         return self._python(*args, **kwargs)
 
@@ -100,6 +103,19 @@ class _Module:
         translated = translate(getattr(self._module, name), name)
         setattr(self, name, translated)
         return translated
+
+
+def _check_syntax(kernel: Any) -> None:
+    """Raises GluonError for Python that Triton's compiler does not take, and that would run here: it visits some nodes only."""
+    function = kernel.parse().body[0]
+    nodes = [node for statement in function.body for node in ast.walk(statement)]
+    unpacked = {id(argument) for node in nodes if isinstance(node, ast.Call) for argument in node.args}
+    for node in nodes:
+        kind = type(node).__name__
+        taken = hasattr(CodeGenerator, f"visit_{kind}") or (isinstance(node, ast.Starred) and id(node) in unpacked)
+        if isinstance(node, ast.expr | ast.stmt) and not taken:
+            line = kernel.starting_line_number + node.lineno - 1
+            raise GluonError(f"line {line} of {function.name} has Python's {kind}, which Triton does not compile")
 
 
 def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
