@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import emulated_attention as emulated
 import gluon_attention
@@ -64,7 +66,8 @@ COMPILERS_OWN = 512  # bytes at most that warp specialisation adds to the alloca
 def test_subjects_compile_to_what_the_rules_say(
     kernel: str, constexprs: dict[str, int], workers: int, own: set[int], fresh_python: FreshPython
 ) -> None:
-    ran = fresh_python("-c", COMPILE, kernel, json.dumps(constexprs))
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # with the Triton that this process has
+    ran = fresh_python("-c", COMPILE, kernel, json.dumps(constexprs), env={"PYTHONPATH": path})
     assert ran.returncode == 0, ran.stderr
     shared, barriers = json.loads(ran.stdout)
     assert own | {0, 1} <= set(barriers)

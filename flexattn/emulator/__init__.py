@@ -15,5 +15,20 @@ from __future__ import annotations
 from flexattn.emulator.inline_asm import register_asm
 from flexattn.emulator.launcher import Options, launch, sweep
 from flexattn.emulator.report import BUGS, WARNINGS, EmulationError, Finding, GluonError, Report
+from flexattn.emulator.verdict import Verdict, judge, judge_by_name
 
-__all__ = ["BUGS", "WARNINGS", "EmulationError", "Finding", "GluonError", "Options", "Report", "launch", "register_asm", "sweep"]
+__all__ = [
+    "BUGS",
+    "WARNINGS",
+    "EmulationError",
+    "Finding",
+    "GluonError",
+    "Options",
+    "Report",
+    "Verdict",
+    "judge",
+    "judge_by_name",
+    "launch",
+    "register_asm",
+    "sweep",
+]

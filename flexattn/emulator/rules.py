@@ -135,4 +135,4 @@ def split_registers(
             f"workers ask for {list(requested)} registers on {list(workers)} warps, of {each} a thread on {warps} warps: that "
             f"leaves {left} for the default partition, and {_LEAST_REGISTERS} is the least"
         )
-    return (left, *requested), None
+    return (min(left, _MOST_REGISTERS), *requested), None
