@@ -301,7 +301,6 @@ def bwd_consumer(
             place = [FAR, q_start + q_length, FAR - q_length + block * 64, q_head + head, WG * half]
             reduce_add(dq_desc, place, dq_smem.index(WG))
             count += 1
-    tma.store_wait(0)
     bar_sync(9)  # both have read K
     k.store((dk * scale).to(dtype))
     v.store(dv.to(dtype))

@@ -6,6 +6,7 @@ that look like bugs and are none must not be.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +347,34 @@ def test_legal_backward(edit: str, tmp_path: Path) -> None:
     kernels = emulated.edited(BENIGN_BACKWARD[edit], tmp_path)
     for seed in FEW:
         backward(emulated.problem(**SMALL_BACKWARD), seed, kernels)
+
+
+SYNCHRONISES = re.compile(
+    r"^ +((mbarrier\.(wait|arrive|expect)|fence_async_shared|bar_sync|bar_arrive|tma\.store_wait)\(.*\))", re.MULTILINE
+)
+STATEMENTS = [
+    (text.count("\n", 0, match.start(1)) + 1, match[1])
+    for text in [emulated.KERNELS.read_text()]
+    for match in SYNCHRONISES.finditer(text)
+]
+SUPERFLUOUS = {  # each is among the legal edits above, or only tidies up
+    "mbarrier.wait(dout_empty.index(slot), phase ^ 1)",
+    "bar_sync(9)  # both have read K",
+    "bar_sync(9)  # takes up the last arrival",
+}
+
+
+@pytest.mark.parametrize(("line", "statement"), STATEMENTS, ids=[f"line {line}" for line, _ in STATEMENTS])
+def test_every_synchronisation_is_missed(line: int, statement: str, tmp_path: Path) -> None:
+    """Each wait, arrive, expect, fence and barrier deleted in turn: found, unless the kernel does not need it."""
+    lines = emulated.KERNELS.read_text().splitlines(keepends=True)
+    needed = not any(known in lines[line - 1] for known in SUPERFLUOUS)
+    is_forward = line < next(number for number, text in enumerate(lines, 1) if "def bwd_producer" in text)
+    lines[line - 1] = lines[line - 1].replace(statement, "pass")
+    kernels = emulated.edited([(emulated.KERNELS.read_text(), "".join(lines))], tmp_path)
+    for seed in FEW[::3]:
+        if is_forward:
+            report, *_ = emulated.forward(kernels, emulated.problem(**SMALL_FORWARD), seed, programs=2, block_n=32)
+        else:
+            report, *_ = emulated.backward(kernels, emulated.problem(**SMALL_BACKWARD), seed)
+        assert bool(report.bugs) == needed, f"{statement}\n{report}"

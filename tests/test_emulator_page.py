@@ -15,11 +15,7 @@ from flexattn import emulator
 PAGE = (ROOT / "docs" / "emulator.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(python|diff|text)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 KERNEL = BLOCKS[0][1]
-SHOWN = {
-    edit: shown
-    for (language, edit), (after, shown) in zip(BLOCKS, BLOCKS[1:], strict=False)
-    if language == "diff" and after == "text"
-}
+SHOWN = {edit: shown for (language, edit), (_, shown) in pairwise(BLOCKS) if language == "diff"}
 
 
 def edited(text: str, diff: str) -> str:
