@@ -129,6 +129,15 @@ def test_tma_fills_what_lies_outside_with_zeros() -> None:
     assert (out[40:] == 0).all()
 
 
+def test_a_box_within_its_tensor_but_outside_the_memory_is_found() -> None:
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
+    given = SimpleNamespace(base=torch.zeros(40 * 64), shape=[64, 64], strides=[64, 1], block_shape=[64, 64], layout=layout)
+    report = emulator.launch(samples.tma_misuse, (1,), given, given, WHAT="", seed=3)
+    assert report.kinds == ["out-of-bounds"]
+    assert "tma.async_copy_global_to_shared(" in str(report)
+    assert "reaches elements 0 to 4095 of a buffer of 2560" in str(report)
+
+
 @pytest.mark.parametrize("nan", [False, True])
 def test_descriptors_made_in_the_kernel(nan: bool) -> None:
     x = torch.randn(24, 32)

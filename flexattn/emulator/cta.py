@@ -293,6 +293,8 @@ class Cta(Scheduler):
         check_tma(descriptor, coord, view, what)
         if descriptor.lies_outside(coord):
             self.find("tma-out-of-bounds", f"{what} at {list(coord)}, wholly outside the tensor {descriptor.shape}")
+        elif overrun := descriptor.overrun(coord):
+            self.find("out-of-bounds", f"{what}: {overrun}")
 
     # wgmma
 

@@ -153,6 +153,20 @@ class Descriptor:
         """Whether no element of the box at `coord` is in the tensor."""
         return any(c <= -block or c >= n for c, block, n in zip(coord, self.block_shape, self.shape, strict=True))
 
+    def overrun(self, coord: Sequence[int]) -> str | None:
+        """What the box at `coord` reaches outside the buffer, if it does."""
+        _, start, extents = self._clip(coord)
+        if min(extents) <= 0:
+            return None
+        _, furthest = self._steps(extents)
+        size = self.buffer.data.size
+        if start >= 0 and start + furthest < size:
+            return None
+        return (
+            f"the box at {list(coord)} of a descriptor of shape {self.shape}, strides {self.strides} reaches elements {start} to "
+            f"{start + furthest} of a buffer of {size}"
+        )
+
     def read(self, coord: Sequence[int]) -> Array:
         """The box at `coord`; zeros, or NaN, where it is outside the tensor."""
         box = np.full(self.block_shape, np.nan if self.padding == "nan" else 0, numpy_dtype(self.dtype))
@@ -173,24 +187,20 @@ class Descriptor:
         self.buffer.write(index, values, writer if reduction is None else REDUCED, site, who)
 
     def _locate(self, coord: Sequence[int]) -> tuple[tuple[slice, ...], Array | None]:
-        """The part of the box that is in the tensor, and its elements' places in the buffer (None: nothing)."""
+        """The part of the box that is in the tensor, and its elements' places in the buffer (None: nothing, or an overrun)."""
+        inside, start, extents = self._clip(coord)
+        if min(extents) <= 0 or self.overrun(coord) is not None:
+            return inside, None
+        return inside, self._steps(extents)[0] + start
+
+    def _clip(self, coord: Sequence[int]) -> tuple[tuple[slice, ...], int, tuple[int, ...]]:
+        """The part of the box that is in the tensor, the place in the buffer of its first element, and its extents."""
         ranges = [(max(c, 0), min(c + block, n)) for c, block, n in zip(coord, self.block_shape, self.shape, strict=True)]
         inside = tuple(slice(low - c, high - c) for (low, high), c in zip(ranges, coord, strict=True))
-        extents = tuple(high - low for low, high in ranges)
-        if min(extents) <= 0:
-            return inside, None
         wrap = 2**64 // size_of(self.dtype)
         start = sum(low * stride for (low, _), stride in zip(ranges, self.strides, strict=True)) % wrap
         start = self.offset + (start - wrap if start >= wrap // 2 else start)
-        relative, furthest = self._steps(extents)
-        if start < 0 or start + furthest >= self.buffer.data.size:
-            context.cta().find(
-                "out-of-bounds",
-                f"the TMA box at {list(coord)} of a descriptor of shape {self.shape}, strides {self.strides} reaches elements "
-                f"{start} to {start + furthest} of a buffer of {self.buffer.data.size}",
-            )
-            return inside, None
-        return inside, relative + start
+        return inside, start, tuple(high - low for low, high in ranges)
 
     def _steps(self, extents: tuple[int, ...]) -> tuple[Array, int]:
         """Each element's place relative to the box's first, and the furthest of them."""

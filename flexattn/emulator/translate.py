@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import lru_cache, reduce
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -45,13 +45,9 @@ class Function:
         return self._python(*args, **kwargs)
 
 
-_functions: dict[Any, Function] = {}
-
-
+@lru_cache(1024)
 def function_for(kernel: Any) -> Function:
-    if kernel not in _functions:
-        _functions[kernel] = Function(kernel)
-    return _functions[kernel]
+    return Function(kernel)
 
 
 def translate(value: Any, name: str) -> Any:
