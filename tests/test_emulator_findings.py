@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn import emulator
+from flexattn.emulator import inline_asm
 from flexattn.emulator.scheduler import SCHEDULES
 
 SEEDS = range(8)
@@ -188,7 +189,9 @@ def test_a_run_that_is_given_up_leaves_no_thread_and_no_launch_behind() -> None:
     hand_over(0).check()
 
 
-def test_launches_do_not_nest() -> None:
+def test_launches_do_not_nest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inline_asm, "_KNOWN", list(inline_asm._KNOWN))
+
     def nested(operand: Any) -> Any:
         hand_over(0)
         return operand

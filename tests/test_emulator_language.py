@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn import emulator
+from flexattn.emulator import inline_asm
 from flexattn.emulator.dtypes import round_to
 
 NARROW = {
@@ -82,7 +83,8 @@ def test_packing_asm_and_bitcasts() -> None:
     assert torch.equal(y, x.bfloat16().float())
 
 
-def test_unknown_asm_can_be_taught() -> None:
+def test_unknown_asm_can_be_taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inline_asm, "_KNOWN", list(inline_asm._KNOWN))
     x, y = torch.randn(128), torch.empty(128)
     report = emulator.launch(samples.doubled, (1,), x, y)
     assert report.kinds == ["not-modelled"]
