@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -52,6 +56,21 @@ def softmax(x_ptr, y_ptr, N: gl.constexpr):
 @gluon.jit
 def multiply_add(a, b):
     return a + 2 * b
+
+
+class Meta(NamedTuple):
+    FUNCTION: Any
+    LIMIT: int
+
+
+@triton.jit
+def clamped(x, limit):
+    return tl.minimum(tl.maximum(x, 0), limit)
+
+
+@gluon.jit
+def configured(out_ptr, x, META: gl.constexpr):
+    gl.store(out_ptr, META.FUNCTION(clamped(x, META.LIMIT), 1))
 
 
 @gluon.jit

@@ -77,6 +77,13 @@ def test_a_jit_function_as_constexpr() -> None:
     assert out.item() == 11
 
 
+def test_triton_functions_and_a_configuration_with_functions() -> None:
+    for x, clamped in ((-3, 0), (7, 7), (70, 50)):
+        out = torch.zeros(1, dtype=torch.int32)
+        clean(emulator.launch(samples.configured, (1,), out, x, META=samples.Meta(samples.multiply_add, 50)))
+        assert out.item() == clamped + 2
+
+
 def test_packing_asm_and_bitcasts() -> None:
     x, y = torch.randn(128, 2), torch.empty(128, 2)
     clean(emulator.launch(samples.packed, (1,), x, y))

@@ -71,7 +71,7 @@ def launch(
     context.require_idle()
     if not 1 <= len(grid) <= 3 or any(int(n) < 1 for n in grid):
         raise ValueError(f"grid is {grid!r}; accepted: one to three positive numbers")
-    function = function_for(kernel)
+    function = function_for(kernel.fn)
     given = dict(zip(function.names, args, strict=False)) | kwargs
     missing, unknown = set(function.names) - set(given) - function.defaults, set(given) - set(function.names)
     if missing or unknown or len(args) > len(function.names):

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import triton.language.core as tl
 from triton.compiler.code_generator import CodeGenerator
+from triton.experimental import gluon
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
@@ -28,11 +29,12 @@ language.FUNCTIONS["inline_asm_elementwise"] = inline_asm_elementwise
 class Function:
     """An emulated jit function; it can be called as in a kernel, with its constexpr parameters checked."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.__name__ = kernel, kernel.fn.__name__
-        self.names: list[str] = [parameter.name for parameter in kernel.params]
-        self.constexprs: set[str] = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-        self.defaults: set[str] = {parameter.name for parameter in kernel.params if parameter.has_default}
+    def __init__(self, function: FunctionType) -> None:
+        self.__name__ = function.__name__
+        self._jit = gluon.jit(function)
+        self.names: list[str] = [parameter.name for parameter in self._jit.params]
+        self.constexprs: set[str] = {parameter.name for parameter in self._jit.params if parameter.is_constexpr}
+        self.defaults: set[str] = {parameter.name for parameter in self._jit.params if parameter.has_default}
         self._python: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,14 +42,15 @@ class Function:
             if name in self.constexprs and isinstance(value, Scalar | Tensor):
                 raise GluonError(f"the constexpr parameter {name} of {self.__name__} is {value!r}, known only at run time")
         if self._python is None:
-            _check_syntax(self.kernel)
-            self._python = _rebind(self.kernel.fn)
+            _check_syntax(self._jit)
+            self._python = _rebind(self._jit.fn)
         return self._python(*args, **kwargs)
 
 
 @lru_cache(1024)
-def function_for(kernel: Any) -> Function:
-    return Function(kernel)
+def function_for(function: FunctionType) -> Function:
+    """By the function of Python: a jit function's own hash is of its source, which cannot be had where Triton interprets."""
+    return Function(function)
 
 
 def translate(value: Any, name: str) -> Any:
@@ -57,7 +60,10 @@ def translate(value: Any, name: str) -> Any:
     if isinstance(value, JITFunction | InterpretedFunction):
         if value.fn.__module__.startswith("triton."):
             return language.FUNCTIONS.get(value.fn.__name__) or _unknown(value.fn.__name__)
-        return function_for(value)
+        return function_for(value.fn)  # @triton.jit too, compiled or interpreted: Gluon may call those
+    if isinstance(value, tuple):  # with jit functions among its parts, as a configuration may have
+        parts = [translate(part, name) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, ConstexprFunction):
         return value.fn
     if isinstance(value, tl.constexpr):
