@@ -13,7 +13,7 @@ from conftest import FreshPython
 
 from flexattn.emulator.rules import RESERVED_BARRIERS
 
-# In a process of its own, whose kernels are not interpreted. Prints for each kernel its shared memory and its named barriers in PTX.
+# In a process of its own, whose kernels are not interpreted. Prints each kernel's shared memory and its named barriers in PTX.
 COMPILE = r"""
 import json, re, sys
 import triton

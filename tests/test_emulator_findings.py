@@ -16,7 +16,6 @@ from flexattn.emulator import inline_asm
 from flexattn.emulator.scheduler import SCHEDULES
 
 SEEDS = range(8)
-SHORT = emulator.Options(timeout_s=0.3, max_steps=2000)
 
 
 def integers() -> torch.Tensor:
@@ -51,7 +50,7 @@ def barrier(seed: int, asm: str, pure: bool = False, programs: int = 1) -> emula
 
 def misuse(kernel: Any, programs: int = 1, size: int = 128) -> Any:
     out = lambda: torch.zeros(size, dtype=torch.int32)  # noqa: E731
-    return lambda seed, what: emulator.launch(kernel, (programs,), out(), WHAT=what, seed=seed, options=SHORT)
+    return lambda seed, what: emulator.launch(kernel, (programs,), out(), WHAT=what, seed=seed)
 
 
 CASES = {
@@ -59,8 +58,12 @@ CASES = {
     "missing-fence": lambda seed: tma(seed, "missing-fence"),
     "uninitialised-read": lambda seed: misuse(samples.memory_misuse)(seed, "uninitialised-read"),
     "deadlock": lambda seed: misuse(samples.mbarrier_misuse)(seed, "deadlock"),
-    "timeout": lambda seed: emulator.launch(samples.endless, (1,), integers(), STEPS=False, seed=seed, options=SHORT),
-    "step-limit": lambda seed: emulator.launch(samples.endless, (1,), integers(), STEPS=True, seed=seed, options=SHORT),
+    "timeout": lambda seed: emulator.launch(
+        samples.endless, (1,), integers(), STEPS=False, seed=seed, options=emulator.Options(timeout_s=0.3)
+    ),
+    "step-limit": lambda seed: emulator.launch(
+        samples.endless, (1,), integers(), STEPS=True, seed=seed, options=emulator.Options(max_steps=2000)
+    ),
     "expect-bytes": lambda seed: tma(seed, "expect-bytes"),
     "arrive-overflow": lambda seed: misuse(samples.mbarrier_misuse)(seed, "arrive-overflow"),
     "barrier-uninitialised": lambda seed: misuse(samples.memory_misuse)(seed, "barrier-uninitialised"),
