@@ -129,7 +129,7 @@ STORED = "store_box(out_desc, [FAR, q_start + q_length, FAR - q_length + row0 + 
 SKIP = "                "
 
 FORWARD_BUGS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
-    "no wait for K": (dropped(K_FULL), {"race"}),
+    "no wait for K": (dropped(K_FULL), {"race", "uninitialised-read"}),
     "no wait for V": (dropped(V_FULL), {"race"}),
     "no wait for Q": (dropped("mbarrier.wait(q_full.index(WG), turn & 1)"), {"race"}),
     "no wait for an empty slot of V": (dropped(V_EMPTY), {"race", "arrive-overflow"}),
