@@ -35,7 +35,7 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 HARMLESS = {"tma-out-of-bounds"}  # a tile may have a half that lies past its sequence's end
 
 
-class Sequence_(NamedTuple):
+class Span(NamedTuple):
     """Where one sequence lies: `start` in tokens, and the number of its first head."""
 
     start: int
@@ -72,16 +72,16 @@ def problem(mask: str = "no_mask", window: tuple[int, int] = (-1, -1), **inputs:
     )
 
 
-def sequences(t: torch.Tensor, fmt: str, cu_seqlens: torch.Tensor | None, padded: torch.Tensor | None) -> list[Sequence_]:
+def sequences(t: torch.Tensor, fmt: str, cu_seqlens: torch.Tensor | None, padded: torch.Tensor | None) -> list[Span]:
     if fmt == "thd":
         assert cu_seqlens is not None
         starts = cu_seqlens if padded is None else padded
-        return [Sequence_(int(starts[b]), int(cu_seqlens[b + 1] - cu_seqlens[b]), 0) for b in range(len(cu_seqlens) - 1)]
+        return [Span(int(starts[b]), int(cu_seqlens[b + 1] - cu_seqlens[b]), 0) for b in range(len(cu_seqlens) - 1)]
     batch, s, heads = (t.shape[fmt.index(dim)] for dim in "bsh")
     lengths = [s] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
     if fmt == "bshd":
-        return [Sequence_(b * s, lengths[b], 0) for b in range(batch)]
-    return [Sequence_(0, lengths[b], b * heads) for b in range(batch)]  # sbhd, bhsd: a batch is so many more heads
+        return [Span(b * s, lengths[b], 0) for b in range(batch)]
+    return [Span(0, lengths[b], b * heads) for b in range(batch)]  # sbhd, bhsd: a batch is so many more heads
 
 
 def ragged(t: torch.Tensor, fmt: str, rows: int, columns: int | None = None) -> TensorDescriptor:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import test_emulator_attention as subjects
 from conftest import ROOT
 from test_docs import shape_of
 
@@ -36,6 +37,17 @@ def test_output_is_as_shown(edit: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_page_edits_its_kernel_twice() -> None:
     assert len(SHOWN) == 2
+
+
+def test_what_the_tests_plant_is_what_they_plant() -> None:
+    text = " ".join(PAGE.split())
+    planted = len(subjects.FORWARD_BUGS) + len(subjects.BACKWARD_BUGS)
+    legal = len(subjects.BENIGN_FORWARD) + len(subjects.BENIGN_BACKWARD)
+    statements, superfluous = len(subjects.STATEMENTS), len(subjects.SUPERFLUOUS)
+    assert f"plants {planted} bugs" in text
+    assert f"each of {len(subjects.SEEDS)} seeds; {legal} edits that look like bugs and are legal are not" in text
+    assert f"Of the {statements} waits" in text
+    assert f"{statements - superfluous} are missed; the other {superfluous} are superfluous" in text
 
 
 def test_every_kind_is_listed() -> None:
