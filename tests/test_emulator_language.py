@@ -188,6 +188,10 @@ def test_what_a_launch_refuses() -> None:
     x = torch.randn(128)
     with pytest.raises(TypeError, match=r"missing: \['y_ptr'\], unknown: \['z'\]"):
         emulator.launch(samples.softmax, (1,), x, N=128, z=1)
+    with pytest.raises(TypeError, match=r"twice: \['x_ptr'\]"):
+        emulator.launch(samples.softmax, (1,), x, x_ptr=x, y_ptr=x, N=128)
+    with pytest.raises(TypeError, match="kernel is a function; accepted"):
+        emulator.launch(clean, (1,), x)
     with pytest.raises(TypeError, match="y_ptr is a list"):
         emulator.launch(samples.softmax, (1,), x, [1.0], N=128)
     with pytest.raises(TypeError, match="is on meta"):

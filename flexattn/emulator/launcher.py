@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flexattn.emulator import context
 from flexattn.emulator.cta import Cta
@@ -64,19 +65,23 @@ def launch(
     seed: decides every choice of the schedule; the same seed gives the same run. A test should take twenty or more.
     options: see `Options`.
 
-    The kernel's own mistakes do not raise: they are in the report. Raises TypeError where arguments and parameters do not match and
-    for tensors that are not on the CPU, ValueError for a grid that is none, GluonError for a host descriptor that the driver would
-    refuse, RuntimeError inside another launch.
+    The kernel's own mistakes do not raise: they are in the report. Raises TypeError for another kernel, where arguments and
+    parameters do not match, and for tensors that are not on the CPU, ValueError for a grid that is none, GluonError for a host
+    descriptor that the driver would refuse, RuntimeError inside another launch.
     """
     context.require_idle()
     if not 1 <= len(grid) <= 3 or any(int(n) < 1 for n in grid):
         raise ValueError(f"grid is {grid!r}; accepted: one to three positive numbers")
+    if not isinstance(kernel, GluonJITFunction):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; accepted: a @gluon.jit function")
     function = function_for(kernel.fn)
     given = dict(zip(function.names, args, strict=False)) | kwargs
     missing, unknown = set(function.names) - set(given) - function.defaults, set(given) - set(function.names)
-    if missing or unknown or len(args) > len(function.names):
+    twice = set(function.names[: len(args)]) & set(kwargs)
+    if missing or unknown or twice or len(args) > len(function.names):
         raise TypeError(
-            f"arguments of {function.__name__}: {len(args)} by position, missing: {sorted(missing)}, unknown: {sorted(unknown)}"
+            f"arguments of {function.__name__}: {len(args)} by position, missing: {sorted(missing)}, unknown: {sorted(unknown)}, "
+            f"twice: {sorted(twice)}"
         )
     axes = (*(int(n) for n in grid), 1, 1)[:3]
     report = Report((axes[0], axes[1], axes[2]), seed, options.schedule or SCHEDULES[min(seed, len(SCHEDULES) - 1)])
