@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, FreshPython
@@ -31,10 +32,12 @@ def printed_as_shown(printed: str, shown: str) -> bool:
 
 
 @pytest.mark.parametrize(("language", "text"), BLOCKS)
-def test_example_runs(language: str, text: str, fresh_python: FreshPython) -> None:
+def test_example_runs(language: str, text: str, fresh_python: FreshPython, tmp_path: Path) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": ""}  # pages show what a machine without a GPU prints
     if language == "python":
-        ran = fresh_python("-c", text, env=environment)
+        script = tmp_path / "example.py"  # a kernel's source must be in a file
+        script.write_text(text, "utf-8")
+        ran = fresh_python(str(script), env=environment)
         assert ran.returncode == 0, ran.stderr
         return
     command, _, expected = text.partition("\n")

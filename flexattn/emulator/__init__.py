@@ -1,0 +1,34 @@
+"""Gluon kernels for Hopper on a CPU: run under many schedules, with wrong synchronisation reported at the kernel's own line.
+
+    from flexattn import emulator
+
+    report = emulator.launch(kernel, (programs,), *args, num_warps=4, seed=7, BLOCK=128)
+    report.check()  # raises with the report if there is a bug
+
+`launch` executes a @gluon.jit function, with its partitions, TMA, mbarriers and wgmma, as Python on numpy arrays. A seed decides
+when each partition runs and when each asynchronous operation acts. `BUGS` and `WARNINGS` list what can be found;
+docs/emulator.md has a first kernel, and what is not modelled. Needs triton and numpy, and no GPU.
+"""
+
+from __future__ import annotations
+
+from flexattn.emulator.inline_asm import register_asm
+from flexattn.emulator.launcher import Options, launch, sweep
+from flexattn.emulator.report import BUGS, WARNINGS, EmulationError, Finding, GluonError, Report
+from flexattn.emulator.verdict import Verdict, judge, judge_by_name
+
+__all__ = [
+    "BUGS",
+    "WARNINGS",
+    "EmulationError",
+    "Finding",
+    "GluonError",
+    "Options",
+    "Report",
+    "Verdict",
+    "judge",
+    "judge_by_name",
+    "launch",
+    "register_asm",
+    "sweep",
+]

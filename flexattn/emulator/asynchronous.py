@@ -1,0 +1,167 @@
+"""What runs beside the partitions: wgmma, TMA loads, TMA stores. The scheduler picks the moments at which they act."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+from flexattn.emulator.dtypes import Array, DType, poison
+from flexattn.emulator.memory import Descriptor, writer_number
+from flexattn.emulator.ordering import Actor
+from flexattn.emulator.report import GluonError, Site, show
+from flexattn.emulator.shared import SharedView
+from flexattn.emulator.values import Layout, Tensor
+
+if TYPE_CHECKING:
+    from flexattn.emulator.barriers import MBarrier
+    from flexattn.emulator.scheduler import Partition
+
+
+class Operation(Protocol):
+    """Something in flight."""
+
+    done: bool
+
+    def act(self) -> None:
+        """One step: the whole operation, or one part of a load."""
+
+
+class _Numbered(Operation, Protocol):
+    number: int
+    site: Site
+
+
+Queued = TypeVar("Queued", bound=_Numbered)
+
+
+@dataclass
+class Queue(Generic[Queued]):
+    """A partition's operations of one sort, numbered from 1 as they are issued, and waited for by how many may be outstanding."""
+
+    actor: Actor
+    issued: int = 0
+    waited: int = 0
+    pending: list[Queued] = field(default_factory=list)
+
+    def retire(self, outstanding: int) -> list[Queued]:
+        """All but the `outstanding` last, brought to their end."""
+        last = self.issued - outstanding
+        retired = [operation for operation in self.pending if operation.number <= last]
+        for operation in retired:
+            if not operation.done:
+                operation.act()
+        self.pending = [operation for operation in self.pending if operation.number > last]
+        self.waited = max(self.waited, last)
+        return retired
+
+
+class Wgmma:
+    """An asynchronous matrix product. It reads its operands in shared memory at any moment until the wait that retires it."""
+
+    def __init__(
+        self,
+        number: int,
+        a: Tensor | SharedView,
+        b: SharedView,
+        accumulator: Tensor | Accumulator,
+        use_accumulator: bool,
+        sees_old_data: bool,
+        site: Site,
+    ) -> None:
+        self.number, self.a, self.b, self.site = number, a, b, site
+        self.accumulator, self.use_accumulator, self.sees_old_data = accumulator, use_accumulator, sees_old_data
+        self.done = False
+        self.result: Array
+
+    def act(self) -> None:
+        product = np.matmul(self.a.data, self.b.data)
+        if self.sees_old_data:
+            product = np.full_like(product, np.nan)
+        if self.use_accumulator:
+            before = self.accumulator
+            product = product + (before.operation.result if isinstance(before, Accumulator) else before.data)
+        self.result, self.done = product.astype(np.float32), True
+
+
+class Accumulator:
+    """The result of a wgmma in flight: it may be the accumulator of the next one, or go through warpgroup_mma_wait."""
+
+    def __init__(self, operation: Wgmma) -> None:
+        self.operation = operation
+        self.dtype: DType = operation.accumulator.dtype
+        self.layout: Layout = operation.accumulator.layout
+        self.shape: list[int] = [operation.a.shape[0], operation.b.shape[1]]
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise GluonError(f"the result of a wgmma is used before warpgroup_mma_wait; issued at {show(self.operation.site)}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = to = _refuse
+
+    @property
+    def data(self) -> Array:
+        self._refuse()
+
+
+class TmaLoad:
+    """A TMA load: its destination is poison until it lands, in one to three parts of rows, each of which counts its bytes."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        descriptor: Descriptor,
+        coord: list[int],
+        barrier: MBarrier,
+        target: SharedView,
+        site: Site,
+        rng: random.Random,
+    ) -> None:
+        self.partition, self.site, self.phase, self.done = partition, site, barrier.phase, False
+        self._barrier, self._target, self._descriptor, self._coord = barrier, target, descriptor, coord
+        self._axis = next((dim for dim, n in enumerate(target.shape) if n > 1), 0)
+        rows = target.shape[self._axis]
+        cuts = sorted(rng.sample(range(1, rows), min(rng.randint(0, 2), rows - 1))) if rows > 1 else []
+        self._parts = list(zip([0, *cuts], [*cuts, rows], strict=True))
+        self._row_bytes = descriptor.nbytes // rows
+        self._box: Array | None = None
+
+    def act(self) -> None:
+        if self._box is None:
+            self._box = self._descriptor.read(self._coord)
+        low, high = self._parts.pop(0)
+        rows = (slice(None),) * self._axis + (slice(low, high),)
+        self._target.data[rows] = self._box[rows]
+        self.done = not self._parts
+        if self.done:
+            self._target.written[...] = True
+        self._barrier.land(self._row_bytes * (high - low), self)
+
+
+class TmaStore:
+    """A TMA store or reduction: it reads its source at any moment until the store_wait that covers it."""
+
+    def __init__(
+        self,
+        number: int,
+        partition: Partition,
+        program: int,
+        descriptor: Descriptor,
+        coord: list[int],
+        source: SharedView,
+        reduction: str | None,
+        sees_old_data: bool,
+        site: Site,
+    ) -> None:
+        self.number, self.site, self.done = number, site, False
+        self._partition, self._writer = partition, writer_number(program, partition.number)
+        self._descriptor, self._coord, self._source = descriptor, coord, source
+        self._reduction, self._sees_old_data = reduction, sees_old_data
+
+    def act(self) -> None:
+        box = self._source.data
+        if self._sees_old_data:
+            box = np.full_like(box, poison(self._descriptor.dtype))
+        self._descriptor.write(self._coord, box, self._reduction, self._writer, self.site, self._partition.name)
+        self.done = True

@@ -1,0 +1,36 @@
+"""The program that is running. The emulated language acts on it, as a kernel's text does not name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexattn.emulator.cta import Cta
+
+_running: Cta | None = None
+
+
+def cta() -> Cta:
+    """The running program. Raises RuntimeError outside a launch."""
+    if _running is None:
+        raise RuntimeError("an emulated operation was called outside emulator.launch()")
+    return _running
+
+
+def require_idle() -> None:
+    """Raises RuntimeError while a launch runs: the emulator runs one program at a time in a process."""
+    if _running is not None:
+        raise RuntimeError("a launch inside or beside another; run them one after the other, or in processes of their own")
+
+
+@contextmanager
+def run(program: Cta) -> Iterator[None]:
+    global _running
+    require_idle()
+    _running = program
+    try:
+        yield
+    finally:
+        _running = None

@@ -1,0 +1,141 @@
+"""Numbers as sm_90 holds them: rounding, casts and bit patterns by Triton dtype.
+
+Values of a floating dtype of up to 32 bits are kept as float32 arrays that hold only values of that dtype; fp64, integers and
+booleans have arrays of their own width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton.language.core as tl
+
+from flexattn.emulator.report import GluonError
+
+Array = npt.NDArray[Any]
+DType = Any  # triton.language.core.dtype: Triton has no types that mypy could read
+
+_NUMPY: dict[str, Any] = {
+    "int1": np.bool_,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "fp64": np.float64,
+}
+_TORCH: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int1": torch.bool,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+}
+_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate: cvt.rn.satfinite, PTX ISA, "cvt"
+_SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+BY_NAME: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        *(tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64),
+        *(tl.float8e4nv, tl.float8e5, tl.float16, tl.bfloat16, tl.float32, tl.float64),
+    )
+}
+
+
+def from_torch(dtype: torch.dtype) -> DType:
+    """Raises TypeError for a dtype that has no Triton counterpart here."""
+    for name, torch_dtype in _TORCH.items():
+        if torch_dtype is dtype:
+            return BY_NAME[name]
+    raise TypeError(f"a tensor is {dtype}; accepted: {', '.join(map(str, _TORCH.values()))}")
+
+
+def is_float(dtype: DType) -> bool:
+    return bool(dtype.name[0] in "fb")
+
+
+def numpy_dtype(dtype: DType) -> Any:
+    return _NUMPY.get(dtype.name, np.float32)
+
+
+def size_of(dtype: DType) -> int:
+    """Bytes of an element."""
+    return max(1, int(dtype.primitive_bitwidth) // 8)
+
+
+def poison(dtype: DType) -> Any:
+    """What memory holds that nobody wrote: NaN, or an integer that is unlikely to be right."""
+    if is_float(dtype):
+        return np.nan
+    return dtype.name == "int1" or 0x5A
+
+
+def round_to(values: npt.ArrayLike, dtype: DType) -> Array:
+    """Floating values rounded to nearest even into `dtype`, as float32 (float64 for fp64); fp8 saturates, infinities too."""
+    name = dtype.name
+    if name in ("fp32", "fp64"):
+        return np.asarray(values, dtype=numpy_dtype(dtype))
+    exact = np.require(values, np.float32, ("C", "W"))
+    if name in _LARGEST:
+        exact = np.clip(exact, -_LARGEST[name], _LARGEST[name])
+    rounded: Array = torch.from_numpy(exact).to(_TORCH[name]).float().numpy()
+    return rounded.reshape(np.shape(values))
+
+
+def cast(values: Array, source: DType, target: DType) -> Array:
+    """Float to integer truncates and integer to integer wraps, as in Triton."""
+    if source.name == target.name:
+        return values
+    if is_float(target):
+        return round_to(values, target)
+    with np.errstate(all="ignore"):
+        return np.asarray(values).astype(numpy_dtype(target))
+
+
+def to_bits(values: Array, dtype: DType) -> Array:
+    """Bit patterns, as signed integers of the dtype's width."""
+    if not is_float(dtype):
+        return np.ascontiguousarray(values)
+    tensor = torch.from_numpy(np.require(values, requirements=("C", "W"))).to(_TORCH[dtype.name])
+    bits: Array = tensor.view(_SIGNED[dtype.primitive_bitwidth]).numpy()
+    return bits
+
+
+def from_bits(bits: Array, dtype: DType) -> Array:
+    """Raises GluonError where the widths differ."""
+    if bits.dtype.itemsize * 8 != dtype.primitive_bitwidth:
+        raise GluonError(f"bitcast of {bits.dtype} to {dtype.name}: the widths differ")
+    if not is_float(dtype):
+        return bits.view(numpy_dtype(dtype))
+    tensor = torch.from_numpy(np.require(bits, requirements=("C", "W"))).view(_TORCH[dtype.name])
+    values: Array = (tensor if dtype.name == "fp64" else tensor.float()).numpy()
+    return values
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind a tensor, as a flat tensor of its dtype."""
+    return torch.as_strided(tensor.detach(), (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def to_array(flat: torch.Tensor) -> Array:
+    """A copy of a flat tensor's values, as arrays hold them here."""
+    dtype = from_torch(flat.dtype)
+    values: Array = (flat.float() if is_float(dtype) and dtype.name != "fp64" else flat).numpy()
+    return values.astype(numpy_dtype(dtype), copy=True)

@@ -1,0 +1,142 @@
+"""What the functions of gl.nvidia.hopper mean here: TMA, mbarriers, wgmma, by module and name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flexattn.emulator import context
+from flexattn.emulator.memory import Descriptor
+from flexattn.emulator.report import GluonError
+from flexattn.emulator.rules import static, static_shape
+from flexattn.emulator.shared import SharedView
+from flexattn.emulator.values import Layout, Pointer, Tensor, scalar
+
+
+def _init(mbarrier: SharedView, count: Any) -> None:
+    context.cta().init_barrier(mbarrier, int(static(count, "the count of an mbarrier")))
+
+
+def _invalidate(mbarrier: SharedView) -> None:
+    context.cta().invalidate_barrier(mbarrier)
+
+
+def _expect(mbarrier: SharedView, bytes_per_cta: Any = None, pred: Any = True, **by_name: Any) -> None:
+    nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # named bytes until triton 3.6
+    context.cta().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
+
+
+def _arrive(mbarrier: SharedView, *, count: Any = 1, pred: Any = True) -> None:
+    context.cta().arrive(mbarrier, int(static(count, "the count of an arrive")), pred)
+
+
+def _wait(mbarrier: SharedView, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
+    context.cta().wait(mbarrier, phase, pred)
+
+
+def _make_descriptor(
+    base: Pointer,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    block_shape: Sequence[Any],
+    layout: Layout,
+    padding_option: str = "zero",
+) -> Descriptor:
+    block = static_shape(block_shape, "a descriptor's block")
+    return Descriptor(base.buffer, int(base.offset), shape, strides, block, layout, padding_option)
+
+
+def _load(
+    tensor_desc: Descriptor,
+    coord: Sequence[Any],
+    barrier: SharedView,
+    result: SharedView,
+    pred: Any = True,
+    multicast: bool = False,
+) -> None:
+    if multicast:
+        raise NotImplementedError("multicast of a TMA load")
+    context.cta().tma_load(tensor_desc, coord, barrier, result, pred)
+
+
+def _store(reduction: str | None) -> Callable[[Descriptor, Sequence[Any], SharedView], None]:
+    return lambda tensor_desc, coord, src: context.cta().tma_store(tensor_desc, coord, src, reduction)
+
+
+def _store_wait(pendings: Any, **_: Any) -> None:
+    context.cta().store_wait(int(static(pendings, "pendings")))
+
+
+def _mma(
+    a: Any,
+    b: Any,
+    acc: Any,
+    *,
+    use_acc: Any = True,
+    precision: Any = None,
+    max_num_imprecise_acc: Any = None,
+    is_async: Any = False,
+) -> Any:
+    return context.cta().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
+
+
+def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
+    if deps is None:
+        raise GluonError("warpgroup_mma_wait without deps")
+    results = context.cta().wgmma_wait(int(static(num_outstanding, "num_outstanding")), list(deps))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _mma_init(value: Tensor) -> Tensor:
+    return value
+
+
+def _fence(cluster: bool = False) -> None:
+    context.cta().fence()
+
+
+MODULES: dict[str, dict[str, Callable[..., Any]]] = {
+    "mbarrier": {"init": _init, "invalidate": _invalidate, "expect": _expect, "arrive": _arrive, "wait": _wait},
+    "tma": {
+        "make_tensor_descriptor": _make_descriptor,
+        "async_copy_global_to_shared": _load,
+        "async_load": _load,  # its name from triton 3.8 on
+        "async_copy_shared_to_global": _store(None),
+        "async_store": _store(None),
+        "async_atomic_add": _store("add"),
+        "async_atomic_min": _store("min"),
+        "async_atomic_max": _store("max"),
+        "store_wait": _store_wait,
+    },
+    "hopper": {
+        "warpgroup_mma": _mma,
+        "warpgroup_mma_wait": _mma_wait,
+        "warpgroup_mma_init": _mma_init,
+        "fence_async_shared": _fence,
+    },
+}
+"""The emulation of each function, by the last part of its module's name and its own."""
+
+
+class _Builder:
+    """As much of the IR builder as a user's own @builtin needs to reach TMA reductions, which 3.6 and 3.7 have no function for."""
+
+    def create_async_tma_reduce(self, kind: Any, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
+        context.cta().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
+
+    def create_async_tma_copy_local_to_global(self, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
+        context.cta().tma_store(descriptor, coord, source, None)
+
+    def create_fence_async_shared(self, cluster: bool = False) -> None:
+        context.cta().fence()
+
+
+class Semantic:
+    """What a user's own @builtin gets as _semantic."""
+
+    builder = _Builder()
+    to_tensor = staticmethod(scalar)
+
+    @staticmethod
+    def _convert_to_ir_values(coord: Sequence[Any], require_i64: bool = False) -> Sequence[Any]:
+        return coord

@@ -1,0 +1,103 @@
+"""The PTX that gl.inline_asm_elementwise may hold: named barriers, fences, conversions, approximations."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language.core as tl
+from triton.experimental.gluon.language import _layouts as layouts
+
+from flexattn.emulator import context
+from flexattn.emulator.dtypes import Array, DType, round_to, to_bits
+from flexattn.emulator.report import GluonError
+from flexattn.emulator.values import Tensor, common_layout, scalar, unary
+
+_BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
+
+
+def _pack(*values: Array) -> Array:
+    """Two 16-bit or four 8-bit patterns in an int32, the first lowest."""
+    width = 32 // len(values)
+    packed = sum((bits.astype(np.int64) & ((1 << width) - 1)) << (width * i) for i, bits in enumerate(values))
+    return np.asarray(packed).astype(np.uint32).view(np.int32)
+
+
+def _packed_cvt(dtype: DType) -> Callable[..., Tensor]:
+    def convert(*tensors: Tensor) -> Tensor:
+        layout = common_layout(tensors[0].layout, tensors[1].layout, "inline asm")
+        return Tensor(_pack(*(to_bits(round_to(x.data, dtype), dtype) for x in tensors)), tl.int32, layout)
+
+    return convert
+
+
+def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: unary(function, x)
+
+
+_CVT_E4M3 = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
+_KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
+    (re.compile(r"^\s*ex2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.exp2)),
+    (re.compile(r"^\s*lg2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.log2)),
+    (re.compile(r"^\s*rcp\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(lambda x: np.float32(1) / x)),
+    (re.compile(r"^\s*tanh\.approx\.f32 \$0, \$1;\s*$"), _approximation(np.tanh)),
+    (re.compile(r"^\s*cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;\s*$"), _packed_cvt(tl.bfloat16)),
+    (re.compile(r"^\s*cvt\.rn\.f16x2\.f32 \$0, \$2, \$1;\s*$"), _packed_cvt(tl.float16)),
+    (
+        re.compile(
+            rf"^\s*\{{\s*\.reg \.b16 a, b;\s*{_CVT_E4M3} a, \$2, \$1;\s*{_CVT_E4M3} b, \$4, \$3;\s*"
+            r"mov\.b32 \$0, \{a, b\};\s*\}\s*$"
+        ),
+        _packed_cvt(tl.float8e4nv),
+    ),
+    (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
+    (re.compile(r"^\s*mov\.b32 \$0, \$1;\s*$"), lambda x: x),
+]
+
+
+def register_asm(pattern: str, function: Callable[..., Any]) -> None:
+    """Teach the emulator an elementwise inline-asm text.
+
+    pattern: a regular expression that the whole text, or a part of it, matches.
+    function: from the operands (values.Tensor, with numpy `data`, or scalars) to the result. The last registered match wins.
+    """
+    _KNOWN.insert(0, (re.compile(pattern, re.DOTALL), function))
+
+
+def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: DType, is_pure: bool, pack: int, **_: Any) -> Any:
+    """Raises NotImplementedError for a text that is neither known nor registered."""
+    cta, first = context.cta(), args[0]
+    text = asm if isinstance(first, Tensor) else asm.replace("$1", str(int(first)))  # a barrier's number may be an operand
+    if barriers := _BARRIER.findall(text):
+        if is_pure:
+            cta.find("named-barrier", "asm with a barrier has is_pure=True, so the compiler may move it or leave it out")
+        times = _runs_per_thread(first, pack)
+        for kind, number, count in barriers:
+            cta.named_barrier(kind, int(number), int(count), times)
+        return first if isinstance(first, Tensor) else scalar(0)
+    if "fence.proxy.async" in asm:
+        cta.fence()
+        return first
+    if "cp.async.bulk.wait_group 0" in asm:
+        cta.store_wait(0)
+        return first
+    for known, function in _KNOWN:
+        if known.search(asm):
+            return function(*args)
+    raise NotImplementedError(f"the inline asm {asm!r}; emulator.register_asm teaches it")
+
+
+def _runs_per_thread(operand: Any, pack: int) -> int:
+    """How often each thread runs the asm: once for a scalar, else once for each `pack` elements that it holds."""
+    if not isinstance(operand, Tensor):
+        return 1
+    partition, layout = context.cta().current, operand.layout
+    threads = partition.threads
+    if isinstance(layout, layouts.BlockedLayout):
+        threads = math.prod(layout.threads_per_warp) * math.prod(layout.warps_per_cta)
+    if threads != partition.threads:
+        raise GluonError(f"the operand of asm has a layout for {threads} threads, and {partition.name} has {partition.threads}")
+    return max(1, operand.numel // pack // threads)

@@ -1,0 +1,110 @@
+"""What happens before what: vector clocks, and the accesses to shared memory that they order.
+
+Every actor has a time of its own, which advances at each of its releases:
+
+- a partition,
+- its queue of wgmma, joined by warpgroup_mma_wait,
+- its queue of TMA stores, joined by store_wait,
+- an mbarrier, whose time is the number of its phase; a TMA load acts for its mbarrier, and a wait on the phase joins it.
+
+Two accesses that no chain of releases and acquires orders are a race in every schedule, also in those where they happen to fall
+in the right order (Lamport 1978; the detector is FastTrack's, Flanagan and Freund 2009, with reads kept per actor).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.emulator.report import Site
+
+Actor = int
+Clock = dict[Actor, int]
+Rectangle = tuple[tuple[int, int], ...]  # [low, high) along each dimension of an allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access to shared memory. generic: an ordinary load or store, and not TMA or wgmma, which use the async proxy."""
+
+    actor: Actor
+    time: int
+    generic: bool
+    who: str
+    what: str
+    site: Site
+
+
+class Knowledge:
+    """What an actor knows to have happened, and how much of it the async proxy sees too.
+
+    TMA and wgmma read shared memory through the async proxy, which sees ordinary stores only across a fence.proxy.async (PTX ISA,
+    "Async proxy"). The fence may be the writer's or the reader's; what it covers travels with later releases.
+    """
+
+    __slots__ = ("fenced", "happened")
+
+    def __init__(self, other: Knowledge | None = None) -> None:
+        self.happened: Clock = dict(other.happened) if other else {}
+        self.fenced: Clock = dict(other.fenced) if other else {}
+
+    def join(self, other: Knowledge) -> None:
+        _join(self.happened, other.happened)
+        _join(self.fenced, other.fenced)
+
+    def reach(self, actor: Actor, time: int) -> None:
+        """Everything that `actor` did up to `time` has happened."""
+        _join(self.happened, {actor: time})
+
+    def fence(self) -> None:
+        _join(self.fenced, self.happened)
+
+    def knows(self, access: Access) -> bool:
+        return self.happened.get(access.actor, 0) >= access.time
+
+    def is_fenced(self, access: Access) -> bool:
+        return self.fenced.get(access.actor, 0) >= access.time
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for actor, time in other.items():
+        if time > clock.get(actor, 0):
+            clock[actor] = time
+
+
+@dataclass(slots=True)
+class _Record:
+    write: Access | None
+    reads: dict[Actor, Access]
+
+
+class History:
+    """The accesses to one allocation: of each rectangle its last write, and the last read of each actor since."""
+
+    def __init__(self) -> None:
+        self._records: dict[Rectangle, _Record] = {}
+
+    def add(self, rectangle: Rectangle, access: Access, write: bool) -> list[tuple[Access, bool]]:
+        """Put an access on record; the earlier ones that conflict with it, each with whether it is a write."""
+        conflicts: list[tuple[Access, bool]] = []
+        for known, record in list(self._records.items()):
+            if not _overlap(known, rectangle):
+                continue
+            if record.write is not None:
+                conflicts.append((record.write, True))
+            if write:
+                conflicts += [(read, False) for read in record.reads.values()]
+                if _covers(rectangle, known):
+                    del self._records[known]
+        if write:
+            self._records[rectangle] = _Record(access, {})
+        else:
+            self._records.setdefault(rectangle, _Record(None, {})).reads[access.actor] = access
+        return conflicts
+
+
+def _overlap(a: Rectangle, b: Rectangle) -> bool:
+    return all(low < other_high and other_low < high for (low, high), (other_low, other_high) in zip(a, b, strict=True))
+
+
+def _covers(a: Rectangle, b: Rectangle) -> bool:
+    return all(low <= other_low and other_high <= high for (low, high), (other_low, other_high) in zip(a, b, strict=True))

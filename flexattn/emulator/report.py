@@ -1,0 +1,172 @@
+"""What a launch found: findings with the kernel's own source lines, and the report that holds them."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass, field
+
+BUGS: dict[str, str] = {
+    "race": "two accesses to shared memory, one of them a write, that no barrier or wait orders",
+    "missing-fence": "an ordinary store read by TMA or wgmma with no `fence_async_shared` in between",
+    "uninitialised-read": "shared memory read that nothing wrote, or whose TMA load has not landed",
+    "deadlock": "every partition waits and nothing is in flight",
+    "timeout": "the wall-clock limit passed: a loop that never synchronises",
+    "step-limit": "the limit of scheduling steps passed: partitions that run without getting anywhere",
+    "expect-bytes": "an mbarrier phase ended with other bytes than it expected",
+    "arrive-overflow": "more arrivals at an mbarrier than its phase has pending",
+    "barrier-uninitialised": "an mbarrier used before its init, or not ordered after it",
+    "barrier-reinit": "an mbarrier initialised a second time",
+    "phase": "an mbarrier wait for a phase other than 0 or 1",
+    "phase-alias": "an mbarrier can complete its next phase before somebody has seen the last one",
+    "wgmma-wait": "a wait returns the result of a wgmma that it does not cover",
+    "wgmma-not-waited": "a partition ends with wgmma in flight",
+    "store-not-waited": "a partition ends with TMA stores that may still read shared memory",
+    "named-barrier": "counts that differ, two arrivals in one generation, or an id that Triton uses itself",
+    "shared-index": "an index outside a shared allocation",
+    "global-write-race": "one element of global memory written by two programs or partitions",
+    "out-of-bounds": "a pointer or a TMA box outside its tensor",
+    "int-overflow": "a signed scalar that wraps",
+    "assertion": "a `static_assert` or `device_assert` that fails",
+    "smem-limit": "more shared memory than sm_90 has",
+    "register-budget": "more registers or threads than sm_90 has",
+    "illegal-program": "what Gluon would refuse: layouts, shapes, dtypes, constexpr rules; or a Python error",
+    "not-modelled": "an operation that the emulator does not know",
+}
+"""The kinds of findings that are bugs. The program is wrong, or right only by luck of the schedule."""
+
+WARNINGS: dict[str, str] = {
+    "phase-repeat": "a partition waits again for a phase that it has seen",
+    "wgmma-register-operand": "registers of operand A that are not among the deps of the wait that retires its wgmma",
+    "named-barrier-leftover": "threads that arrived at a named barrier which the kernel's end leaves open",
+    "tma-out-of-bounds": "a TMA box wholly outside its tensor: legal, and seldom meant",
+    "slice-in-swizzle": "a slice that cuts the rows of a swizzled layout: addresses are not modelled, look at it on a GPU",
+}
+"""The kinds that are no bugs by themselves."""
+
+Frame = tuple[str, int, str]  # file, line, function
+Site = tuple[Frame, ...]  # innermost first
+
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEPTH = 3  # frames of a site
+THREAD_ENTRY = "_thread_main"  # the emulator's function at the bottom of each partition's stack
+
+
+class EmulationError(Exception):
+    """A finding after which the run cannot go on."""
+
+
+class GluonError(Exception):
+    """The program is not legal Gluon: a layout, shape, dtype or constexpr rule."""
+
+
+def is_own_frame(filename: str) -> bool:
+    return filename.startswith(_OWN_FOLDER)
+
+
+def current_site() -> Site:
+    """Where the kernel is: its innermost frames, without the emulator's."""
+    frame, found = sys._getframe(1), list[Frame]()
+    while frame is not None and len(found) < _DEPTH:
+        code = frame.f_code
+        if not is_own_frame(code.co_filename):
+            found.append((code.co_filename, frame.f_lineno, code.co_name))
+        elif code.co_name == THREAD_ENTRY:
+            break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return tuple(found)
+
+
+def show(site: Site, who: str | None = None) -> str:
+    """`file:line in function < caller:line [partition] 'source line'`."""
+    if not site:
+        return "?"
+    filename, line, function = site[0]
+    callers = "".join(f" < {name}:{number}" for _, number, name in site[1:])
+    partition = f" [{who}]" if who else ""
+    source = linecache.getline(filename, line).strip()
+    return f"{os.path.basename(filename)}:{line} in {function}{callers}{partition} `{source[:110]}`"
+
+
+@dataclass
+class Finding:
+    """One thing found, however often it happened in the launch.
+
+    kind: a key of BUGS or WARNINGS.
+    message: what happened, with the lines of the kernel that it concerns.
+    site: the innermost frames of the kernel; empty where it is about the whole program.
+    count: how often.
+    """
+
+    kind: str
+    message: str
+    site: Site = ()
+    count: int = 1
+
+    @property
+    def is_bug(self) -> bool:
+        return self.kind in BUGS
+
+    def __str__(self) -> str:
+        times = f" (x{self.count})" if self.count > 1 else ""
+        return f"[{self.kind if self.is_bug else f'warning: {self.kind}'}]{times} {self.message}"
+
+
+@dataclass
+class Report:
+    """The outcome of one launch.
+
+    grid, seed, schedule: what was run, and under which order of events.
+    findings: each once, in the order found. `bugs` and `kinds` leave the warnings out.
+    error: what ended the launch before its end, or None: an EmulationError (a deadlock), or what the kernel raised.
+    shared_bytes: the sum of the allocations of one program; the compiler adds some 200 bytes for warp specialisation.
+    registers: per thread, of the default partition and of each worker, where the kernel asks for a number.
+    steps, wgmmas: scheduling points passed and matrix products issued, in all programs.
+    trace: (step, partition, source line) of each scheduling point, where the options ask for it.
+    """
+
+    grid: tuple[int, int, int]
+    seed: int
+    schedule: str
+    findings: list[Finding] = field(default_factory=list)
+    error: Exception | None = None
+    shared_bytes: int = 0
+    registers: tuple[int, ...] = ()
+    steps: int = 0
+    wgmmas: int = 0
+    seconds: float = 0.0
+    trace: list[tuple[int, str, str]] = field(default_factory=list, repr=False)
+
+    @property
+    def bugs(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.is_bug]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of the bugs, each once."""
+        return sorted({finding.kind for finding in self.bugs})
+
+    def add(self, finding: Finding) -> None:
+        """Record a finding; one of the same kind at the same place counts up."""
+        for known in self.findings:
+            same_place = known.site[:2] == finding.site[:2] if finding.site else known.message == finding.message
+            if known.kind == finding.kind and same_place:
+                known.count += 1
+                return
+        self.findings.append(finding)
+
+    def check(self) -> None:
+        """Raises EmulationError with the whole report if there is a bug."""
+        if self.bugs or self.error is not None:
+            raise EmulationError(str(self))
+
+    def __str__(self) -> str:
+        bugs = len(self.bugs)
+        head = (
+            f"seed {self.seed} ({self.schedule}), grid {self.grid}: {bugs} bugs, {len(self.findings) - bugs} warnings, "
+            f"{self.shared_bytes} bytes of shared memory, {self.steps} steps, {self.wgmmas} wgmma, {self.seconds:.2f} s"
+        )
+        return "\n".join([head, *("  " + str(finding).replace("\n", "\n  ") for finding in self.findings)])

@@ -1,0 +1,138 @@
+"""What Gluon, Triton's lowering and sm_90 refuse whatever the schedule: layouts, wgmma shapes, registers, shared memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from triton.experimental.gluon.language import _layouts as layouts
+
+from flexattn.emulator.memory import Descriptor
+from flexattn.emulator.report import GluonError
+from flexattn.emulator.shared import SharedView
+from flexattn.emulator.values import Layout, Scalar, Tensor
+
+SHARED_MEMORY_BYTES = 232448
+"""Of one block of sm_90: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""
+
+NAMED_BARRIERS = 16  # per block: PTX ISA, "barrier"
+RESERVED_BARRIERS = 2  # 0: the default partition; 1: all warps, at both ends of warp specialisation; then one for each worker
+_REGISTERS = 65536  # 32-bit registers of a block
+_MOST_REGISTERS, _LEAST_REGISTERS, _REGISTER_UNIT = 256, 24, 8  # PTX ISA, "setmaxnreg"
+_MOST_THREADS = 1024
+_WARPGROUP = 4  # warps: workers are padded to whole warpgroups, as setmaxnreg acts on one
+_WARP = 32
+_ALLOCATION_BYTES, _BARRIER_BYTES = 128, 8  # Triton aligns what TMA writes to 128 bytes
+
+
+def static(value: Any, what: str) -> Any:
+    """Raises GluonError for a value that is known only at run time."""
+    if isinstance(value, Scalar | Tensor):
+        raise GluonError(f"{what} is {value!r}, known only at run time; accepted: a constexpr")
+    return value
+
+
+def static_shape(shape: Sequence[Any], what: str) -> list[int]:
+    """Raises GluonError unless all of `shape` are constant powers of two."""
+    sizes = [int(static(n, f"the shape of {what}")) for n in shape]
+    if any(n < 1 or n & (n - 1) for n in sizes):
+        raise GluonError(f"{what} of shape {sizes}; accepted: powers of two")
+    return sizes
+
+
+def check_warps(layout: Layout, warps: int, partition: str) -> None:
+    """Raises GluonError where a layout is for another number of warps than its partition has."""
+    own = getattr(layout, "warps_per_cta", None)
+    while own is None and hasattr(layout, "parent"):
+        layout = layout.parent
+        own = getattr(layout, "warps_per_cta", None)
+    if own is not None and math.prod(own) != warps:
+        raise GluonError(f"layout {layout} is for {math.prod(own)} warps, and {partition} has {warps}")
+
+
+def allocated_bytes(nbytes: int, is_barrier: bool) -> int:
+    unit = _BARRIER_BYTES if is_barrier else _ALLOCATION_BYTES
+    return -(-nbytes // unit) * unit
+
+
+def check_wgmma(a: Tensor | SharedView, b: Any, accumulator: Any, warps: int) -> None:
+    """Raises GluonError unless PTX has this wgmma (PTX ISA, "wgmma.mma_async") and Gluon its layouts."""
+    layout = accumulator.layout
+    if not isinstance(layout, layouts.NVMMADistributedLayout) or list(layout.version) != [3, 0]:
+        raise GluonError(f"the accumulator of wgmma has layout {layout}; accepted: NVMMADistributedLayout of version [3, 0]")
+    if warps % _WARPGROUP:
+        raise GluonError(f"wgmma in a partition of {warps} warps; accepted: multiples of {_WARPGROUP}")
+    if not isinstance(b, SharedView):
+        raise GluonError(f"operand b of wgmma is {b!r}; accepted: shared memory")
+    if a.dtype.name != b.dtype.name:
+        raise GluonError(f"operands of wgmma of {a.dtype.name} and {b.dtype.name}; accepted: one dtype")
+    (m, k), (b_k, n), bits = a.shape, b.shape, int(b.dtype.primitive_bitwidth)
+    if b_k != k or list(accumulator.shape) != [m, n]:
+        raise GluonError(f"wgmma of {[m, k]} and {[b_k, n]} into {list(accumulator.shape)}")
+    step = 256 // bits  # of k, in one instruction
+    if layout.instr_shape[2] != step:
+        raise GluonError(f"instr_shape {list(layout.instr_shape)} for {a.dtype.name}; its last number must be {step}")
+    if k % step or m % (16 * layout.warps_per_cta[0]) or n % layout.instr_shape[1]:
+        raise GluonError(
+            f"wgmma of {m} x {n} x {k} is not made of instructions {list(layout.instr_shape)} on {list(layout.warps_per_cta)} warps"
+        )
+    for operand, name in ((a, "a"), (b, "b")):
+        if not isinstance(operand, SharedView):
+            continue
+        if not isinstance(operand.layout, layouts.NVMMASharedLayout):
+            raise GluonError(f"operand {name} of wgmma has layout {operand.layout}; accepted: NVMMASharedLayout")
+        if bits != 16 and operand.layout.transposed == (name == "a"):
+            raise GluonError(f"operand {name} of wgmma is {a.dtype.name} and not K-major, which only 16-bit types may be")
+    if isinstance(a, Tensor):
+        _check_register_operand(a.layout, layout, 32 // bits)
+
+
+def _check_register_operand(own: Layout, accumulator: Any, k_width: int) -> None:
+    def compared(layout: Any) -> tuple[Any, ...]:  # n may differ
+        return list(layout.version), list(layout.warps_per_cta), layout.instr_shape[0], layout.instr_shape[2]
+
+    is_operand = isinstance(own, layouts.DotOperandLayout) and (own.operand_index, own.k_width) == (0, k_width)
+    if not is_operand or compared(own.parent) != compared(accumulator):
+        raise GluonError(f"operand a of wgmma has layout {own}; accepted: DotOperandLayout(0, {accumulator}, {k_width})")
+
+
+def check_tma(descriptor: Descriptor, coord: Sequence[int], view: SharedView, what: str) -> None:
+    """Raises GluonError where shared view and descriptor do not fit."""
+    if list(view.shape) != list(descriptor.block_shape) or view.dtype.name != descriptor.dtype.name:
+        raise GluonError(
+            f"{what} between {view!r}, {view.dtype.name}{view.shape}, and a descriptor of "
+            f"{descriptor.dtype.name}{list(descriptor.block_shape)}"
+        )
+    if view.layout != descriptor.layout:
+        raise GluonError(f"{what}: {view!r} has layout {view.layout}, and the descriptor {descriptor.layout}")
+    if len(coord) != len(descriptor.shape):
+        raise GluonError(f"{what}: {len(coord)} coordinates for a descriptor of rank {len(descriptor.shape)}")
+
+
+def split_registers(
+    default_warps: int, workers: Sequence[int], requested: Sequence[int] | None
+) -> tuple[tuple[int, ...], str | None]:
+    """Registers per thread of the default partition and the workers, and what is wrong with them, if anything is.
+
+    As Triton's AllocateWarpGroups does: the block starts with the same number for every thread, workers get what they ask for, and
+    the default partition what is left. Workers are padded to whole warpgroups, and so is what they take.
+    """
+    padded = [-(-warps // _WARPGROUP) * _WARPGROUP for warps in workers]
+    warps = default_warps + sum(padded)
+    if warps * _WARP > _MOST_THREADS:
+        return (), f"{warps} warps, with workers padded to warpgroups, are more than {_MOST_THREADS} threads"
+    if requested is None:
+        return (), None
+    for registers in requested:
+        if not _LEAST_REGISTERS <= registers <= _MOST_REGISTERS:
+            return (), f"a worker asks for {registers} registers; accepted: {_LEAST_REGISTERS} to {_MOST_REGISTERS}"
+    each = min(_REGISTERS // (warps * _WARP) // _REGISTER_UNIT * _REGISTER_UNIT, 255)
+    taken = sum(-(-n // _REGISTER_UNIT) * _REGISTER_UNIT * w for n, w in zip(requested, padded, strict=True))
+    left = (each * warps - taken) // default_warps // _REGISTER_UNIT * _REGISTER_UNIT
+    if left < _LEAST_REGISTERS:
+        return (), (
+            f"workers ask for {list(requested)} registers on {list(workers)} warps, of {each} a thread on {warps} warps: that "
+            f"leaves {left} for the default partition, and {_LEAST_REGISTERS} is the least"
+        )
+    return (min(left, _MOST_REGISTERS), *requested), None

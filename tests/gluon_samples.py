@@ -1,0 +1,318 @@
+"""Small Gluon kernels, each for one rule of the language or one finding of the emulator, with the mistake as a constexpr."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def round_trip(x_ptr, y_ptr, DTYPE: gl.constexpr):
+    """fp32 -> DTYPE -> fp32, through shared memory."""
+    offsets = gl.arange(0, 1024, layout=LINE)
+    smem = gl.allocate_shared_memory(DTYPE, [1024], FLAT)
+    smem.store(gl.load(x_ptr + offsets).to(DTYPE))
+    gl.store(y_ptr + offsets, smem.load(LINE).to(gl.float32))
+
+
+@gluon.jit
+def integers(out_ptr, a, b):
+    gl.store(out_ptr + 0, a // b)
+    gl.store(out_ptr + 1, a % b)
+    gl.store(out_ptr + 2, gl.cdiv(a, b))
+    gl.store(out_ptr + 3, gl.minimum(a, b))
+    gl.store(out_ptr + 4, a >> 1)
+    offsets = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(out_ptr + 5 + offsets, (offsets + a) // b, mask=offsets < 1)
+
+
+@gluon.jit
+def product(out_ptr, a, b):
+    gl.store(out_ptr, a * b)
+
+
+@gluon.jit
+def softmax(x_ptr, y_ptr, N: gl.constexpr):
+    offsets = gl.arange(0, N, layout=LINE)
+    x = gl.load(x_ptr + offsets)
+    p = gl.exp2(x - gl.max(x, 0))
+    gl.store(y_ptr + offsets, p / gl.sum(p, 0))
+
+
+@gluon.jit
+def multiply_add(a, b):
+    return a + 2 * b
+
+
+class Meta(NamedTuple):
+    FUNCTION: Any
+    LIMIT: int
+
+
+@triton.jit
+def clamped(x, limit):
+    return tl.minimum(tl.maximum(x, 0), limit)
+
+
+@gluon.jit
+def configured(out_ptr, x, META: gl.constexpr):
+    gl.store(out_ptr, META.FUNCTION(clamped(x, META.LIMIT), 1))
+
+
+@gluon.jit
+def applied(out_ptr, FUNCTION: gl.constexpr):
+    gl.store(out_ptr, FUNCTION(3, 4))
+
+
+@gluon.jit
+def packed(x_ptr, y_ptr):
+    """Pairs of fp32 as bf16 in one int32, and back."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 2, layout=gl.SliceLayout(0, layout))
+    low, high = gl.split(gl.load(x_ptr + rows[:, None] * 2 + columns[None, :]))
+    both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    halves = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16))
+    values = gl.convert_layout(halves.to(gl.bfloat16, bitcast=True), layout)
+    gl.store(y_ptr + rows[:, None] * 2 + columns[None, :], values.to(gl.float32))
+
+
+@gluon.jit
+def doubled(x_ptr, y_ptr):
+    offsets = gl.arange(0, 128, layout=LINE)
+    x = gl.load(x_ptr + offsets)
+    y = gl.inline_asm_elementwise("add.f32 $0, $1, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(y_ptr + offsets, y)
+
+
+@gluon.jit
+def matmul(a_desc, b_desc, out_ptr, K_MAJOR: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """out[M, N] = a @ b of one tile; b is stored [N, K] if K_MAJOR, else [K, N]."""
+    k_step: gl.constexpr = 256 // a_desc.dtype.primitive_bitwidth
+    M: gl.constexpr = a_desc.block_type.shape[0]
+    N: gl.constexpr = b_desc.block_type.shape[0] if K_MAJOR else b_desc.block_type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, k_step])
+    a = gl.allocate_shared_memory(a_desc.dtype, a_desc.block_type.shape, a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, b_desc.block_type.shape, b_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(a_desc, [0, 0], bar, a)
+    tma.async_copy_global_to_shared(b_desc, [0, 0], bar, b)
+    mbarrier.wait(bar, 0)
+    acc = gl.zeros([M, N], gl.float32, layout=layout)
+    right = b.permute([1, 0]) if K_MAJOR else b
+    if IN_REGISTERS:
+        acc = warpgroup_mma(a.load(gl.DotOperandLayout(0, layout, k_step // 8)), right, acc)
+    else:
+        acc = warpgroup_mma(a, right, acc)
+    rows = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    gl.store(out_ptr + rows[:, None] * N + columns[None, :], acc)
+
+
+@gluon.jit
+def copy_rows(x_ptr, y_ptr, n, COLUMNS: gl.constexpr, NAN: gl.constexpr):
+    """8 rows a program, of which the first n columns count, through descriptors made in the kernel."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], gl.float32)
+    start = gl.program_id(0) * 8 * COLUMNS
+    x_desc = tma.make_tensor_descriptor(x_ptr + start, [8, n], [COLUMNS, 1], [8, COLUMNS], layout, "nan" if NAN else "zero")
+    y_desc = tma.make_tensor_descriptor(y_ptr + start, [8, COLUMNS], [COLUMNS, 1], [8, COLUMNS], layout)
+    smem = gl.allocate_shared_memory(gl.float32, [8, COLUMNS], layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [0, 0], bar, smem)
+    mbarrier.wait(bar, 0)
+    tma.async_copy_shared_to_global(y_desc, [0, 0], smem)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def counted(out_ptr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    offsets = gl.arange(0, 32, layout=layout)
+    gl.atomic_add(out_ptr + offsets // 4, offsets * 0 + 1)
+
+
+@gluon.jit
+def _write(smem, bar, x_ptr, SYNC: gl.constexpr):
+    smem.store(gl.load(x_ptr + gl.arange(0, 128, layout=LINE)))
+    if SYNC:
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _read(smem, bar, y_ptr, SYNC: gl.constexpr):
+    if SYNC:
+        mbarrier.wait(bar, 0)
+    gl.store(y_ptr + gl.arange(0, 128, layout=LINE), smem.load(LINE))
+
+
+@gluon.jit
+def hand_over(x_ptr, y_ptr, SYNC: gl.constexpr, INIT: gl.constexpr, REGISTERS: gl.constexpr):
+    """One partition stores to shared memory, another loads; INIT: how often the mbarrier between them is initialised."""
+    smem = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for _ in gl.static_range(INIT):
+        mbarrier.init(bar, count=1)
+    gl.warp_specialize([(_write, (smem, bar, x_ptr, SYNC)), (_read, (smem, bar, y_ptr, SYNC))], [4], [REGISTERS])
+
+
+@gluon.jit
+def mbarrier_misuse(out_ptr, WHAT: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=2)
+    if WHAT == "arrive-overflow":
+        mbarrier.arrive(bar, count=3)
+    elif WHAT == "phase":
+        mbarrier.wait(bar, 3)
+    elif WHAT == "deadlock":
+        mbarrier.arrive(bar, count=1)
+        mbarrier.wait(bar, 0)
+    elif WHAT == "phase-alias":
+        for _ in range(3):
+            mbarrier.arrive(bar, count=2)
+        mbarrier.wait(bar, 0)
+        mbarrier.wait(bar, 1)
+    elif WHAT == "phase-repeat":
+        mbarrier.arrive(bar, count=2)
+        mbarrier.wait(bar, 0)
+        mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def tma_misuse(x_desc, y_desc, WHAT: gl.constexpr):
+    """Load, add one, store, with one thing wrong."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    smem = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    nbytes: gl.constexpr = x_desc.block_type.nbytes
+    mbarrier.expect(bar, nbytes // 2 if WHAT == "expect-bytes" else nbytes)
+    tma.async_copy_global_to_shared(x_desc, [1000 if WHAT == "tma-out-of-bounds" else 0, 0], bar, smem)
+    if WHAT != "load not waited for":
+        mbarrier.wait(bar, 0)
+    smem.store(smem.load(layout) + 1.0)
+    if WHAT != "missing-fence":
+        fence_async_shared()
+    tma.async_copy_shared_to_global(y_desc, [0, 0], smem)
+    if WHAT == "source overwritten":
+        smem.store(smem.load(layout))
+    if WHAT != "store-not-waited":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def wgmma_misuse(x_ptr, out_ptr, WHAT: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    x = gl.load(x_ptr + rows[:, None] * 64 + columns[None, :])
+    a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared)
+    a.store(x)
+    fence_async_shared()
+    zero = gl.zeros([64, 64], gl.float32, layout=layout)
+    if WHAT == "slice-in-swizzle":
+        half = a.slice(0, 32, 1)
+        half.store(half.load(layout))
+        fence_async_shared()
+    if WHAT == "wgmma-register-operand":
+        operand = gl.convert_layout(x, gl.DotOperandLayout(0, layout, 2))
+        first = warpgroup_mma(operand, a, zero, is_async=True)
+    else:
+        first = warpgroup_mma(a, a, zero, is_async=True)
+    if WHAT == "illegal-program":
+        result = first * 2.0
+    elif WHAT == "wgmma-wait":
+        result = warpgroup_mma_wait(1, deps=[first])
+    else:
+        result = warpgroup_mma_wait(0, deps=[first])
+    if WHAT == "wgmma-not-waited":
+        warpgroup_mma(a, a, zero, is_async=True)
+    gl.store(out_ptr + rows[:, None] * 64 + columns[None, :], result)
+
+
+@gluon.jit
+def named_barrier(out_ptr, ASM: gl.constexpr, PURE: gl.constexpr):
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=PURE, pack=1)
+
+
+@gluon.jit
+def language_misuse(out_ptr, WHAT: gl.constexpr):
+    offsets = gl.arange(0, 128, layout=LINE)
+    if WHAT == "layouts":
+        gl.store(out_ptr + offsets, offsets + gl.arange(0, 128, layout=gl.BlockedLayout([2], [32], [4], [0])))
+    elif WHAT == "warps":
+        gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    elif WHAT == "power of two":
+        gl.arange(0, 96, layout=LINE)
+    elif WHAT == "slice":
+        parent: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        gl.arange(0, 128, layout=gl.SliceLayout(0, parent))[:, None]
+    elif WHAT == "condition":
+        if offsets > 3:
+            gl.store(out_ptr, 1)
+    elif WHAT == "constexpr":
+        gl.full([gl.program_id(0) + 1], 0.0, gl.float32, layout=LINE)
+    elif WHAT == "Python":
+        gl.store(out_ptr + offsets, offsets + undefined)  # noqa: F821
+
+
+@gluon.jit
+def memory_misuse(out_ptr, WHAT: gl.constexpr):
+    offsets = gl.arange(0, 128, layout=LINE)
+    if WHAT == "out-of-bounds":
+        gl.store(out_ptr + offsets + 1, offsets)
+    elif WHAT == "global-write-race":
+        gl.store(out_ptr + offsets, offsets)
+    elif WHAT == "uninitialised-read":
+        smem = gl.allocate_shared_memory(gl.int32, [2, 128], FLAT)
+        smem.index(0).store(offsets)
+        gl.store(out_ptr + offsets, smem.index(1).load(LINE))
+    elif WHAT == "shared-index":
+        smem = gl.allocate_shared_memory(gl.int32, [2, 128], FLAT)
+        smem.index(2).store(offsets)
+    elif WHAT == "smem-limit":
+        gl.allocate_shared_memory(gl.int32, [64, 1024], FLAT)
+    elif WHAT == "assertion":
+        gl.static_assert(gl.num_warps() == 8, "eight warps")
+    elif WHAT == "not-modelled":
+        gl.histogram(offsets, 16)
+    elif WHAT == "barrier-uninitialised":
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def endless(out_ptr, STEPS: gl.constexpr):
+    while gl.load(out_ptr) == 0:
+        if STEPS:
+            fence_async_shared()
+
+
+@gluon.jit
+def unpacks(out_ptr):
+    sizes = (1, 2)
+    gl.store(out_ptr, (*sizes, 3)[2])
+
+
+@gluon.jit
+def breaks(out_ptr):
+    while True:
+        break
