@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.philox import dropout_keep
+from flexattn.dispatch.program import evaluate
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
 
 NEG_INF = float("-inf")
@@ -25,15 +26,17 @@ class Differentiable(NamedTuple):
     v: Tensor
     bias: Tensor | None
     softmax_offset: Tensor | None
+    mod_tensors: tuple[Tensor, ...]  # all of them; a gradient may flow to those of floats
 
     @classmethod
     def of(cls, x: Operands) -> Differentiable:
-        return cls(x.q, x.k, x.v, x.bias, x.softmax_offset)
+        return cls(x.q, x.k, x.v, x.bias, x.softmax_offset, tuple(x.mod_tensors))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Differentiable:
         bias = None if self.bias is None else function(self.bias)
         softmax_offset = None if self.softmax_offset is None else function(self.softmax_offset)
-        return Differentiable(function(self.q), function(self.k), function(self.v), bias, softmax_offset)
+        mod_tensors = tuple(function(t) if t.is_floating_point() else t for t in self.mod_tensors)
+        return Differentiable(function(self.q), function(self.k), function(self.v), bias, softmax_offset, mod_tensors)
 
 
 class Sequences(NamedTuple):
@@ -52,8 +55,9 @@ def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = t
     """Attention with every operand promoted to `dtype`: (out in q's format, lse [b, h, sq] or [h, total_q], max_logit [h]).
 
     All three are `dtype`. The score matrices exist as a whole, so memory is quadratic. out and lse are differentiable with
-    respect to q, k, v, bias and softmax_offset. Padding is never read; its out is 0 and its lse -inf. A `dtype` of 16 bits
-    rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no oracle.
+    respect to q, k, v, bias, softmax_offset and what the mods capture. Padding is never read; its out is 0 and its lse -inf. A
+    `dtype` of 16 bits rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no
+    oracle.
     """
     whole = Differentiable.of(x).map(lambda t: t.to(dtype))
     out, lse, _ = empty_outputs(spec, x)
@@ -80,11 +84,13 @@ def reference_gradients(
         out, lse, _ = reference_attention(spec, x._replace(**leaves._asdict()), dtype)
     outputs, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     outputs = [t.requires_grad_() for t in outputs]  # without any query they depend on nothing, and the gradients are zeros
-    wanted = {name: leaf for name, leaf in leaves._asdict().items() if leaf is not None}
+    wanted = {name: leaf for name, leaf in zip(leaves._fields[:-1], leaves[:-1], strict=True) if leaf is not None}
+    captured = spec.mods.wanted(leaves.mod_tensors) if spec.mods else ()
     seeds = [t.to(dtype) for t in seeds]
-    grads = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True, materialize_grads=True)
-    named = dict(zip(wanted, grads, strict=True))
-    return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"))
+    grads = torch.autograd.grad(outputs, [*wanted.values(), *captured], seeds, allow_unused=True, materialize_grads=True)
+    named = dict(zip(wanted, grads, strict=False))
+    dmod_tensors = grads[len(wanted) :] or None
+    return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"), dmod_tensors)
 
 
 def attend(
@@ -105,7 +111,14 @@ def attend(
         logits = logits + block.bias * x.softmax_scale
     if spec.softcap:
         logits = x.softcap * torch.tanh(logits / x.softcap)
-    # The scaled, capped score of query i and key j is complete here: what modifies scores goes between these lines.
+    b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)
+    h = torch.arange(spec.num_heads, device=i.device)
+    if spec.mods is not None:
+        inputs: dict[str, Tensor | float] = {"score": logits, "q_idx": i, "kv_idx": j}
+        inputs |= {"b": b[:, None, None, None], "h": h[:, None, None]}
+        inputs |= spec.mods.inputs(block.mod_tensors, x.mod_numbers)
+        if spec.mods.score is not None:
+            logits = evaluate(spec.mods.score, inputs, logits.dtype).expand(logits.shape)
     if spec.bias_type == "post_scale_bias":
         assert block.bias is not None
         logits = logits + block.bias
@@ -116,6 +129,8 @@ def attend(
         logits = logits.masked_fill(j < diagonal - spec.band.left, NEG_INF)
     if spec.band.right is not None:
         logits = logits.masked_fill(j > diagonal + spec.band.right, NEG_INF)
+    if spec.mods is not None and spec.mods.mask is not None:
+        logits = logits.masked_fill(~evaluate(spec.mods.mask, inputs, logits.dtype), NEG_INF)
 
     row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
     sink = _sink(spec, block)
@@ -132,9 +147,7 @@ def attend(
 
     if spec.dropout:
         assert x.rng_state is not None
-        b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)[:, None]
-        h = torch.arange(spec.num_heads, device=i.device)
-        keep = dropout_keep(x.rng_state, x.dropout_p, b * spec.num_heads + h, rows, cols)
+        keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
         weights = weights.masked_fill(~keep, 0.0) / (1 - x.dropout_p)
     out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
     return out, lse, row_max
@@ -175,6 +188,7 @@ def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences
         token_view(whole.v, spec.kv_format, sequences.batch, sequences.kv[_slice(cols)]),
         bias,
         whole.softmax_offset,
+        whole.mod_tensors,
     )
 
 

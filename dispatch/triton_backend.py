@@ -20,6 +20,8 @@ def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
+    if spec.mods is not None:
+        return "this version's kernels take no score_mod and no mask_mod; use backend='eager'"
     return _device_error(spec.device_type, spec.capability)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flexattn import ops, validation
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, from_bshd, make_band, parse_format
+from flexattn.score_mod import Mod, trace_mods
 
 
 def attention(
@@ -40,6 +42,9 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -85,6 +90,14 @@ def attention(
         rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
             whatever the format. None draws them from torch's generator of that device, so torch.manual_seed, checkpointing and CUDA
             graphs apply.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) -> the modified score, of one query and key, in torch ops on 0-d tensors:
+            float32 for the scaled, capped score, int64 for the batch, the query head and the positions within the sequence. It is
+            traced once and runs inside the kernel; the backward is derived. Tensors that it captures, or that come in
+            `score_mod_tensors`, are read at computed indices (`slopes[h]`, `table[h, q_idx - kv_idx]`), get gradients where they
+            require them, and may change from call to call, as may floats, without a new trace. A bias, ALiBi and the mask come
+            after it.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, on top of attn_mask_type and window_size.
+        score_mod_tensors: tensors that score_mod takes after its five arguments, or by name where this is a mapping.
         deterministic: True makes repeated runs equal to the bit, or raises. None does as
             torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.
@@ -132,6 +145,9 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         rng_state=rng_state,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        score_mod_tensors=score_mod_tensors,
         deterministic=deterministic,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
@@ -226,6 +242,9 @@ def _prepare(
     softcap: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
     deterministic: bool | None,
     return_lse: bool,
     return_max_logit: bool,
@@ -254,7 +273,14 @@ def _prepare(
     validation.check_rng_state(rng_state, q)
     if bias_type == "alibi" and alibi_slopes is None:
         alibi_slopes = _default_alibi_slopes(heads, q)
-    differentiable = [t for t in (q, k, v, bias, softmax_offset) if t is not None]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
+    mods = None
+    if score_mod is not None or mask_mod is not None:
+        mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad)
+        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program, mods.tensors, q))
+        needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
+    elif score_mod_tensors:
+        raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
     x = Operands(
         q=q,
         k=k,
@@ -272,6 +298,8 @@ def _prepare(
         softmax_scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
+        mod_tensors=() if mods is None else mods.tensors,
+        mod_numbers=() if mods is None else mods.numbers,
     )
     settings = ops.Settings(
         qkv_format=qkv_format,
@@ -282,10 +310,11 @@ def _prepare(
         bias_type=bias_type,
         softmax_type=softmax_type,
         return_max_logit=return_max_logit,
-        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in differentiable),
+        needs_grad=needs_grad,
         needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=requested_backend(backend),
+        mods="" if mods is None else mods.program.text,
     )
     return x, settings
 

