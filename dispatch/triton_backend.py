@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -20,8 +22,9 @@ def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
-    if spec.mods is not None:
-        return "this version's kernels take no score_mod and no mask_mod; use backend='eager'"
+    if direction == "backward" and spec.mods is not None and any(spec.mods.tensor_needs_grad):
+        names = ", ".join(capture.name for capture in spec.mods.captures if capture.needs_grad)
+        return f"the kernels give no gradient to what score_mod captures ({names}); detach it, or use backend='eager'"
     return _device_error(spec.device_type, spec.capability)
 
 
@@ -81,6 +84,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def]  # Problem's module imports triton
     from flexattn.kernels_triton.problem import Problem
 
+    mods, captures = (None, None) if spec.mods is None else _mods(spec.mods, x)
     return Problem(
         q=as_bshd(_rows_contiguous(x.q), spec.q_format),
         k=as_bshd(_rows_contiguous(x.k), spec.kv_format),
@@ -103,6 +107,30 @@ def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def] 
         cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
         max_seqlen_q=x.max_seqlen_q,
         max_seqlen_kv=x.max_seqlen_kv,
+        mods=mods,
+        captures=captures,
+    )
+
+
+def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
+    """What the kernels inline, and what that reads."""
+    from flexattn.kernels_triton.lowering import flatten, layouts
+
+    found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
+    return _lowered(program, found), flatten(found, x.mod_tensors, x.mod_numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def _lowered(program: Program, found: tuple[Any, ...]) -> Any:
+    """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
+    from flexattn.kernels_triton.lowering import lower, reads_tiles
+    from flexattn.kernels_triton.problem import Mods
+
+    return Mods(
+        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found),
+        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found),
+        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found),
+        reads_tiles=reads_tiles(program.score) or reads_tiles(program.mask),
     )
 
 

@@ -68,6 +68,10 @@ def _attn_bwd_dq_loop(
     b_h,
     stride_bias_m,
     stride_bias_n,
+    b,
+    h,
+    captures,
+    MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -112,6 +116,10 @@ def _attn_bwd_dq_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
+            b,
+            h,
+            captures,
+            MODS,
             "keys" if IS_MASKED else "none",
             META,
         )
@@ -167,6 +175,7 @@ def _attn_bwd_dq_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
     out_ptr,
     stride_ob,
     stride_os,
@@ -185,6 +194,7 @@ def _attn_bwd_dq_kernel(
     delta_ptr,  # sum(out * dout) - dlse
     p_scale_ptr,  # and, with RENORMALIZE, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -297,6 +307,10 @@ def _attn_bwd_dq_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
+            b,
+            h,
+            captures,
+            MODS,
             phase != 1,
             META,
         )
@@ -358,6 +372,10 @@ def _attn_bwd_dkdv_loop(
     b_h,
     stride_bias_m,
     stride_bias_n,
+    b,
+    h,
+    captures,
+    MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
@@ -407,6 +425,10 @@ def _attn_bwd_dkdv_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
+            b,
+            h,
+            captures,
+            MODS,
             MASK,
             META,
         )
@@ -466,6 +488,7 @@ def _attn_bwd_dkdv_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
     dout_ptr,
     stride_dob,
     stride_dos,
@@ -484,6 +507,7 @@ def _attn_bwd_dkdv_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_N: tl.constexpr = META.BLOCK_N
@@ -607,6 +631,10 @@ def _attn_bwd_dkdv_kernel(
                 b_h,
                 stride_bias_m,
                 stride_bias_n,
+                b,
+                h,
+                captures,
+                MODS,
                 dk_ptr is not None,
                 dv_ptr is not None,
                 True,
@@ -649,6 +677,10 @@ def _attn_bwd_dkdv_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
+            b,
+            h,
+            captures,
+            MODS,
             dk_ptr is not None,
             dv_ptr is not None,
             False,
@@ -708,7 +740,7 @@ def attention_backward(
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
         *(dq, *row_strides(dq, meta)),
-        *(lse, dlse, *statistics, dsink, meta),
+        *(lse, dlse, *statistics, dsink, x.mods, meta),
     )
     launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
     if dsoftmax_offset is not None and dsink is not None:
@@ -731,7 +763,7 @@ def attention_backward(
             *(dk_part, *row_strides(dk_one, meta)),
             *(dv_part, *row_strides(dv_one, meta)),
             *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
-            *(*statistics, meta),
+            *(*statistics, x.mods, meta),
         )
         launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
     if num_splits > 1:

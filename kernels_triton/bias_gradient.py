@@ -63,6 +63,7 @@ def _attn_bwd_dbias_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
     dout_ptr,
     stride_dob,
     stride_dos,
@@ -78,6 +79,7 @@ def _attn_bwd_dbias_kernel(
     p_scale_ptr,
     SPANS_Q: tl.constexpr,
     SPANS_KV: tl.constexpr,
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -180,6 +182,10 @@ def _attn_bwd_dbias_kernel(
                 stride_bias_m,
                 stride_bias_n,
                 alibi_slope,
+                b,
+                h,
+                captures,
+                MODS,
                 "keys",
                 META,
             )
@@ -218,7 +224,7 @@ def bias_gradient(problem: Problem, statistics: Tensor, dout: Tensor, dbias: Ten
         *x.arguments(meta),
         *(dout, *row_strides(dout, meta)),
         *(parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
-        *(*statistics, bias_q > 1, bias_kv > 1, meta),
+        *(*statistics, bias_q > 1, bias_kv > 1, x.mods, meta),
     )
     launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)
     dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

@@ -59,6 +59,10 @@ def _attn_fwd_loop(
     b_h,
     stride_bias_m,
     stride_bias_n,
+    b,
+    h,
+    captures,
+    MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -75,11 +79,29 @@ def _attn_fwd_loop(
         if META.QK1 > 0:
             k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
-        s, factor, _ = logits(
-            qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
+        s, factor, _, _ = logits(
+            qk,
+            i,
+            j,
+            len_q,
+            len_kv,
+            shift,
+            softmax_scale,
+            softcap,
+            bias_base,
+            stride_bias_m,
+            stride_bias_n,
+            alibi_slope,
+            b,
+            h,
+            captures,
+            MODS,
+            META,
         )
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), s, float("-inf"))
+        if META.HAS_MASK_MOD:
+            s = tl.where(MODS.mask(b, h, i, j, captures), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
         p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
@@ -140,12 +162,14 @@ def _attn_fwd_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
     out_ptr,
     stride_ob,
     stride_os,
     stride_oh,
     lse_ptr,
     max_logit_ptr,  # [h, b * blocks] or None: the largest logit that each block of queries saw
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -242,6 +266,10 @@ def _attn_fwd_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
+            b,
+            h,
+            captures,
+            MODS,
             phase != 1,
             META,
         )
@@ -286,7 +314,7 @@ def attention_forward(
     meta = x.meta(tile, (out,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None
-    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, meta)
+    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, x.mods, meta)
     launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch, out.device, tile, arguments)
     if max_logit is not None and partial is not None:
         torch.amax(partial, 1, out=max_logit)

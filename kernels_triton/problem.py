@@ -16,6 +16,15 @@ _MOST_ROWS = 256  # of any tile
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
 
 
+class Mods(NamedTuple):
+    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last."""
+
+    score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
+    gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
+    mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
+    reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
+
+
 class Meta(NamedTuple):
     """What a kernel is compiled for. A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it."""
 
@@ -35,6 +44,8 @@ class Meta(NamedTuple):
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_DROPOUT: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -80,6 +91,8 @@ class Problem:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
     max_seqlen_kv: int = 0
+    mods: Mods | None = None
+    captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
 
     @property
     def batch(self) -> int:
@@ -107,6 +120,11 @@ class Problem:
         return max(1, self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1])
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether more tiles than the scores' lie beside them."""
+        return self.bias is not None or self.dropout_p > 0 or (self.mods is not None and self.mods.reads_tiles)
+
+    @property
     def device(self) -> torch.device:
         return self.q.device
 
@@ -123,7 +141,7 @@ class Problem:
             capability,
             self.q.element_size(),
             self.head_dims,
-            is_loaded=self.bias is not None or self.dropout_p > 0,
+            is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None,
             length=max(self.longest_q, self.longest_kv),
         )
@@ -150,6 +168,8 @@ class Problem:
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
             HAS_DROPOUT=self.dropout_p > 0,
+            HAS_SCORE_MOD=self.mods is not None and self.mods.score is not None,
+            HAS_MASK_MOD=self.mods is not None and self.mods.mask is not None,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,
@@ -200,6 +220,7 @@ class Problem:
             *row_strides(self.q, meta),
             *row_strides(self.k, meta),
             *row_strides(self.v, meta),
+            self.captures,
         )
 
 

@@ -1,0 +1,113 @@
+"""Functions that a lowered mod calls where triton.language has none, or one with another meaning than torch's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.primitives import tanh
+
+__all__ = ["tanh"]
+
+
+@triton.jit
+def read_size(encoded):
+    # Sizes and strides come as odd numbers above 1: Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple
+    # of 16.
+    return (encoded - 3) >> 1
+
+
+@triton.jit
+def floor_divide(x, y):
+    # rounds down, where Triton's integer division rounds toward zero
+    quotient = x // y
+    return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(quotient.dtype)
+
+
+@triton.jit
+def floor_remainder(x, y):
+    # has the divisor's sign, where Triton's has the dividend's
+    rest = x % y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def float_remainder(x, y):
+    return x - tl.floor(x / y) * y
+
+
+@triton.jit
+def float_fmod(x, y):
+    return x - trunc(x / y) * y
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_to_even(x):
+    below = tl.floor(x)
+    rest = x - below
+    is_odd = below != 2.0 * tl.floor(below * 0.5)
+    return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).to(tl.float32)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def expm1(x):
+    # Kahan: exact where exp(x) - 1 would cancel, as the rounding of exp(x) is undone by its logarithm.
+    e = tl.exp(x)
+    small = tl.abs(x) < 0.5
+    scaled = (e - 1.0) * x / tl.where(small & (e != 1.0), tl.log(e), 1.0)
+    return tl.where(small, tl.where(e == 1.0, x, scaled), e - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    y = 1.0 + x
+    scaled = tl.log(y) * x / tl.where(y == 1.0, 1.0, y - 1.0)
+    return tl.where(y == 1.0, x, tl.where(tl.abs(x) < 0.5, scaled, tl.log(y)))
+
+
+@triton.jit
+def log10(x):
+    return tl.log2(x) * 0.30102999566398120
+
+
+@triton.jit
+def sinh(x):
+    e = expm1(tl.abs(x))
+    return sign(x) * 0.5 * (e + e / (e + 1.0))
+
+
+@triton.jit
+def cosh(x):
+    e = tl.exp(tl.abs(x))
+    return 0.5 * (e + 1.0 / e)
+
+
+@triton.jit
+def power(x, y):
+    # A negative base has a power only for a whole exponent, whose parity gives the sign.
+    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    is_whole = y == tl.floor(y)
+    is_odd = is_whole & (y != 2.0 * tl.floor(y * 0.5))
+    signed = tl.where((x < 0) & is_odd, -magnitude, magnitude)
+    signed = tl.where((x < 0) & (is_whole == 0), float("nan"), signed)
+    return tl.where(y == 0.0, 1.0, signed)
+
+
+@triton.jit
+def maximum(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
