@@ -75,6 +75,19 @@ class Program:
         """Of each captured tensor, whether its gradient is asked for."""
         return tuple(capture.needs_grad for capture in self.captures if not capture.is_number)
 
+    @functools.cached_property
+    def added_to(self) -> tuple[int, ...]:
+        """The captures, as positions among all, to whose gradients the derivative adds."""
+        if self.derivative is None:
+            return ()
+        outputs: Any = next(node.args[0] for node in self.derivative.nodes if node.op == "output")
+        return tuple(sorted({position for position, _, _ in outputs[1:]}))
+
+    @functools.cached_property
+    def is_reached(self) -> tuple[bool, ...]:
+        """Of each capture that needs a gradient, whether the derivative adds to it."""
+        return tuple(i in self.added_to for i, capture in enumerate(self.captures) if capture.needs_grad)
+
     def wanted(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Those of the captured tensors whose gradient is asked for."""
         return tuple(t for t, needs_grad in zip(tensors, self.tensor_needs_grad, strict=True) if needs_grad)

@@ -22,9 +22,6 @@ def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
-    if direction == "backward" and spec.mods is not None and any(spec.mods.tensor_needs_grad):
-        names = ", ".join(capture.name for capture in spec.mods.captures if capture.needs_grad)
-        return f"the kernels give no gradient to what score_mod captures ({names}); detach it, or use backend='eager'"
     return _device_error(spec.device_type, spec.capability)
 
 
@@ -64,6 +61,10 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
+    captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
+    dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
+    # A capture that the derivative does not reach keeps its zeros.
+    dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
     attention_backward(
         _problem(spec, x),
         as_bshd(out, spec.q_format),
@@ -75,10 +76,12 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         as_bshd(dv, spec.kv_format),
         dbias,
         doffset,
+        dcaptures,
+        spec.deterministic,
     )
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)
-    return Gradients(dq, dk, dv, dbias, doffset)
+    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
 
 
 def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def]  # Problem's module imports triton
@@ -123,13 +126,18 @@ def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
 @functools.lru_cache(maxsize=256)
 def _lowered(program: Program, found: tuple[Any, ...]) -> Any:
     """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
-    from flexattn.kernels_triton.lowering import lower, reads_tiles
+    from flexattn.kernels_triton.lowering import lower, lower_accumulation, reads_tiles
     from flexattn.kernels_triton.problem import Mods
 
     return Mods(
         score=program.score and lower(program.score, "score_mod", ARGUMENTS, found),
         gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found),
         mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found),
+        accumulate=(
+            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found)
+            if program.derivative and program.added_to
+            else None
+        ),
         reads_tiles=reads_tiles(program.score) or reads_tiles(program.mask),
     )
 

@@ -6,12 +6,15 @@ without a workspace that grows with sq * skv. The price is that the scores are r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.bias_gradient import bias_gradient
+from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
@@ -95,7 +98,7 @@ def _attn_bwd_dq_loop(
         keep = True
         if META.HAS_DROPOUT:
             keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
-        p, _, _, ds = score_gradient(
+        p, _, _, ds, _ = score_gradient(
             qk,
             dp,
             lse_log2[:, None],
@@ -404,7 +407,7 @@ def _attn_bwd_dkdv_loop(
         keep = True
         if META.HAS_DROPOUT:
             keep = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, b_h, m, first_column, META))
-        _, p, _, ds = score_gradient(
+        _, p, _, ds, _ = score_gradient(
             kq,
             dp,
             lse_log2[None, :],
@@ -715,17 +718,20 @@ def attention_backward(
     dv: Tensor,
     dbias: Tensor | None = None,
     dsoftmax_offset: Tensor | None = None,
+    dcaptures: Sequence[Tensor] = (),
+    deterministic: bool = False,
     tile_dq: Tile | None = None,
     tile_dkdv: Tile | None = None,
 ) -> None:
-    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]).
+    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]), and of the captures
+    that need one, the only ones whose bits may vary from run to run unless `deterministic`.
 
     `out` and `lse` are the forward's; `dout` is laid out as `out` in any view with a contiguous last dim; `dlse`, contiguous, as
     `lse`; each gradient as its input.
     """
     x = problem
     if x.batch == 0:  # no program to write the padding
-        for gradient in (dq, dk, dv, dbias, dsoftmax_offset):
+        for gradient in (dq, dk, dv, dbias, dsoftmax_offset, *dcaptures):
             if gradient is not None:
                 gradient.zero_()
         return
@@ -772,3 +778,5 @@ def attention_backward(
 
     if dbias is not None:
         bias_gradient(x, statistics, dout, dbias)
+    if dcaptures:
+        capture_gradients(x, statistics, dout, dcaptures, deterministic)

@@ -161,7 +161,7 @@ def _attn_bwd_dbias_kernel(
             keep = True
             if META.HAS_DROPOUT:
                 keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
-            _p, _p_dropped, dlogit, ds = score_gradient(
+            _p, _p_dropped, dlogit, ds, _score = score_gradient(
                 qk,
                 dp,
                 lse_log2[:, None],

@@ -91,6 +91,11 @@ def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[
     return compile_source(name, _Lowering(graph, captures).source(name, arguments))
 
 
+def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
+    """Of a derivative, what it adds to the gradients of captures, as accumulate(*arguments, captures, sums, scales, MODE)."""
+    return compile_source("accumulate", _Lowering(graph, captures).source("accumulate", arguments, accumulates=True))
+
+
 def compile_source(name: str, source: str) -> Any:
     """The @triton.jit function `name` of a generated source; tracebacks and inspect find the source through linecache."""
     file = f"<flexattn {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
@@ -129,6 +134,7 @@ class _Lowering:
         self.lines: list[str] = []
         self.values: dict[Node, _Value] = {}
         self.unpacked: set[str] = set()
+        self.accumulated: set[str] = set()
         self.names = {node: f"{node.name}_" if node.name in _RESERVED else node.name for node in graph.nodes}
         taken = set(self.names.values())
         for node in graph.nodes:  # a read is named after what it reads
@@ -139,8 +145,11 @@ class _Lowering:
                 taken.add(name)
                 self.names[node] = name
 
-    def source(self, name: str, arguments: Sequence[str]) -> str:
+    def source(self, name: str, arguments: Sequence[str], accumulates: bool = False) -> str:
         results: list[str] = []
+        if accumulates:
+            [outputs] = [node.args[0] for node in self.graph.nodes if node.op == "output"]
+            self.accumulated = {[*self.captures][position] for position, _, _ in outputs[1:]}
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self._input(node)
@@ -148,14 +157,15 @@ class _Lowering:
                 self.values[node] = self._call(node)
             else:
                 outputs = node.args[0]
-                first = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
-                results.append(self._result(first))
+                if accumulates:
+                    self._accumulate(outputs[1:])
+                else:
+                    results.append(self._result(outputs[0] if isinstance(outputs, (list, tuple)) else outputs))
         given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
         parameters = [given.get(argument, argument) for argument in arguments]
-        body = [*self.lines, f"return {', '.join(results)}"]
-        return "\n".join(
-            ["@triton.jit", f"def {name}({', '.join([*parameters, 'captures'])}):", *(f"    {line}" for line in body), ""]
-        )
+        parameters += ["captures", *(("sums", "scales", "MODE: tl.constexpr") if accumulates else ())]
+        body = [*self.lines, *(f"return {result}" for result in results)]
+        return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
 
     def _input(self, node: Node) -> _Value:
         text, target = self.names[node], str(node.target)
@@ -163,7 +173,7 @@ class _Lowering:
             layout = self.captures[target]
             if node.users and layout.ndim < 0:
                 self.lines.append(f"{text} = captures[{layout.start}]")
-            elif node.users:
+            elif layout.ndim >= 0 and (node.users or target in self.accumulated):
                 sizes = [f"{text}_size{d}" for d in range(layout.ndim)]
                 strides = [f"{text}_stride{d}" for d in range(layout.ndim)]
                 self.lines.append(f"{text} = captures[{layout.start}]")
@@ -286,11 +296,28 @@ class _Lowering:
                     bounds = [max(b, bound) for b in bounds] if i == 0 else [min(b, bound) for b in bounds]
         return self._assign(node, text, kind, tuple(bounds) if kind == "int" else INT64)
 
-    def _read(self, node: Node) -> _Value:
-        capture, indices = node.args
-        layout, pointer = self.captures[str(capture.target)], self.names[capture]
-        kind = _kind(layout.dtype)
-        offsets, inside = [], []
+    def _accumulate(self, gradients: Sequence[Any]) -> None:
+        """Each addend to where its read was, in a contiguous tensor of the capture's shape."""
+        wanted = sorted({position for position, _, _ in gradients})
+        named = list(self.captures.values())
+        for number, (position, indices, value) in enumerate(gradients):
+            layout = named[position]
+            pointer = next(self.names[n] for n in self.graph.nodes if n.op == "placeholder" and n.target == layout.name)
+            texts, inside = self._indices(indices, pointer, f"gradient{number}")
+            offset = "0"
+            for dim, (text, _) in enumerate(texts):
+                wide = f"tl.cast({text}, tl.int64)" if layout.is_wide else text
+                offset = wide if dim == 0 else f"({offset}) * {pointer}_size{dim} + {wide}"
+            depends = set().union(*(_dependencies(i) for i in indices if isinstance(i, Node)))
+            over = f"{'q_idx' not in depends}, {'kv_idx' not in depends}"
+            sums = wanted.index(position)
+            addend = f"tl.where(dscore == 0.0, 0.0, {self._operand(value).text})"
+            where = " & ".join(inside) or "True"
+            self.lines.append(f"mod_math.accumulate(sums[{sums}], scales[{sums}], {offset}, {where}, {addend}, {over}, MODE)")
+
+    def _indices(self, indices: Sequence[Any], pointer: str, name: str) -> tuple[list[tuple[str, bool]], list[str]]:
+        """(each index and whether it has 64 bits, conditions that all are inside); a negative one counts from the end."""
+        texts, inside = [], []
         for dim, index in enumerate(indices):
             i = self._operand(index)
             text, size = i.text, f"{pointer}_size{dim}"
@@ -298,11 +325,21 @@ class _Lowering:
                 if i.bounds[1] < 0:
                     text = f"({text} + {size})"
                 else:
-                    text = f"{self.names[node]}_at{dim}"
+                    text = f"{name}_at{dim}"
                     self.lines.append(f"{text} = tl.where({i.text} < 0, {i.text} + {size}, {i.text})")
                 inside.append(f"({text} >= 0)")
             inside.append(f"({text} < {size})")
-            wide = f"tl.cast({text}, tl.int64)" if layout.is_wide or i.is_wide else text
+            texts.append((text, i.is_wide))
+        return texts, inside
+
+    def _read(self, node: Node) -> _Value:
+        capture, indices = node.args
+        layout, pointer = self.captures[str(capture.target)], self.names[capture]
+        kind = _kind(layout.dtype)
+        offsets = []
+        texts, inside = self._indices(indices, pointer, self.names[node])
+        for dim, (text, is_wide) in enumerate(texts):
+            wide = f"tl.cast({text}, tl.int64)" if layout.is_wide or is_wide else text
             is_unit = layout.is_row_contiguous and dim == layout.ndim - 1
             offsets.append(wide if is_unit else f"{wide} * {pointer}_stride{dim}")
         offset = offsets[0] if len(offsets) == 1 and "*" not in offsets[0] else f"({' + '.join(offsets)})"

@@ -259,8 +259,9 @@ def logits(
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
-    # (s, factor, slope, score): s * factor is the logit in units of log2, before the mask; slope is d capped / d scaled score; score is
-    # what score_mod is given. With nothing to add, s stays the raw product and the scale is folded into the exponent's multiply-add.
+    # (s, factor, slope, score): s * factor is the logit in units of log2, before the mask; slope is d capped / d scaled score;
+    # score is what score_mod is given. With nothing to add, s stays the raw product, and the scale is folded into the exponent's
+    # multiply-add.
     s = qk
     factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
     slope = 1.0
@@ -328,7 +329,8 @@ def score_gradient(
     MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
     META: tl.constexpr,
 ):
-    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score).
+    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score, the
+    # score that score_mod was given).
     s, factor, slope, score = logits(
         qk,
         i,
@@ -355,7 +357,7 @@ def score_gradient(
         p = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
     elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
         p = tl.where(visible_queries(i, j, shift, window_left, window_right, META), p, 0.0)
-    if MASK == "queries" and META.HAS_SCORE_MOD:  # which may make the scores of a query past the end infinite
+    if MASK != "none" and META.HAS_SCORE_MOD:  # which may make the scores of a query past the end infinite
         p = tl.where(i < len_q, p, 0.0)
     if META.HAS_MASK_MOD:
         p = tl.where(MODS.mask(b, h, i, j, captures), p, 0.0)
@@ -367,4 +369,4 @@ def score_gradient(
     dscore = dlogit
     if META.HAS_SCORE_MOD:  # whose derivative may be infinite where nothing is visible
         dscore = tl.where(dlogit == 0.0, 0.0, MODS.gradient(dlogit, score, b, h, i, j, captures))
-    return p, p_dropped, dlogit, dscore * slope
+    return p, p_dropped, dlogit, dscore * slope, score

@@ -21,6 +21,7 @@ class Mods(NamedTuple):
 
     score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
     gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
+    accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
 

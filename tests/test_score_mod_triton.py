@@ -14,7 +14,12 @@ from torch import Tensor
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.program import OPS
-from flexattn.kernels_triton import lowering
+from flexattn.kernels_triton import configs, lowering
+from flexattn.kernels_triton.backward import attention_backward
+from flexattn.kernels_triton.capture_gradient import capture_gradients
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileRequest, compile_many, request_for
+from flexattn.kernels_triton.forward import attention_forward
+from flexattn.kernels_triton.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -29,6 +34,7 @@ from flexattn.testing import (
 
 GPU = torch.cuda.is_available()
 HEADS = 4
+LOOP_SPILLS = 0.08  # as a share of a loop's instructions, as in tests/test_configs.py with every feature at once
 
 
 def lengths(*values: int) -> list[int]:
@@ -153,7 +159,8 @@ def test_with_every_feature(make_mods: Any, device: str) -> None:
 
 UNARY = {
     "abs": torch.abs, "ceil": torch.ceil, "cos": torch.cos, "cosh": torch.cosh, "erf": torch.erf, "erfc": torch.erfc,
-    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "floor": torch.floor, "neg": torch.neg, "relu": torch.relu, "round": torch.round,
+    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "floor": torch.floor, "neg": torch.neg, "relu": torch.relu,
+    "round": torch.round,
     "sigmoid": torch.sigmoid, "sign": torch.sign, "sin": torch.sin, "sinh": torch.sinh, "tan": lambda x: torch.tan(x * 0.2),
     "tanh": torch.tanh, "trunc": torch.trunc, "log": lambda x: (x.abs() + 0.5).log(), "log2": lambda x: (x.abs() + 0.5).log2(),
     "log10": lambda x: (x.abs() + 0.5).log10(), "log1p": lambda x: x.abs().log1p(), "sqrt": lambda x: (x.abs() + 0.1).sqrt(),
@@ -212,7 +219,16 @@ def test_every_op_of_a_program_is_lowered_and_tested() -> None:
 
 
 # Random mods: expressions over the score, the indices and reads, smooth where a gradient flows.
-LEAVES = ["score", "column[j]", "row[b, h, i]", "table[h, (i - j) % 9]", "scale", "(i - j).abs() * 0.05", "0.75", "(h + 1)"]
+LEAVES = [
+    "score",
+    "column[j]",
+    "row[b, h, i]",
+    "table[h, (i - j) % 9]",
+    "scale",
+    "(i - j).abs() * 0.05",
+    "torch.full((), 0.75)",
+    "(h + 1)",
+]
 NODES = [
     "({0} + {1})", "({0} - {1})", "({0} * {1})", "torch.tanh({0})", "torch.sigmoid({0}) * {1}", "{0} / ({1} * {1} + 1)",
     "torch.where(i >= j, {0}, {1})", "torch.where((i + b) % 3 == h, {0}, {1} - 1)", "torch.sin({0})", "torch.exp(-({0}) * ({0}))",
@@ -272,3 +288,89 @@ def test_the_source_is_readable(device: str) -> None:
             "",
         ]
     )
+
+
+def with_gradients(device: str) -> tuple[Any, Any]:
+    """Captures of every rank, read once and more, at indices of each kind; all need gradients, one of them in vain."""
+    cap = torch.tensor(2.0, device=device).requires_grad_()
+    slopes, table = (rand(*shape, device=device).requires_grad_() for shape in ((HEADS,), (HEADS, 21)))
+    column = rand(4, 500, device=device).requires_grad_()
+    dense = rand(1, HEADS, 500, 500, device=device, dtype=torch.bfloat16).mT.requires_grad_()
+    unused = rand(3, device=device).requires_grad_()
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        score = cap * torch.tanh(score / cap) - slopes[h] * (i - j).abs() * 0.1 + dense[0, h, i, j]
+        score = score + table[h, (i - j).clamp(-10, 10) + 10] * table[0, 3] + column[b, j] + column[b, -1 - i // 2] * score
+        return score + torch.round(unused[0])
+
+    return score_mod, None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_captures(dtype: torch.dtype, deterministic: bool, device: str) -> None:
+    call = {
+        "attn_mask_type": "padding_causal",
+        "dropout_p": 0.2,
+        "rng_state": torch.tensor((5, 6), device=device),
+        "softcap": 9.0,
+        "deterministic": deterministic,
+    }
+    inputs: dict[str, Any] = {"qkv_format": "thd", "gap": 2, "lengths_q": lengths(41, 0, 9), "lengths_kv": lengths(35, 4, 17)}
+    results = check(with_gradients(device), device, call, **inputs, dtype=dtype)
+    assert len(results) == 6 + 6
+    if deterministic:
+        again = check(with_gradients(device), device, call, **inputs, dtype=dtype)
+        assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+
+
+def test_infinite_gradients_of_captures_are_not_hidden(device: str) -> None:
+    weights = torch.tensor([0.0, 1.0], device=device).requires_grad_()
+    given_inputs = make_inputs(lengths_q=lengths(9), device=device)
+    traced = trace_mods(lambda score, b, h, i, j: score * weights[1].sqrt() + weights[0].sqrt() * j, None, needs_grad=True)
+    for deterministic in (False, True):
+        spec, x = make_call(given_inputs, mods=traced, deterministic=deterministic)
+        out, lse, _ = triton_backend.forward(spec, x)
+        gradients = triton_backend.backward(spec, x, out, lse, make_dout(given_inputs), None)
+        assert gradients.dmod_tensors is not None
+        assert not gradients.dmod_tensors[0][0].isfinite()
+
+
+def requests(make_mods: Any, sm: int, head_dim: int) -> list[CompileRequest]:
+    """Every kernel of a call, with the tiles that the device would use."""
+    given_inputs = make_inputs(
+        lengths_q=[64, 64], padding=True, gap=1, head_dim_qk=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16
+    )
+    traced = trace_mods(*make_mods("cpu"), needs_grad=True)
+    spec, x = make_call(given_inputs, mods=traced, attn_mask_type="padding_causal", return_max_logit=False)
+    problem = triton_backend._problem(spec, x)
+    lse, (dq, dk, dv, dout, out) = torch.zeros(2, HEADS, 65), (torch.zeros_like(t) for t in (x.q, x.k, x.v, x.q, x.q))
+    captured = [torch.zeros_like(t) for t in x.mod_tensors if t.requires_grad]
+    captured = captured[: len(traced.program.added_to)]
+    with recorded_launches() as launches:
+        attention_forward(problem, out, lse, tile=problem.tile(configs.FORWARD, sm))
+        tiles = (problem.tile(configs.DQ, sm), problem.tile(configs.DKDV, sm))
+        attention_backward(problem, out, lse, dout, None, dq, dk, dv, None, None, captured, False, *tiles)
+        if captured:
+            statistics = torch.zeros(3, *lse.shape)
+            capture_gradients(problem, statistics, dout, captured, True, problem.tile(configs.BIAS_GRADIENT, sm))
+    return [request_for(launch, sm) for launch in launches]
+
+
+def check_compiled(cases: list[tuple[Any, int, int]]) -> None:
+    wanted = [request for case in cases for request in requests(*case)]
+    for request, report in zip(wanted, compile_many(wanted), strict=True):
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[request.sm], request
+        assert report.loop_spill_share <= LOOP_SPILLS, f"{request}: {report.loop_spill_share:.1%}"
+        if request.sm == 90 and "capture" not in request.kernel and request.constexprs["META"].BLOCK_M >= 64:
+            assert report.matrix_instructions.keys() == {"HGMMA"} or "dkdv" in request.kernel, request
+
+
+def test_compiled_ahead_of_time() -> None:
+    check_compiled([(softcap, 90, 128), (documents, 90, 128), (with_gradients, 90, 64)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_every_mod_compiled_ahead_of_time(sm: int) -> None:
+    check_compiled([(make_mods, sm, head_dim) for make_mods in (*MODS, with_gradients) for head_dim in (64, 128, 256)])
