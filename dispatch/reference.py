@@ -129,8 +129,16 @@ def attend(
         logits = logits.masked_fill(j < diagonal - spec.band.left, NEG_INF)
     if spec.band.right is not None:
         logits = logits.masked_fill(j > diagonal + spec.band.right, NEG_INF)
+    hidden = None
     if spec.mods is not None and spec.mods.mask is not None:
-        logits = logits.masked_fill(~evaluate(spec.mods.mask, inputs, logits.dtype), NEG_INF)
+        hidden = ~evaluate(spec.mods.mask, inputs, logits.dtype)
+    if spec.block_size is not None:
+        kinds = block_kinds(x)
+        kinds = kinds if kinds.shape[0] == 1 else kinds[_slice(sequences.batch)]
+        kinds = kinds[..., i // spec.block_size[0], j // spec.block_size[1]]
+        hidden = (kinds == 0) if hidden is None else (kinds == 0) | (kinds == 1) & hidden
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, NEG_INF)
 
     row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
     sink = _sink(spec, block)
@@ -151,6 +159,17 @@ def attend(
         weights = weights.masked_fill(~keep, 0.0) / (1 - x.dropout_p)
     out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
     return out, lse, row_max
+
+
+def block_kinds(x: Operands) -> Tensor:
+    """Of each block of queries and keys, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for masked, 2 for seen whole."""
+    counts, indices, full_counts, full_indices = x.block_mask[:4]
+    columns = indices.shape[-1]
+    kinds = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
+    place = torch.arange(columns, device=indices.device)
+    kinds.scatter_(-1, torch.where(place < counts[..., None], indices.long(), columns), 1)
+    kinds.scatter_(-1, torch.where(place < full_counts[..., None], full_indices.long(), columns), 2)
+    return kinds[..., :columns]
 
 
 def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:

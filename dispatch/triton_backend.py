@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,7 +113,14 @@ def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def] 
         max_seqlen_kv=x.max_seqlen_kv,
         mods=mods,
         captures=captures,
+        block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
     )
+
+
+def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
+    from flexattn.kernels_triton.problem import BlockLists
+
+    return BlockLists(*tensors, *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
 
 
 def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:

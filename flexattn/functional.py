@@ -6,16 +6,20 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flexattn import ops, validation
+from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, from_bshd, make_band, parse_format
 from flexattn.score_mod import Mod, trace_mods
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def attention(
@@ -45,6 +49,7 @@ def attention(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
+    block_mask: BlockMask | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -98,6 +103,8 @@ def attention(
             after it.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, on top of attn_mask_type and window_size.
         score_mod_tensors: tensors that score_mod takes after its five arguments, or by name where this is a mapping.
+        block_mask: torch's BlockMask, of torch's create_block_mask or flexattn's, with its own mask_mod: blocks that nobody sees
+            are skipped, and those that are seen whole are not masked. It may be for more queries and keys than there are.
         deterministic: True makes repeated runs equal to the bit, or raises. None does as
             torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.
@@ -148,6 +155,7 @@ def attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
         score_mod_tensors=score_mod_tensors,
+        block_mask=block_mask,
         deterministic=deterministic,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
@@ -245,6 +253,7 @@ def _prepare(
     score_mod: Mod | None,
     mask_mod: Mod | None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
+    block_mask: BlockMask | None,
     deterministic: bool | None,
     return_lse: bool,
     return_max_logit: bool,
@@ -274,7 +283,12 @@ def _prepare(
     if bias_type == "alibi" and alibi_slopes is None:
         alibi_slopes = _default_alibi_slopes(heads, q)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
-    mods = None
+    mods, blocks = None, None
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+        blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
+        mask_mod = block_mask.mask_mod
     if score_mod is not None or mask_mod is not None:
         mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad)
         mods = mods._replace(tensors=validation.check_mod_tensors(mods.program, mods.tensors, q))
@@ -300,6 +314,7 @@ def _prepare(
         dropout_p=float(dropout_p),
         mod_tensors=() if mods is None else mods.tensors,
         mod_numbers=() if mods is None else mods.numbers,
+        block_mask=() if blocks is None else blocks.tensors,
     )
     settings = ops.Settings(
         qkv_format=qkv_format,
@@ -315,6 +330,8 @@ def _prepare(
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=requested_backend(backend),
         mods="" if mods is None else mods.program.text,
+        block_size_q=0 if blocks is None else blocks.block_size[0],
+        block_size_kv=0 if blocks is None else blocks.block_size[1],
     )
     return x, settings
 

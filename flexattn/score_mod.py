@@ -130,7 +130,7 @@ def _joined(graphs: tuple[tuple[Graph, tuple[Capture, ...]], ...], has_score: bo
         joined.append(_renamed(graph, names, taken))
         captures += [capture._replace(name=names[capture.name]) for capture in of_graph]
     score = joined[0] if has_score else None
-    mask = joined[-1] if len(joined) > has_score else None
+    mask = joined[-1] if len(joined) > has_score and not _is_always_true(joined[-1]) else None
     wants_derivative = needs_grad or any(capture.needs_grad for capture in captures)
     derivative = derive(score, captures) if score is not None and wants_derivative else None
     return make_program(captures, score, mask, derivative)
@@ -469,6 +469,11 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
     graph.output(outputs)
     graph.eliminate_dead_code()
     return graph
+
+
+def _is_always_true(graph: Graph) -> bool:
+    result: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
+    return op_name(result) == "full" and bool(result.args[1])
 
 
 def _is_zero(node: Node) -> bool:

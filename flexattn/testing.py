@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.block_mask import BlockLists
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, make_band, parse_format
 from flexattn.score_mod import Traced
@@ -163,13 +164,14 @@ def make_call(
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     mods: Traced | None = None,
+    blocks: BlockLists | None = None,
     deterministic: bool = False,
     return_max_logit: bool = True,
 ) -> tuple[AttentionSpec, Operands]:
     """What a backend gets for `attention(**inputs._asdict(), ...)`: for tests of one backend. Nothing is validated.
 
-    The arguments mean what they mean to `attention`, and `mods` is what
-    `flexattn.score_mod.trace_mods` gives; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
+    The arguments mean what they mean to `attention`; `mods` is what `flexattn.score_mod.trace_mods` gives, `blocks` what
+    `flexattn.block_mask.block_lists` does; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
     Every gradient is asked for.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -201,6 +203,7 @@ def make_call(
         device_type=q.device.type,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         mods=None if mods is None else mods.program,
+        block_size=None if blocks is None else blocks.block_size,
     )
     operands = Operands(
         q=q,
@@ -221,6 +224,7 @@ def make_call(
         dropout_p=dropout_p,
         mod_tensors=() if mods is None else mods.tensors,
         mod_numbers=() if mods is None else mods.numbers,
+        block_mask=() if blocks is None else blocks.tensors,
     )
     return spec, operands
 

@@ -20,6 +20,8 @@ from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LOG2E,
     dropout_keep,
+    listed_tile,
+    load_block_lists,
     load_head,
     load_row_statistics,
     load_sequence,
@@ -74,6 +76,10 @@ def _attn_bwd_dq_loop(
     b,
     h,
     captures,
+    masked_ptr,
+    num_masked,
+    full_ptr,
+    first_full,
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -83,7 +89,13 @@ def _attn_bwd_dq_loop(
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
     k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
     v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
-    for n in tl.range(begin, end, BLOCK_N):
+    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n = t
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_KV, BLOCK_N)
+            k_pointer = k_base + tl.cast(n, tl.int64) * k_step
+            v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
         k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
@@ -123,6 +135,7 @@ def _attn_bwd_dq_loop(
             h,
             captures,
             MODS,
+            is_full,
             "keys" if IS_MASKED else "none",
             META,
         )
@@ -132,8 +145,9 @@ def _attn_bwd_dq_loop(
         dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
         if META.QK1 > 0:
             dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
-        k_pointer += BLOCK_N * k_step
-        v_pointer += BLOCK_N * v_step
+        if META.BLOCK_SIZE_Q == 0:
+            k_pointer += BLOCK_N * k_step
+            v_pointer += BLOCK_N * v_step
     return dq0, dq1, row_sum
 
 
@@ -179,6 +193,13 @@ def _attn_bwd_dq_kernel(
     stride_vs,
     stride_vh,
     captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     out_ptr,
     stride_ob,
     stride_os,
@@ -275,7 +296,22 @@ def _attn_bwd_dq_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):  # as in the forward
+    masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+    if META.BLOCK_SIZE_Q > 0:
+        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+        masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+            block_counts_ptr,
+            block_indices_ptr,
+            full_counts_ptr,
+            full_indices_ptr,
+            row,
+            list_length,
+            len_kv,
+            META.BLOCK_SIZE_KV,
+            META.BLOCK_N,
+            META,
+        )
+    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
         dq0, dq1, row_sum = _attn_bwd_dq_loop(
             dq0,
             dq1,
@@ -294,7 +330,7 @@ def _attn_bwd_dq_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end)),
             full_begin if phase == 0 else (full_end if phase == 1 else end),
             first_row,
             len_q,
@@ -313,6 +349,10 @@ def _attn_bwd_dq_kernel(
             b,
             h,
             captures,
+            masked_ptr,
+            0 if phase == 1 else num_masked,
+            full_ptr,
+            0 if phase == 1 else inside,
             MODS,
             phase != 1,
             META,
@@ -378,6 +418,10 @@ def _attn_bwd_dkdv_loop(
     b,
     h,
     captures,
+    masked_ptr,
+    num_masked,
+    full_ptr,
+    first_full,
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -391,7 +435,13 @@ def _attn_bwd_dkdv_loop(
     j = first_column + tl.arange(0, BLOCK_N)[:, None]
     q_pointer = q_base + tl.cast(begin, tl.int64) * q_step
     dout_pointer = dout_base + tl.cast(begin, tl.int64) * dout_step
-    for m in tl.range(begin, end, BLOCK_M):
+    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
+        m = t
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            m, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_Q, BLOCK_M)
+            q_pointer = q_base + tl.cast(m, tl.int64) * q_step
+            dout_pointer = dout_base + tl.cast(m, tl.int64) * dout_step
         rows = m + tl.arange(0, BLOCK_M)
         q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, CHECK_ROWS)
         dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, CHECK_ROWS)
@@ -432,6 +482,7 @@ def _attn_bwd_dkdv_loop(
             h,
             captures,
             MODS,
+            is_full,
             MASK,
             META,
         )
@@ -445,8 +496,9 @@ def _attn_bwd_dkdv_loop(
             dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
             if META.QK1 > 0:
                 dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
-        q_pointer += BLOCK_M * q_step
-        dout_pointer += BLOCK_M * dout_step
+        if META.BLOCK_SIZE_Q == 0:
+            q_pointer += BLOCK_M * q_step
+            dout_pointer += BLOCK_M * dout_step
     return dk0, dk1, dv0, dv1
 
 
@@ -492,6 +544,13 @@ def _attn_bwd_dkdv_kernel(
     stride_vs,
     stride_vh,
     captures,
+    block_counts_ptr,  # of the block mask, the lists of query blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     dout_ptr,
     stride_dob,
     stride_dos,
@@ -595,9 +654,24 @@ def _attn_bwd_dkdv_kernel(
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # First the queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end
         # cuts, both by one loop, as each loop more costs the others registers, of which there are too few; last those that see all.
-        for part in range(0 if META.HAS_RIGHT else 1, 2):
-            masked_begin = begin if part == 0 else full_end
-            masked_end = full_begin if part == 0 else end
+        masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+        if META.BLOCK_SIZE_Q > 0:
+            row = b * stride_list_b + h * stride_list_h + first_column // META.BLOCK_SIZE_KV
+            masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+                block_counts_ptr,
+                block_indices_ptr,
+                full_counts_ptr,
+                full_indices_ptr,
+                row,
+                list_length,
+                len_q,
+                META.BLOCK_SIZE_Q,
+                META.BLOCK_M,
+                META,
+            )
+        for part in range(0 if META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1, 2):
+            masked_begin = 0 if META.BLOCK_SIZE_Q > 0 else (begin if part == 0 else full_end)
+            masked_end = end if META.BLOCK_SIZE_Q > 0 else (full_begin if part == 0 else end)
             dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
                 dk0,
                 dk1,
@@ -637,6 +711,10 @@ def _attn_bwd_dkdv_kernel(
                 b,
                 h,
                 captures,
+                masked_ptr,
+                num_masked,
+                full_ptr,
+                inside,
                 MODS,
                 dk_ptr is not None,
                 dv_ptr is not None,
@@ -664,7 +742,7 @@ def _attn_bwd_dkdv_kernel(
             p_scale_ptr + row_base,
             bias_base,
             rng_state_ptr,
-            full_begin,
+            0 if META.BLOCK_SIZE_Q > 0 else full_begin,
             full_end,
             first_column,
             len_q,
@@ -683,6 +761,10 @@ def _attn_bwd_dkdv_kernel(
             b,
             h,
             captures,
+            masked_ptr,
+            0,
+            full_ptr,
+            0,
             MODS,
             dk_ptr is not None,
             dv_ptr is not None,
@@ -764,7 +846,7 @@ def attention_backward(
     blocks = triton.cdiv(x.longest_kv, tile.block_n)
     for dk_part, dv_part in ((dk_parts, None), (None, dv_parts)) if tile.apart else ((dk_parts, dv_parts),):
         arguments = (
-            *x.arguments(meta),
+            *x.arguments(meta, "q"),
             *(dout, *row_strides(dout, meta)),
             *(dk_part, *row_strides(dk_one, meta)),
             *(dv_part, *row_strides(dv_one, meta)),

@@ -14,6 +14,8 @@ from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     dropout_keep,
+    listed_tile,
+    load_block_lists,
     load_head,
     load_row_statistics,
     load_sequence,
@@ -68,6 +70,13 @@ def _attn_bwd_captures_kernel(
     stride_vs,
     stride_vh,
     captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     dout_ptr,
     stride_dob,
     stride_dos,
@@ -132,7 +141,28 @@ def _attn_bwd_captures_kernel(
     begin, _, _, end = visible_range(
         first_row, BLOCK_M, BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    for n in tl.range(begin, end, BLOCK_N):
+    masked_ptr, num_masked, full_ptr = block_indices_ptr, 0, full_indices_ptr
+    if META.BLOCK_SIZE_Q > 0:
+        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+        begin = 0
+        masked_ptr, num_masked, full_ptr, _inside, end, num_inside = load_block_lists(
+            block_counts_ptr,
+            block_indices_ptr,
+            full_counts_ptr,
+            full_indices_ptr,
+            row,
+            list_length,
+            len_kv,
+            META.BLOCK_SIZE_KV,
+            BLOCK_N,
+            META,
+        )
+        end += num_inside
+    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n = t
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, 0, META.BLOCK_SIZE_KV, BLOCK_N)
         columns = n + tl.arange(0, BLOCK_N)
         k_pointer = k_base + tl.cast(n, tl.int64) * k_step
         v_pointer = v_base + tl.cast(n, tl.int64) * v_step
@@ -174,6 +204,7 @@ def _attn_bwd_captures_kernel(
             h,
             captures,
             MODS,
+            is_full,
             "keys",
             META,
         )

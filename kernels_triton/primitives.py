@@ -202,6 +202,52 @@ def visible_range(
 
 
 @triton.jit
+def load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE: tl.constexpr):
+    # (where a row's list of blocks begins, how many begin before `length`, how many of those end before it)
+    pointer = indices_ptr + tl.cast(row, tl.int64) * list_length
+    count = tl.load(counts_ptr + row)
+    while (count > 0) & (tl.load(pointer + tl.maximum(count - 1, 0)) * SIZE >= length):
+        count -= 1
+    inside = count
+    while (inside > 0) & ((tl.load(pointer + tl.maximum(inside - 1, 0)) + 1) * SIZE > length):
+        inside -= 1
+    return pointer, count, inside
+
+
+@triton.jit
+def load_block_lists(
+    counts_ptr,
+    indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    row,
+    list_length,
+    length,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    META: tl.constexpr,
+):
+    # The masked blocks and the full ones: (list, count) of the masked, list of the full, how many of those come unmasked, and the
+    # tiles of both kinds: masked, with the full ones that the end or the band may cut, and unmasked.
+    masked_ptr, num_masked, _ = load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE)
+    full_ptr, num_full, inside = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, length, SIZE)
+    if META.HAS_LEFT or META.HAS_RIGHT:
+        inside = num_full * 0
+    tiles: tl.constexpr = SIZE // BLOCK
+    return masked_ptr, num_masked, full_ptr, inside, (num_masked + num_full - inside) * tiles, inside * tiles
+
+
+@triton.jit
+def listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # (where tile t begins, whether its block is full), counting first the masked blocks, then the full ones from first_full on.
+    tiles: tl.constexpr = SIZE // BLOCK
+    block = t // tiles
+    is_full = block >= num_masked
+    pointer = tl.where(is_full, full_ptr + (first_full + block - num_masked), masked_ptr + block)
+    return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full
+
+
+@triton.jit
 def visible_keys(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
     # For a tile [queries, keys]. The bounds are found per query, so that an element costs one comparison a side.
     last = len_kv - 1
@@ -326,11 +372,12 @@ def score_gradient(
     h,
     captures,
     MODS: tl.constexpr,
+    is_full,  # whether the mask_mod need not be asked
     MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
     META: tl.constexpr,
 ):
-    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score, the
-    # score that score_mod was given).
+    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score,
+    # the score that score_mod was given).
     s, factor, slope, score = logits(
         qk,
         i,
@@ -359,8 +406,8 @@ def score_gradient(
         p = tl.where(visible_queries(i, j, shift, window_left, window_right, META), p, 0.0)
     if MASK != "none" and META.HAS_SCORE_MOD:  # which may make the scores of a query past the end infinite
         p = tl.where(i < len_q, p, 0.0)
-    if META.HAS_MASK_MOD:
-        p = tl.where(MODS.mask(b, h, i, j, captures), p, 0.0)
+    if META.HAS_MASK_MOD and (MASK != "none" or META.BLOCK_SIZE_Q == 0):
+        p = tl.where(MODS.mask(b, h, i, j, captures) | is_full, p, 0.0)
     p_dropped = p
     if META.HAS_DROPOUT:
         p_dropped = tl.where(keep, p * keep_scale, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,40 @@ class Mods(NamedTuple):
     accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
+
+
+class BlockLists(NamedTuple):
+    """A block mask: for each block of queries the blocks of keys that it sees, and the other way round, int32, contiguous.
+
+    Counts are [b | 1, h | 1, rows], indices [b | 1, h | 1, rows, columns], of which the first `count` are valid and ascending. A
+    block in the full lists is seen whole, one in the others as far as the mask_mod says; in neither, not at all.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+    block_size_q: int
+    block_size_kv: int
+
+    def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
+        tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
+        counts, indices = (self.q_num_blocks, self.q_indices) if blocks == "q" else (self.kv_num_blocks, self.kv_indices)
+        batch, heads, rows = counts.shape
+        return (*tensors, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, indices.shape[-1])
+
+    def kinds(self) -> Tensor:
+        """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        columns = self.kv_indices.shape[-1]
+        kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
+        place = torch.arange(columns, device=kinds.device)
+        for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
+            kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
+        return kinds[..., :columns].contiguous()
 
 
 class Meta(NamedTuple):
@@ -47,6 +81,8 @@ class Meta(NamedTuple):
     HAS_DROPOUT: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
+    BLOCK_SIZE_KV: int
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -94,6 +130,7 @@ class Problem:
     max_seqlen_kv: int = 0
     mods: Mods | None = None
     captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
+    block_mask: BlockLists | None = None
 
     @property
     def batch(self) -> int:
@@ -137,7 +174,7 @@ class Problem:
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """The committed tile for this problem, on its own device or on one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
-        return select_tile(
+        tile = select_tile(
             table,
             capability,
             self.q.element_size(),
@@ -146,6 +183,13 @@ class Problem:
             is_open=self.window_left is None and self.window_right is None,
             length=max(self.longest_q, self.longest_kv),
         )
+        if self.block_mask is None:
+            return tile
+        block_m, block_n = (
+            min(block, size & -size)  # the largest power of two that divides the block mask's
+            for block, size in ((tile.block_m, self.block_mask.block_size_q), (tile.block_n, self.block_mask.block_size_kv))
+        )
+        return tile._replace(block_m=block_m, block_n=block_n)
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
@@ -171,6 +215,8 @@ class Problem:
             HAS_DROPOUT=self.dropout_p > 0,
             HAS_SCORE_MOD=self.mods is not None and self.mods.score is not None,
             HAS_MASK_MOD=self.mods is not None and self.mods.mask is not None,
+            BLOCK_SIZE_Q=0 if self.block_mask is None else self.block_mask.block_size_q,
+            BLOCK_SIZE_KV=0 if self.block_mask is None else self.block_mask.block_size_kv,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,
@@ -185,8 +231,11 @@ class Problem:
             BLOCK_N=tile.block_n,
         )
 
-    def arguments(self, meta: Meta) -> tuple[Any, ...]:
-        """The arguments that every kernel begins with, in this order."""
+    def arguments(self, meta: Meta, blocks: Literal["kv", "q", "kinds"] = "kv") -> tuple[Any, ...]:
+        """The arguments that every kernel begins with, in this order.
+
+        blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
+        """
         bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
         slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
         threshold = round(self.dropout_p * 2**32)
@@ -222,6 +271,7 @@ class Problem:
             *row_strides(self.k, meta),
             *row_strides(self.v, meta),
             self.captures,
+            *((None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)),
         )
 
 
