@@ -75,6 +75,11 @@ class Program:
         """Of each captured tensor, whether its gradient is asked for."""
         return tuple(capture.needs_grad for capture in self.captures if not capture.is_number)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to compute, nor to give a gradient to."""
+        return self.score is None and self.mask is None and not any(self.tensor_needs_grad)
+
     @functools.cached_property
     def added_to(self) -> tuple[int, ...]:
         """The captures, as positions among all, to whose gradients the derivative adds."""

@@ -77,8 +77,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         as_bshd(dv, spec.kv_format),
         dbias,
         doffset,
-        dcaptures,
-        spec.deterministic,
+        dcaptures=dcaptures,
+        deterministic=spec.deterministic,
     )
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)

@@ -15,7 +15,7 @@ from flexattn import ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, from_bshd, make_band, parse_format
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Band, Operands, from_bshd, make_band, parse_format
 from flexattn.score_mod import Mod, trace_mods
 
 if TYPE_CHECKING:
@@ -290,7 +290,14 @@ def _prepare(
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
     if score_mod is not None or mask_mod is not None:
-        mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad)
+        # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
+        # and a block mask's full blocks are not masked.
+        is_open = band.left is None and band.right is None
+        find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
+        mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band)
+        if mods.left is not None or mods.right is not None:
+            left, right = (min((n for n in sides if n is not None), default=None) for sides in zip(band[:2], mods[3:], strict=True))
+            band = Band(left, right, bottom_right=False)
         mods = mods._replace(tensors=validation.check_mod_tensors(mods.program, mods.tensors, q))
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
     elif score_mod_tensors:
@@ -329,7 +336,7 @@ def _prepare(
         needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=requested_backend(backend),
-        mods="" if mods is None else mods.program.text,
+        mods="" if mods is None or mods.program.is_empty else mods.program.text,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],
     )

@@ -33,6 +33,7 @@ from flexattn.dispatch.program import (
     op_name,
     read_dtype,
 )
+from flexattn.mod_bands import conjunction, implied_band, is_identity, split_hidden
 from flexattn.mod_graph import INTEGERS, as_dtype, converted, normalised, place_of
 from flexattn.warn import warn_once
 
@@ -43,11 +44,13 @@ _CACHE_SIZE = 256  # of each cache of traces
 
 
 class Traced(NamedTuple):
-    """What a call hands to the operators: the program, and the values of its captures."""
+    """What a call hands to the operators: the program, the values of its captures, and a band that its mask is beside."""
 
     program: Program
     tensors: tuple[Tensor, ...]
     numbers: tuple[float, ...]
+    left: int | None = None  # query i sees no key before i - left, and none after i + right; None: open
+    right: int | None = None
 
 
 class _Trace(NamedTuple):
@@ -86,12 +89,14 @@ def trace_mods(
     mask_mod: Mod | None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
     needs_grad: bool = False,
+    find_band: bool = False,
 ) -> Traced:
     """The program of a call's mods and the values of what they capture.
 
     score_mod(score, b, h, q_idx, kv_idx, *score_mod_tensors) returns the modified score, mask_mod(b, h, q_idx, kv_idx) whether the
     query sees the key; score_mod_tensors may be a mapping, then they are keyword arguments. needs_grad: derive the backward, as is
-    done anyhow where a captured tensor requires a gradient.
+    done anyhow where a captured tensor requires a gradient. find_band: give what the mods hide by kv_idx - q_idx as a band, and
+    leave it out of the program where the band says all of it.
 
     Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
     """
@@ -101,7 +106,7 @@ def trace_mods(
             explicit = score_mod_tensors if role == "score_mod" else ()
             parts.append(_traced(role, mod, explicit))
     graphs = tuple((trace.graph, trace.captures) for trace, _ in parts)
-    program = _joined(graphs, score_mod is not None, needs_grad)
+    program, left, right = _joined(graphs, score_mod is not None, needs_grad, find_band)
     tensors: list[Tensor] = []
     numbers: list[float] = []
     for trace, found in parts:
@@ -110,12 +115,14 @@ def trace_mods(
                 numbers.append(found.floats[position][1])
             else:
                 tensors.append(found.tensors[position][1])
-    return Traced(program, tuple(tensors), tuple(numbers))
+    return Traced(program, tuple(tensors), tuple(numbers), left, right)
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
-def _joined(graphs: tuple[tuple[Graph, tuple[Capture, ...]], ...], has_score: bool, needs_grad: bool) -> Program:
-    """One program for both mods, whose captures follow one another, each with a name of its own."""
+def _joined(
+    graphs: tuple[tuple[Graph, tuple[Capture, ...]], ...], has_score: bool, needs_grad: bool, find_band: bool
+) -> tuple[Program, int | None, int | None]:
+    """One program for both mods, whose captures follow one another, each with a name of its own; and the band beside it."""
     taken: set[str] = {*ARGUMENTS, GRADIENT}
     captures: list[Capture] = []
     joined: list[Graph] = []
@@ -131,9 +138,20 @@ def _joined(graphs: tuple[tuple[Graph, tuple[Capture, ...]], ...], has_score: bo
         captures += [capture._replace(name=names[capture.name]) for capture in of_graph]
     score = joined[0] if has_score else None
     mask = joined[-1] if len(joined) > has_score and not _is_always_true(joined[-1]) else None
+    left, right = None, None
+    if find_band:
+        hidden = None
+        if score is not None:
+            score, hidden = split_hidden(score)
+            score = None if is_identity(score) else score
+        if hidden is not None:
+            mask = hidden if mask is None else conjunction(hidden, mask)
+        if mask is not None:
+            left, right, is_all = implied_band(mask)
+            mask = None if is_all else mask
     wants_derivative = needs_grad or any(capture.needs_grad for capture in captures)
     derivative = derive(score, captures) if score is not None and wants_derivative else None
-    return make_program(captures, score, mask, derivative)
+    return make_program(captures, score, mask, derivative), left, right
 
 
 def _renamed(graph: Graph, names: Mapping[str, str], taken: set[str]) -> Graph:

@@ -800,10 +800,10 @@ def attention_backward(
     dv: Tensor,
     dbias: Tensor | None = None,
     dsoftmax_offset: Tensor | None = None,
-    dcaptures: Sequence[Tensor] = (),
-    deterministic: bool = False,
     tile_dq: Tile | None = None,
     tile_dkdv: Tile | None = None,
+    dcaptures: Sequence[Tensor] = (),
+    deterministic: bool = False,
 ) -> None:
     """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]), and of the captures
     that need one, the only ones whose bits may vary from run to run unless `deterministic`.

@@ -307,3 +307,57 @@ def test_the_cache_is_bounded() -> None:
     info = cache_info()
     assert info["traces"] == 300
     assert info["size"] == 256
+
+
+BANDS = [
+    (lambda b, h, i, j: i >= j, (None, 0, True)),
+    (lambda b, h, i, j: j <= i, (None, 0, True)),
+    (lambda b, h, i, j: (i - j <= 7) & (j - i <= 3), (7, 3, True)),
+    (lambda b, h, i, j: (i - j).abs() < 5, (4, 4, True)),
+    (lambda b, h, i, j: (i >= j) & (i - j < 9) & (j > i - 20), (8, 0, True)),
+    (lambda b, h, i, j: i + 2 > j + 1, (None, 0, True)),
+    (lambda b, h, i, j: torch.logical_and((j - i).abs() <= 5, -(i - j) <= 2), (5, 2, True)),
+    (lambda b, h, i, j: (i >= j) & (h != 1), (None, 0, False)),
+    (lambda b, h, i, j: i > j, (None, None, False)),  # a band begins at the diagonal
+    (lambda b, h, i, j: (i >= j) | (j < 3), (None, None, False)),
+    (lambda b, h, i, j: 2 * i >= j, (None, None, False)),
+    (lambda b, h, i, j: j < 30, (None, None, False)),
+]
+
+
+@pytest.mark.parametrize(("mask_mod", "band"), BANDS)
+def test_a_mask_that_is_a_band_becomes_one(mask_mod: Any, band: tuple[int | None, int | None, bool]) -> None:
+    score_mods = [
+        None,
+        lambda score, b, h, i, j: torch.where(mask_mod(b, h, i, j), score, -math.inf),
+        lambda score, b, h, i, j: (score * h).masked_fill(~mask_mod(b, h, i, j), -math.inf),
+    ]
+    for score_mod in score_mods:
+        given = None if score_mod else mask_mod
+        traced = trace_mods(score_mod, given, find_band=True)
+        assert (traced.left, traced.right, traced.program.mask is None) == band
+        check(score_mod, given)
+    assert trace_mods(score_mods[1], None, find_band=True).program.score is None
+    check(score_mods[1], mask_mod)
+    whole = trace_mods(score_mods[2], mask_mod)
+    assert (whole.left, whole.right) == (None, None)
+    assert whole.program.mask is not None
+
+
+def test_an_implied_band_meets_the_one_that_is_given() -> None:
+    q, k, v = make_qkv(45, 45)
+    mask_mod = lambda b, h, i, j: (i - j <= 9) & (j - i <= 4)  # noqa: E731
+    for given, (left, right) in (
+        ({"window_size": (5, 20), "bottom_right_diagonal": False}, (5, 4)),
+        ({"attn_mask_type": "causal"}, (9, 0)),
+        ({"window_size": (20, 2)}, (9, 2)),  # at the bottom right, which here is the same diagonal, and the mask stays a mask
+    ):
+        out = attention(q, k, v, mask_mod=mask_mod, **given)  # type: ignore[arg-type]
+        want = attention(q, k, v, window_size=(left, right), bottom_right_diagonal=False)
+        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.1])
+    q = make_qkv(37, 45)[0]
+    out = attention(q, k, v, mask_mod=mask_mod, bias_type="alibi", alibi_slopes=slopes)
+    # ALiBi's diagonal is the bottom-right one still
+    want = plain(q, k, v, lambda score, b, h, i, j: score - slopes[h] * (j - i - 8).abs(), mask_mod)
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)

@@ -350,7 +350,7 @@ def requests(make_mods: Any, sm: int, head_dim: int) -> list[CompileRequest]:
     with recorded_launches() as launches:
         attention_forward(problem, out, lse, tile=problem.tile(configs.FORWARD, sm))
         tiles = (problem.tile(configs.DQ, sm), problem.tile(configs.DKDV, sm))
-        attention_backward(problem, out, lse, dout, None, dq, dk, dv, None, None, captured, False, *tiles)
+        attention_backward(problem, out, lse, dout, None, dq, dk, dv, None, None, *tiles, captured)
         if captured:
             statistics = torch.zeros(3, *lse.shape)
             capture_gradients(problem, statistics, dout, captured, True, problem.tile(configs.BIAS_GRADIENT, sm))
