@@ -117,6 +117,15 @@ def _problem(spec: AttentionSpec, x: Operands):  # type: ignore[no-untyped-def] 
     )
 
 
+def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
+    """The source of what the kernels inline for a program."""
+    from flexattn.kernels_triton.lowering import layouts, source_of
+
+    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors))
+    parts = (mods.score, mods.gradient, mods.accumulate, mods.mask)
+    return "\n".join(source_of(function) for function in parts if function is not None)
+
+
 def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
     from flexattn.kernels_triton.problem import BlockLists
 

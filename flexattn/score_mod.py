@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 
 from flexattn.captures import Captures, find_captures, with_floats
+from flexattn.dispatch import triton_backend
 from flexattn.dispatch.program import (
     ARGUMENTS,
     GRADIENT,
@@ -116,6 +117,17 @@ def trace_mods(
             else:
                 tensors.append(found.tensors[position][1])
     return Traced(program, tuple(tensors), tuple(numbers), left, right)
+
+
+def mod_source(
+    score_mod: Mod | None = None, mask_mod: Mod | None = None, score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = ()
+) -> str:
+    """The Triton functions that the kernels inline for these mods: forward, gradient of the score, gradients of captures, mask.
+
+    Raises what `trace_mods` raises, and ImportError without Triton.
+    """
+    traced = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad=True)
+    return triton_backend.mod_source(traced.program, traced.tensors)
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from flexattn.kernels_triton import mod_math
 
@@ -135,6 +136,7 @@ class _Lowering:
         self.values: dict[Node, _Value] = {}
         self.unpacked: set[str] = set()
         self.accumulated: set[str] = set()
+        self.needed: set[Node] = set()
         self.names = {node: f"{node.name}_" if node.name in _RESERVED else node.name for node in graph.nodes}
         taken = set(self.names.values())
         for node in graph.nodes:  # a read is named after what it reads
@@ -147,16 +149,19 @@ class _Lowering:
 
     def source(self, name: str, arguments: Sequence[str], accumulates: bool = False) -> str:
         results: list[str] = []
+        outputs = next(node.args[0] for node in self.graph.nodes if node.op == "output")
         if accumulates:
-            [outputs] = [node.args[0] for node in self.graph.nodes if node.op == "output"]
             self.accumulated = {[*self.captures][position] for position, _, _ in outputs[1:]}
+        wanted = outputs[1:] if accumulates else (outputs[:1] if isinstance(outputs, (list, tuple)) else [outputs])
+        self.needed = _ancestors(x for x in tree_leaves(wanted) if isinstance(x, Node))
         for node in self.graph.nodes:
+            if node.op == "call_function" and node not in self.needed:
+                continue
             if node.op == "placeholder":
                 self.values[node] = self._input(node)
             elif node.op == "call_function":
                 self.values[node] = self._call(node)
             else:
-                outputs = node.args[0]
                 if accumulates:
                     self._accumulate(outputs[1:])
                 else:
@@ -171,9 +176,9 @@ class _Lowering:
         text, target = self.names[node], str(node.target)
         if target in self.captures:
             layout = self.captures[target]
-            if node.users and layout.ndim < 0:
+            if node in self.needed and layout.ndim < 0:
                 self.lines.append(f"{text} = captures[{layout.start}]")
-            elif layout.ndim >= 0 and (node.users or target in self.accumulated):
+            elif layout.ndim >= 0 and (node in self.needed or target in self.accumulated):
                 sizes = [f"{text}_size{d}" for d in range(layout.ndim)]
                 strides = [f"{text}_stride{d}" for d in range(layout.ndim)]
                 self.lines.append(f"{text} = captures[{layout.start}]")
@@ -364,13 +369,19 @@ def _name(dtype: torch.dtype) -> str:
 
 def _dependencies(node: Node) -> set[str]:
     """The names of the inputs that a node's value depends on."""
-    seen, todo = {node}, [node]
+    return {str(x.target) for x in _ancestors([node]) if x.op == "placeholder"}
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are computed from."""
+    todo = list(nodes)
+    seen = set(todo)
     while todo:
         for x in todo.pop().all_input_nodes:
             if x not in seen:
                 seen.add(x)
                 todo.append(x)
-    return {str(x.target) for x in seen if x.op == "placeholder"}
+    return seen
 
 
 def _bounds(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
