@@ -48,7 +48,8 @@ class Program:
 
     score: returns the modified score. mask: returns whether the query sees the key. derivative: takes `dscore` too, and returns
     the gradient of the score (None: zero), and then for each read of a capture that needs a gradient (its position among
-    `captures`, the indices, the gradient of what was read). All take ARGUMENTS and the captures, by name.
+    `captures`, the indices, the gradient of what was read). All take ARGUMENTS and the captures, by name. is_given: the
+    derivative is the user's, and need not be that of score.
 
     Floating point in a graph is called float32, whatever arithmetic a backend uses and the captures are of; integers are int64.
     """
@@ -58,6 +59,7 @@ class Program:
         self._hash = hash(text)
         parts = json.loads(text)
         self.captures = tuple(Capture(name, getattr(torch, dtype), ndim, grad) for name, dtype, ndim, grad in parts["captures"])
+        self.is_given = parts["is_given"]
         self.score, self.mask, self.derivative = (decode_graph(parts[name]) for name in ("score", "mask", "derivative"))
 
     def __hash__(self) -> int:
@@ -110,13 +112,18 @@ def parse_program(text: str) -> Program | None:
 
 
 def make_program(
-    captures: Sequence[Capture], score: Graph | None = None, mask: Graph | None = None, derivative: Graph | None = None
+    captures: Sequence[Capture],
+    score: Graph | None = None,
+    mask: Graph | None = None,
+    derivative: Graph | None = None,
+    is_given: bool = False,
 ) -> Program:
     parts = {
         "captures": [[c.name, _name(c.dtype), c.ndim, c.needs_grad] for c in captures],
         "score": encode_graph(score),
         "mask": encode_graph(mask),
         "derivative": encode_graph(derivative),
+        "is_given": is_given,
     }
     program = parse_program(json.dumps(parts, separators=(",", ":")))
     assert program is not None

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch.philox import dropout_keep
-from flexattn.dispatch.program import evaluate
+from flexattn.dispatch.program import Program, evaluate
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
 
 NEG_INF = float("-inf")
@@ -114,11 +114,12 @@ def attend(
     b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)
     h = torch.arange(spec.num_heads, device=i.device)
     if spec.mods is not None:
-        inputs: dict[str, Tensor | float] = {"score": logits, "q_idx": i, "kv_idx": j}
+        inputs: dict[str, Tensor | float] = {"q_idx": i, "kv_idx": j}
         inputs |= {"b": b[:, None, None, None], "h": h[:, None, None]}
         inputs |= spec.mods.inputs(block.mod_tensors, x.mod_numbers)
         if spec.mods.score is not None:
-            logits = evaluate(spec.mods.score, inputs, logits.dtype).expand(logits.shape)
+            modify = _WithGivenDerivative.apply if spec.mods.is_given else _modified
+            logits = modify(logits, spec.mods, inputs)
     if spec.bias_type == "post_scale_bias":
         assert block.bias is not None
         logits = logits + block.bias
@@ -159,6 +160,27 @@ def attend(
         weights = weights.masked_fill(~keep, 0.0) / (1 - x.dropout_p)
     out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
     return out, lse, row_max
+
+
+def _modified(logits: Tensor, program: Program, inputs: dict[str, Tensor | float]) -> Tensor:
+    assert program.score is not None
+    out: Tensor = evaluate(program.score, inputs | {"score": logits}, logits.dtype).expand(logits.shape)
+    return out
+
+
+class _WithGivenDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, program: Program, inputs: dict[str, Tensor | float]) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.call = program, inputs
+        return _modified(logits, program, inputs).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dscore: Tensor) -> tuple[Tensor, None, None]:
+        (logits,) = ctx.saved_tensors
+        program, inputs = ctx.call
+        out = evaluate(program.derivative, inputs | {"score": logits, "dscore": dscore}, logits.dtype)[0]
+        return out.expand(logits.shape), None, None
 
 
 def block_kinds(x: Operands) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 _CONSTANTS = (int, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, range, slice)
-_LIBRARIES = ("torch", "math", "operator", "numpy", "functools", "builtins", "typing")  # whose functions do not change
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy"}  # whose functions do not change
 _MOST_DEEP = 16
 
 
@@ -88,8 +89,8 @@ class _Walk:
                 self.tensors.append((name, value))
             needs_grad = value.requires_grad and torch.is_grad_enabled()
             return (Tensor, self.tensor_at[id(value)], value.dtype, value.dim(), needs_grad), value
-        if self._is_fixed(value):
-            return (kind, value), value
+        if self._is_fixed(value) or getattr(kind, "is_trace_state", False):
+            return (kind, value if self._is_fixed(value) else None), value
         if depth > _MOST_DEEP:
             return self._give_up(name, value, f"more than {_MOST_DEEP} references away")
         if id(value) in self.seen:

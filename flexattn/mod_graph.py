@@ -64,7 +64,7 @@ def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Seq
             result = values[node.args[0]]
             if isinstance(result, _View):
                 raise ValueError(f"{role} returns a tensor of {result.ndim} dims; accepted: one value, a 0-d tensor or a number")
-            wanted = torch.float32 if role == "score_mod" else torch.bool
+            wanted = torch.bool if role == "mask_mod" else torch.float32
             graph.output(as_dtype(graph, result, wanted))
         else:
             raise ValueError(f"{role} makes a tensor of its own{_line_of(node)}; make it before the call and capture it")

@@ -41,6 +41,7 @@ from flexattn.warn import warn_once
 Mod = Callable[..., Any]
 _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
 _CACHE_SIZE = 256  # of each cache of traces
 
 
@@ -102,12 +103,15 @@ def trace_mods(
     Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
     """
     parts: list[tuple[_Trace, Captures]] = []
-    for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+    gradient = getattr(score_mod, "score_mod_gradient", None)  # a backward that is given, not derived
+    mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_gradient": gradient}
+    for role, mod in mods.items():
         if mod is not None:
             explicit = score_mod_tensors if role == "score_mod" else ()
             parts.append(_traced(role, mod, explicit))
     graphs = tuple((trace.graph, trace.captures) for trace, _ in parts)
-    program, left, right = _joined(graphs, score_mod is not None, needs_grad, find_band)
+    roles = tuple(role for role, mod in mods.items() if mod is not None)
+    program, left, right = _joined(graphs, roles, needs_grad, find_band)
     tensors: list[Tensor] = []
     numbers: list[float] = []
     for trace, found in parts:
@@ -132,7 +136,7 @@ def mod_source(
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
 def _joined(
-    graphs: tuple[tuple[Graph, tuple[Capture, ...]], ...], has_score: bool, needs_grad: bool, find_band: bool
+    graphs: tuple[tuple[Graph, tuple[Capture, ...]], ...], roles: tuple[str, ...], needs_grad: bool, find_band: bool
 ) -> tuple[Program, int | None, int | None]:
     """One program for both mods, whose captures follow one another, each with a name of its own; and the band beside it."""
     taken: set[str] = {*ARGUMENTS, GRADIENT}
@@ -148,12 +152,13 @@ def _joined(
             names[capture.name] = name
         joined.append(_renamed(graph, names, taken))
         captures += [capture._replace(name=names[capture.name]) for capture in of_graph]
-    score = joined[0] if has_score else None
-    mask = joined[-1] if len(joined) > has_score and not _is_always_true(joined[-1]) else None
+    by_role = dict(zip(roles, joined, strict=True))
+    score, mask, given = (by_role.get(role) for role in ("score_mod", "mask_mod", "score_mod_gradient"))
+    mask = None if mask is None or _is_always_true(mask) else mask
     left, right = None, None
     if find_band:
         hidden = None
-        if score is not None:
+        if score is not None and given is None:
             score, hidden = split_hidden(score)
             score = None if is_identity(score) else score
         if hidden is not None:
@@ -162,8 +167,18 @@ def _joined(
             left, right, is_all = implied_band(mask)
             mask = None if is_all else mask
     wants_derivative = needs_grad or any(capture.needs_grad for capture in captures)
-    derivative = derive(score, captures) if score is not None and wants_derivative else None
-    return make_program(captures, score, mask, derivative), left, right
+    if given is not None:
+        derivative: Graph | None = _listed(given)
+    else:
+        derivative = derive(score, captures) if score is not None and wants_derivative else None
+    return make_program(captures, score, mask, derivative, given is not None), left, right
+
+
+def _listed(gradient: Graph) -> Graph:
+    """A gradient of the score as a derivative's outputs: a list with it alone."""
+    output = next(node for node in gradient.nodes if node.op == "output")
+    output.args = ([output.args[0]],)
+    return gradient
 
 
 def _renamed(graph: Graph, names: Mapping[str, str], taken: set[str]) -> Graph:
@@ -245,7 +260,7 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
 
 def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
     """The mod's graph in the ops of a program, and the tensors whose shapes it looked at."""
-    arguments = ARGUMENTS if role == "score_mod" else ARGUMENTS[1:]
+    arguments = _ARGUMENTS_OF[role]
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = []
     for name, (_, tensor) in zip(names, found.tensors, strict=False):
@@ -258,10 +273,11 @@ def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
         captures.append(Capture(name, tensor.dtype, tensor.dim(), grad))
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
 
+    floating = ("score", GRADIENT)
     with FakeTensorMode(), torch.no_grad():
         stand_ins = [torch.empty(t.shape, dtype=read_dtype(t.dtype)) for _, t in found.tensors]
         numbers = [torch.empty((), dtype=torch.float32) for _ in found.floats]
-        scalars = [torch.empty((), dtype=torch.float32 if name == "score" else torch.int64) for name in arguments]
+        scalars = [torch.empty((), dtype=torch.float32 if name in floating else torch.int64) for name in arguments]
 
         def traced(*values: Tensor) -> Any:
             given = values[: len(scalars)]

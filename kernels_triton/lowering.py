@@ -9,7 +9,9 @@ either order. Floating point is float32. Integers mean int64, and are int32 wher
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import linecache
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from flexattn.kernels_triton import mod_math
+from flexattn.kernels_triton import mod_math, primitives
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
@@ -85,21 +87,33 @@ def reads_tiles(graph: Graph | None) -> bool:
 
 
 def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
-    """The graph as a Triton function name(*arguments, captures); `arguments` are the names of its inputs that are no captures.
+    """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
 
     Raises NotImplementedError for an op that is not in `OPS`.
     """
-    return compile_source(name, _Lowering(graph, captures).source(name, arguments))
+    return _named(name, _Lowering(graph, captures).source(name, arguments))
 
 
 def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
-    """Of a derivative, what it adds to the gradients of captures, as accumulate(*arguments, captures, sums, scales, MODE)."""
-    return compile_source("accumulate", _Lowering(graph, captures).source("accumulate", arguments, accumulates=True))
+    """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
+    return _named("accumulate", _Lowering(graph, captures).source("accumulate", arguments, accumulates=True))
+
+
+def _named(name: str, source: str) -> Any:
+    # Triton keeps a compiled kernel under the text of its constants, which of a function in a tuple is the name alone: so the name
+    # says what the function computes, and with which helpers.
+    digest = hashlib.sha256((source + _helpers()).encode()).hexdigest()[:16]
+    return compile_source(f"{name}_{digest}", source.replace(f"def {name}(", f"def {name}_{digest}(", 1))
+
+
+@functools.cache
+def _helpers() -> str:
+    return inspect.getsource(mod_math) + inspect.getsource(primitives)
 
 
 def compile_source(name: str, source: str) -> Any:
     """The @triton.jit function `name` of a generated source; tracebacks and inspect find the source through linecache."""
-    file = f"<flexattn {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    file = f"<flexattn {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"tl": tl, "triton": triton, "mod_math": mod_math, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)

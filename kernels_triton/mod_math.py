@@ -98,9 +98,8 @@ def power(x, y):
     magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
     is_whole = y == tl.floor(y)
     is_odd = is_whole & (y != 2.0 * tl.floor(y * 0.5))
-    signed = tl.where((x < 0) & is_odd, -magnitude, magnitude)
-    signed = tl.where((x < 0) & (is_whole == 0), float("nan"), signed)
-    return tl.where(y == 0.0, 1.0, signed)
+    negative = tl.where(is_whole, tl.where(is_odd, -magnitude, magnitude), float("nan"))
+    return tl.where(y == 0.0, 1.0, tl.where(x < 0, negative, magnitude))
 
 
 @triton.jit

@@ -267,6 +267,17 @@ def test_infinities_where_nothing_is_visible_stay_there(device: str) -> None:
     assert gradients.dq.any()
 
 
+def test_no_two_mods_share_a_compiled_kernel(device: str) -> None:
+    """Triton keeps a kernel under the text of its constants, so that text must say what the mods compute."""
+    texts = []
+    for factor in (2, 3, 2):
+        traced = trace_mods(lambda score, b, h, i, j: score * factor, lambda b, h, i, j: i > factor * j, needs_grad=True)  # noqa: B023
+        mods = triton_backend._lowered(traced.program, ())
+        texts.append([str(mods), *(function.__name__ for function in (mods.score, mods.gradient, mods.mask))])
+    assert all(a != b for a, b in zip(texts[0], texts[1], strict=True))
+    assert texts[0][1:] == texts[2][1:]
+
+
 def test_the_source_is_readable(device: str) -> None:
     slopes = rand(HEADS, device=device)
     traced = trace_mods(lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score * slopes[h], -math.inf), None)
@@ -277,7 +288,7 @@ def test_the_source_is_readable(device: str) -> None:
     assert lowering.source_of(function) == "\n".join(
         [
             "@triton.jit",
-            "def score_mod(score, b, h, q_idx, kv_idx, captures):",
+            f"def {function.__name__}(score, b, h, q_idx, kv_idx, captures):",
             "    slopes = captures[0]",
             "    slopes_size0 = mod_math.read_size(captures[1])",
             "    ge = q_idx >= kv_idx",
