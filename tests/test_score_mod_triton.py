@@ -385,3 +385,65 @@ def test_compiled_ahead_of_time() -> None:
 @pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
 def test_every_mod_compiled_ahead_of_time(sm: int) -> None:
     check_compiled([(make_mods, sm, head_dim) for make_mods in (*MODS, with_gradients) for head_dim in (64, 128, 256)])
+
+
+# As in tests/test_recompile.py: a driver that names a GPU and launches nothing, in a process where nothing is interpreted.
+COUNT_COMPILATIONS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class NoGpu:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(NoGpu())
+
+from flexattn import create_block_mask
+from flexattn.block_mask import block_lists
+from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton.backward import attention_backward
+from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.forward import attention_forward
+from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.score_mod import trace_mods
+from flexattn.testing import make_call, make_inputs
+
+TILE = Tile(32, 32, 4, 1)
+
+def run(batch, heads, length, scale, with_blocks):
+    table = torch.zeros(batch, heads, length, requires_grad=True)
+    ids = torch.zeros(length, dtype=torch.int32)
+    mask_mod = lambda b, h, i, j: ids[i] == ids[j]
+    traced = trace_mods(lambda score, b, h, i, j: score * scale + table[b, h, j], mask_mod, needs_grad=True)
+    given = make_inputs(lengths_q=[length] * batch, num_heads=heads, num_heads_kv=heads)
+    blocks = None
+    if with_blocks:
+        mask = create_block_mask(mask_mod, 1, 1, length, length, "cpu", 32)
+        blocks = block_lists(mask, batch, heads, length, length, torch.device("cpu"))
+    spec, x = make_call(given, mods=traced, blocks=blocks)
+    problem = triton_backend._problem(spec, x)
+    lse = torch.zeros(batch, heads, length)
+    with recorded_launches() as launches:
+        attention_forward(problem, torch.zeros_like(x.q), lse, tile=TILE)
+        gradients = [torch.zeros_like(t) for t in (x.q, x.k, x.v)]
+        attention_backward(problem, x.q, lse, x.q, None, *gradients, None, None, TILE, TILE, [table.detach()])
+    for launch in launches:
+        launch.kernel.warmup(*launch.arguments, grid=(1,), num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages)
+    return [launch.kernel for launch in launches]
+
+for with_blocks in (False, True):
+    kernels = run(2, 2, 64, 1.0, with_blocks)
+    before = [len(kernel.device_caches[0][0]) for kernel in kernels]
+    for case in [(1, 2, 48, 0.5), (3, 4, 161, 1.0), (1, 1, 16, 16.0), (16, 2, 1, 2.0)]:
+        run(*case, with_blocks)
+    after = [len(kernel.device_caches[0][0]) for kernel in kernels]
+    print([kernel.__name__ for kernel in kernels], before, after)
+    assert len(kernels) == 4 and all(before) and before == after
+"""
+
+
+def test_no_size_or_value_of_a_capture_compiles_again(fresh_python: Any) -> None:
+    done = fresh_python("-c", COUNT_COMPILATIONS)
+    assert done.returncode == 0, done.stdout + done.stderr
