@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_CONSTANTS = (int, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, range, slice)
+_CONSTANTS = frozenset((int, bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, range))
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy"}  # whose functions do not change
 _MOST_DEEP = 16
 
@@ -54,11 +54,29 @@ def _names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+@functools.lru_cache(maxsize=4096)
+def _sorted_names(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(sorted(_names(code)))
+
+
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return None
+
+
+_FIXED = (type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Classes, builtins and what belongs to a library: equal to themselves alone, and kept alive by the key that holds them."""
+    kind = type(value)
+    if kind is types.ModuleType:
+        return value.__name__.partition(".")[0] in _LIBRARIES
+    if kind is types.FunctionType:
+        return str(value.__module__).partition(".")[0] in _LIBRARIES
+    return isinstance(value, (*_FIXED, torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 class _Walk:
@@ -89,8 +107,10 @@ class _Walk:
                 self.tensors.append((name, value))
             needs_grad = value.requires_grad and torch.is_grad_enabled()
             return (Tensor, self.tensor_at[id(value)], value.dtype, value.dim(), needs_grad), value
-        if self._is_fixed(value) or getattr(kind, "is_trace_state", False):
-            return (kind, value if self._is_fixed(value) else None), value
+        if _is_fixed(value):
+            return (kind, value), value
+        if getattr(kind, "is_trace_state", False):
+            return (kind,), value
         if depth > _MOST_DEEP:
             return self._give_up(name, value, f"more than {_MOST_DEEP} references away")
         if id(value) in self.seen:
@@ -133,7 +153,7 @@ class _Walk:
         code, names = function.__code__, _names(function.__code__)
         cells = dict(zip(code.co_freevars, map(_contents, function.__closure__ or ()), strict=True))
         known = function.__globals__
-        found = {name: known[name] for name in sorted(names) if name in known}
+        found = {name: known[name] for name in _sorted_names(code) if name in known}
         groups: list[Mapping[str, Any]] = [cells, found, function.__kwdefaults__ or {}]
         keys: list[Hashable] = [types.FunctionType, code]
         news: list[dict[str, Any]] = []
@@ -171,7 +191,7 @@ class _Walk:
             attr = todo.pop()
             method = inspect.getattr_static(kind, attr, None)
             method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
-            if isinstance(method, types.FunctionType) and attr not in methods and not self._is_fixed(method):
+            if isinstance(method, types.FunctionType) and attr not in methods and not _is_fixed(method):
                 methods[attr], _ = self.visit(attr, method, names, depth + 1)
                 further = _names(method.__code__) - wanted
                 wanted |= further
@@ -201,16 +221,6 @@ class _Walk:
             tuple((attr, repr(constant)) for attr, constant in constants.items()),
         )
         return key, self._rebuilt(value, rebuild)
-
-    def _is_fixed(self, value: Any) -> bool:
-        """Classes, builtins and what belongs to a library: equal to themselves alone, and kept alive by the key that holds them."""
-        if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
-            return True
-        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            return True
-        owner = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        is_code = isinstance(value, (types.ModuleType, types.FunctionType))
-        return is_code and isinstance(owner, str) and owner.partition(".")[0] in _LIBRARIES
 
     def _rebuilt(self, value: Any, rebuild: Any) -> Any:
         return value if self.values is None else rebuild()

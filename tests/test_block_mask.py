@@ -94,8 +94,9 @@ def run(mask: BlockMask, device: str, score_mod: Any = None, call: dict[str, Any
     return check((score_mod, mask.mask_mod), device, {**(call or {}), "blocks": blocks}, **inputs)
 
 
-@pytest.mark.parametrize("make_mask", MASKS)
-@pytest.mark.parametrize("maker", ["ours", "torch's"])
+@pytest.mark.parametrize(
+    ("make_mask", "maker"), [*((make_mask, "ours") for make_mask in MASKS), (documents, "torch's"), (by_batch_and_head, "torch's")]
+)
 def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
     # partial last blocks, and a mask that is larger than the input
     create = flexattn.create_block_mask if maker == "ours" else torch_create_block_mask
