@@ -195,10 +195,16 @@ def decode_graph(parts: Any) -> Graph | None:
     return graph
 
 
-def evaluate(graph: Graph, inputs: Mapping[str, Any], dtype: torch.dtype, read: Callable[..., Tensor] | None = None) -> Any:
+def evaluate(
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    dtype: torch.dtype,
+    read: Callable[..., Tensor] | None = None,
+    guard: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
     """A graph's outputs on tensors that broadcast against one another, in plain torch; `dtype` is what it calls float32.
 
-    `read(tensor, indices)` replaces how captures are read, by default as `read_capture`.
+    `read(tensor, indices)` replaces how captures are read, by default as `read_capture`; `guard` is applied to every float.
     """
     values: dict[Node, Any] = {}
 
@@ -217,6 +223,8 @@ def evaluate(graph: Graph, inputs: Mapping[str, Any], dtype: torch.dtype, read: 
             tensor, indices = node.args
             values[node] = (read or read_capture)(values[tensor], [value(i) for i in indices])
             values[node] = values[node].to(dtype if result is torch.float32 else result)
+            if guard is not None and result is torch.float32:
+                values[node] = guard(values[node])
             continue
         args = [value(x) for x in node.args]
         kwargs = dict(node.kwargs)
@@ -230,6 +238,8 @@ def evaluate(graph: Graph, inputs: Mapping[str, Any], dtype: torch.dtype, read: 
             kwargs["dtype"] = dtype if result is torch.float32 else result
         out = node.target([] if op == "full" else args[0], *args[1:], **kwargs)
         values[node] = out.to(dtype) if result is torch.float32 else out
+        if guard is not None and result is torch.float32:
+            values[node] = guard(values[node])
     raise AssertionError("a graph without an output")
 
 

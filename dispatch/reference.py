@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -113,31 +114,17 @@ def attend(
         logits = x.softcap * torch.tanh(logits / x.softcap)
     b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)
     h = torch.arange(spec.num_heads, device=i.device)
-    if spec.mods is not None:
-        inputs: dict[str, Tensor | float] = {"q_idx": i, "kv_idx": j}
-        inputs |= {"b": b[:, None, None, None], "h": h[:, None, None]}
-        inputs |= spec.mods.inputs(block.mod_tensors, x.mod_numbers)
-        if spec.mods.score is not None:
-            modify = _WithGivenDerivative.apply if spec.mods.is_given else _modified
-            logits = modify(logits, spec.mods, inputs)
+    indices = {"b": b[:, None, None, None], "h": h[:, None, None], "q_idx": i, "kv_idx": j}
+    hidden = _hidden(spec, x, sequences, block, indices)
+    if spec.mods is not None and spec.mods.score is not None:
+        inputs = {**indices, **spec.mods.inputs(block.mod_tensors, x.mod_numbers)}
+        logits = (_WithGivenDerivative.apply if spec.mods.is_given else _modified)(logits, spec.mods, inputs, hidden)
     if spec.bias_type == "post_scale_bias":
         assert block.bias is not None
         logits = logits + block.bias
     if x.alibi_slopes is not None:
         slopes = x.alibi_slopes if x.alibi_slopes.ndim == 1 else x.alibi_slopes[_slice(sequences.batch)]
         logits = logits - slopes.to(logits.dtype)[..., None, None] * (j - diagonal).abs()
-    if spec.band.left is not None:
-        logits = logits.masked_fill(j < diagonal - spec.band.left, NEG_INF)
-    if spec.band.right is not None:
-        logits = logits.masked_fill(j > diagonal + spec.band.right, NEG_INF)
-    hidden = None
-    if spec.mods is not None and spec.mods.mask is not None:
-        hidden = ~evaluate(spec.mods.mask, inputs, logits.dtype)
-    if spec.block_size is not None:
-        kinds = block_kinds(x)
-        kinds = kinds if kinds.shape[0] == 1 else kinds[_slice(sequences.batch)]
-        kinds = kinds[..., i // spec.block_size[0], j // spec.block_size[1]]
-        hidden = (kinds == 0) if hidden is None else (kinds == 0) | (kinds == 1) & hidden
     if hidden is not None:
         logits = logits.masked_fill(hidden, NEG_INF)
 
@@ -162,25 +149,60 @@ def attend(
     return out, lse, row_max
 
 
-def _modified(logits: Tensor, program: Program, inputs: dict[str, Tensor | float]) -> Tensor:
+def _hidden(
+    spec: AttentionSpec, x: Operands, sequences: Sequences, block: Differentiable, indices: dict[str, Tensor]
+) -> Tensor | None:
+    """Which keys are hidden from which queries, broadcastable to [b, h, r, c]; None where none is."""
+    i, j = indices["q_idx"], indices["kv_idx"]
+    diagonal = i + sequences.shift(spec.band)
+    parts = []
+    if spec.band.left is not None:
+        parts.append(j < diagonal - spec.band.left)
+    if spec.band.right is not None:
+        parts.append(j > diagonal + spec.band.right)
+    masked = None
+    if spec.mods is not None and spec.mods.mask is not None:
+        captures = spec.mods.inputs(block.mod_tensors, x.mod_numbers)
+        masked = ~evaluate(spec.mods.mask, {**indices, **captures}, block.q.dtype)
+    if spec.block_size is not None:
+        kinds = block_kinds(x)
+        kinds = kinds if kinds.shape[0] == 1 else kinds[_slice(sequences.batch)]
+        kinds = kinds[..., i // spec.block_size[0], j // spec.block_size[1]]
+        masked = (kinds == 0) if masked is None else (kinds == 0) | (kinds == 1) & masked
+    if masked is not None:
+        parts.append(masked)
+    return functools.reduce(torch.logical_or, parts) if parts else None
+
+
+def _modified(logits: Tensor, program: Program, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
+    """score_mod on every score. Where a score is hidden no gradient comes back, though the derivative be infinite there."""
     assert program.score is not None
-    out: Tensor = evaluate(program.score, inputs | {"score": logits}, logits.dtype).expand(logits.shape)
+
+    def guard(t: Tensor) -> Tensor:
+        if not t.requires_grad or hidden is None:
+            return t
+        t = t.expand(logits.shape)  # before it is summed over what it was broadcast over
+        t.register_hook(lambda gradient: gradient.masked_fill(hidden, 0.0))  # type: ignore[no-untyped-call]
+        return t
+
+    scores = {**inputs, "score": guard(logits)}
+    out: Tensor = evaluate(program.score, scores, logits.dtype, guard=guard).expand(logits.shape)
     return out
 
 
 class _WithGivenDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, program: Program, inputs: dict[str, Tensor | float]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, program: Program, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.call = program, inputs
-        return _modified(logits, program, inputs).clone()
+        ctx.call = program, inputs, hidden
+        return _modified(logits, program, inputs, hidden).clone()
 
     @staticmethod
-    def backward(ctx: Any, dscore: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dscore: Tensor) -> tuple[Tensor, None, None, None]:
         (logits,) = ctx.saved_tensors
-        program, inputs = ctx.call
-        out = evaluate(program.derivative, inputs | {"score": logits, "dscore": dscore}, logits.dtype)[0]
-        return out.expand(logits.shape), None, None
+        program, inputs, hidden = ctx.call
+        out = evaluate(program.derivative, {**inputs, "score": logits, "dscore": dscore}, logits.dtype)[0].expand(logits.shape)
+        return (out if hidden is None else out.masked_fill(hidden, 0.0)), None, None, None
 
 
 def block_kinds(x: Operands) -> Tensor:

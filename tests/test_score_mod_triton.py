@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexattn.dispatch import triton_backend
+from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.dispatch.program import OPS
 from flexattn.kernels_triton import configs, lowering
 from flexattn.kernels_triton.backward import attention_backward
@@ -254,17 +254,21 @@ def test_random_mods(expression: str) -> None:
 
 def test_infinities_where_nothing_is_visible_stay_there(device: str) -> None:
     """log(0) and 1/0 under the mask, in rows past the end and in their derivatives, reach no result."""
+    weight, column = torch.tensor([0.1], device=device).requires_grad_(), rand(300, device=device).requires_grad_()
 
     def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return score / (i - j) + torch.log(score.abs() * (i - j)) * 0.1
+        return score / (i - j) + torch.log(score.abs() * (i - j)) * weight[0] + column[j] / (i - j)
 
     given_inputs = make_inputs("thd", lengths_q=lengths(20, 9), gap=2, device=device)
     traced = trace_mods(score_mod, lambda b, h, i, j: i > j, needs_grad=True)
     spec, x = make_call(given_inputs, mods=traced, attn_mask_type="padding")
-    out, lse, _ = triton_backend.forward(spec, x)
-    gradients = triton_backend.backward(spec, x, out, lse, make_dout(given_inputs), None)
-    assert all(t.isfinite().all() for t in (out, *gradients[:3]))
-    assert gradients.dq.any()
+    for backend in (triton_backend, eager_backend):
+        out, lse, _ = backend.forward(spec, x)
+        gradients = backend.backward(spec, x, out, lse, make_dout(given_inputs), None)
+        assert gradients.dmod_tensors is not None
+        assert all(t.isfinite().all() for t in (out, *gradients[:3], *gradients.dmod_tensors))
+        assert gradients.dq.any()
+        assert all(t.any() for t in gradients.dmod_tensors)
 
 
 def test_no_two_mods_share_a_compiled_kernel(device: str) -> None:
@@ -402,7 +406,7 @@ driver.set_active(NoGpu())
 
 from flexattn import create_block_mask
 from flexattn.block_mask import block_lists
-from flexattn.dispatch import triton_backend
+from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.kernels_triton.backward import attention_backward
 from flexattn.kernels_triton.configs import Tile
 from flexattn.kernels_triton.forward import attention_forward
