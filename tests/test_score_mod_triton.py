@@ -128,7 +128,7 @@ def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> N
 
 @pytest.mark.parametrize("make_mods", MODS)
 def test_with_every_feature(make_mods: Any, device: str) -> None:
-    (sq,), (skv,) = lengths(60), lengths(45)
+    (sq,), (skv,) = lengths(45), lengths(37)
     generator = torch.Generator().manual_seed(5)
     call = {
         "attn_mask_type": "padding_causal_bottom_right",
@@ -241,7 +241,7 @@ expressions = st.recursive(
 )
 
 
-@settings(max_examples=40 if GPU else 12, deadline=None)
+@settings(max_examples=40 if GPU else 8, deadline=None)
 @given(expressions)
 def test_random_mods(expression: str) -> None:
     device = "cuda" if GPU else "cpu"
@@ -321,8 +321,7 @@ def with_gradients(device: str) -> tuple[Any, Any]:
     return score_mod, None
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "deterministic"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 def test_gradients_of_captures(dtype: torch.dtype, deterministic: bool, device: str) -> None:
     call = {
         "attn_mask_type": "padding_causal",
@@ -331,7 +330,7 @@ def test_gradients_of_captures(dtype: torch.dtype, deterministic: bool, device: 
         "softcap": 9.0,
         "deterministic": deterministic,
     }
-    inputs: dict[str, Any] = {"qkv_format": "thd", "gap": 2, "lengths_q": lengths(41, 0, 9), "lengths_kv": lengths(35, 4, 17)}
+    inputs: dict[str, Any] = {"qkv_format": "thd", "gap": 2, "lengths_q": lengths(37, 0, 9), "lengths_kv": lengths(35, 4, 7)}
     results = check(with_gradients(device), device, call, **inputs, dtype=dtype)
     assert len(results) == 6 + 6
     if deterministic:
@@ -382,7 +381,7 @@ def check_compiled(cases: list[tuple[Any, int, int]]) -> None:
 
 
 def test_compiled_ahead_of_time() -> None:
-    check_compiled([(softcap, 90, 128), (documents, 90, 128), (with_gradients, 90, 64)])
+    check_compiled([(with_gradients, 90, 64)])
 
 
 @pytest.mark.exhaustive
