@@ -90,6 +90,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
     if spec.softcap:
         return "the graphs have no softcap; use backend='triton'"
+    if spec.mods is not None or spec.block_size is not None:
+        return "score_mod, mask_mod and block masks are not lowered to cuDNN graphs yet; use backend='triton'"
     if spec.length_kv == 1:
         return "there is one key, which cuDNN's kernels are not made for; use backend='triton'"
     if is_backward and spec.length_q == 1:
@@ -249,7 +251,7 @@ def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
 def _launcher_views(spec: AttentionSpec, gradients: Gradients):  # type: ignore[no-untyped-def]  # its module imports cudnn
     from flexattn.kernels_cudnn.attention import Written
 
-    dq, dk, dv, dbias, doffset = gradients
+    dq, dk, dv, dbias, doffset, _ = gradients
     return Written(as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format), dbias, doffset)
 
 

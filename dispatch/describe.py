@@ -30,6 +30,10 @@ def describe(spec: AttentionSpec) -> str:
         parts.append(spec.bias_type)
     if spec.softmax_type != "vanilla":
         parts.append(f"{spec.softmax_type} softmax")
+    if spec.mods is not None:
+        parts.append("score_mod or mask_mod")
+    if spec.block_size is not None:
+        parts.append(f"block mask of {spec.block_size[0]} x {spec.block_size[1]} tokens")
     parts += [name for name in ("softcap", "dropout", "return_max_logit", "deterministic") if getattr(spec, name)]
     capability = "" if spec.capability is None else f" sm_{spec.capability[0]}{spec.capability[1]}"
     return ", ".join([*parts, spec.device_type + capability])

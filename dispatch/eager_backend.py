@@ -59,6 +59,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     # A row of dq belongs to one block; every other gradient is a sum over blocks, kept in the dtype of the arithmetic.
     sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
     sums = sums._replace(q=x.q.new_zeros(x.q.shape), bias=sums.bias if spec.needs_bias_grad else None)
+    captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
             block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.detach().to(lse.dtype).requires_grad_())
@@ -70,14 +71,19 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
                 outputs.append(block_lse)
                 seeds.append(lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype))
             targets = slice_block(spec, sums, sequences, rows, cols)
-            pairs = zip(block, targets, strict=True)
+            pairs: list[tuple[Tensor | None, Tensor | None]] = list(zip(block[:-1], targets[:-1], strict=True))
+            pairs += zip(spec.mods.wanted(block.mod_tensors) if spec.mods else (), captured_sums, strict=True)
             wanted = [(leaf, target) for leaf, target in pairs if leaf is not None and target is not None]
-            grads = torch.autograd.grad(outputs, [leaf for leaf, _ in wanted], seeds)
+            # A mod may use neither the score nor a tensor that it captures.
+            grads = torch.autograd.grad(outputs, [leaf for leaf, _ in wanted], seeds, allow_unused=spec.mods is not None)
             for (_, target), grad in zip(wanted, grads, strict=True):
-                target += grad
+                if grad is not None:
+                    target += grad
     dbias = None if x.bias is None or sums.bias is None else sums.bias.to(x.bias.dtype)
     doffset = None if x.softmax_offset is None or sums.softmax_offset is None else sums.softmax_offset.to(x.softmax_offset.dtype)
-    return Gradients(sums.q, sums.k.to(x.k.dtype), sums.v.to(x.v.dtype), dbias, doffset)
+    captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
+    dmod_tensors = tuple(total.to(t.dtype) for total, t in zip(captured_sums, captured, strict=True)) or None
+    return Gradients(sums.q, sums.k.to(x.k.dtype), sums.v.to(x.v.dtype), dbias, doffset, dmod_tensors)
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch.philox import dropout_keep
+from flexattn.dispatch.program import Program, evaluate
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
 
 NEG_INF = float("-inf")
@@ -25,15 +27,17 @@ class Differentiable(NamedTuple):
     v: Tensor
     bias: Tensor | None
     softmax_offset: Tensor | None
+    mod_tensors: tuple[Tensor, ...]  # all of them; a gradient may flow to those of floats
 
     @classmethod
     def of(cls, x: Operands) -> Differentiable:
-        return cls(x.q, x.k, x.v, x.bias, x.softmax_offset)
+        return cls(x.q, x.k, x.v, x.bias, x.softmax_offset, tuple(x.mod_tensors))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Differentiable:
         bias = None if self.bias is None else function(self.bias)
         softmax_offset = None if self.softmax_offset is None else function(self.softmax_offset)
-        return Differentiable(function(self.q), function(self.k), function(self.v), bias, softmax_offset)
+        mod_tensors = tuple(function(t) if t.is_floating_point() else t for t in self.mod_tensors)
+        return Differentiable(function(self.q), function(self.k), function(self.v), bias, softmax_offset, mod_tensors)
 
 
 class Sequences(NamedTuple):
@@ -52,8 +56,9 @@ def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = t
     """Attention with every operand promoted to `dtype`: (out in q's format, lse [b, h, sq] or [h, total_q], max_logit [h]).
 
     All three are `dtype`. The score matrices exist as a whole, so memory is quadratic. out and lse are differentiable with
-    respect to q, k, v, bias and softmax_offset. Padding is never read; its out is 0 and its lse -inf. A `dtype` of 16 bits
-    rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no oracle.
+    respect to q, k, v, bias, softmax_offset and what the mods capture. Padding is never read; its out is 0 and its lse -inf. A
+    `dtype` of 16 bits rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no
+    oracle.
     """
     whole = Differentiable.of(x).map(lambda t: t.to(dtype))
     out, lse, _ = empty_outputs(spec, x)
@@ -80,11 +85,13 @@ def reference_gradients(
         out, lse, _ = reference_attention(spec, x._replace(**leaves._asdict()), dtype)
     outputs, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     outputs = [t.requires_grad_() for t in outputs]  # without any query they depend on nothing, and the gradients are zeros
-    wanted = {name: leaf for name, leaf in leaves._asdict().items() if leaf is not None}
+    wanted = {name: leaf for name, leaf in zip(leaves._fields[:-1], leaves[:-1], strict=True) if leaf is not None}
+    captured = spec.mods.wanted(leaves.mod_tensors) if spec.mods else ()
     seeds = [t.to(dtype) for t in seeds]
-    grads = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True, materialize_grads=True)
-    named = dict(zip(wanted, grads, strict=True))
-    return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"))
+    grads = torch.autograd.grad(outputs, [*wanted.values(), *captured], seeds, allow_unused=True, materialize_grads=True)
+    named = dict(zip(wanted, grads, strict=False))
+    dmod_tensors = grads[len(wanted) :] or None
+    return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"), dmod_tensors)
 
 
 def attend(
@@ -105,17 +112,21 @@ def attend(
         logits = logits + block.bias * x.softmax_scale
     if spec.softcap:
         logits = x.softcap * torch.tanh(logits / x.softcap)
-    # The scaled, capped score of query i and key j is complete here: what modifies scores goes between these lines.
+    b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)
+    h = torch.arange(spec.num_heads, device=i.device)
+    indices = {"b": b[:, None, None, None], "h": h[:, None, None], "q_idx": i, "kv_idx": j}
+    hidden = _hidden(spec, x, sequences, block, indices)
+    if spec.mods is not None and spec.mods.score is not None:
+        inputs = {**indices, **spec.mods.inputs(block.mod_tensors, x.mod_numbers)}
+        logits = (_WithGivenDerivative.apply if spec.mods.is_given else _modified)(logits, spec.mods, inputs, hidden)
     if spec.bias_type == "post_scale_bias":
         assert block.bias is not None
         logits = logits + block.bias
     if x.alibi_slopes is not None:
         slopes = x.alibi_slopes if x.alibi_slopes.ndim == 1 else x.alibi_slopes[_slice(sequences.batch)]
         logits = logits - slopes.to(logits.dtype)[..., None, None] * (j - diagonal).abs()
-    if spec.band.left is not None:
-        logits = logits.masked_fill(j < diagonal - spec.band.left, NEG_INF)
-    if spec.band.right is not None:
-        logits = logits.masked_fill(j > diagonal + spec.band.right, NEG_INF)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, NEG_INF)
 
     row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
     sink = _sink(spec, block)
@@ -132,12 +143,77 @@ def attend(
 
     if spec.dropout:
         assert x.rng_state is not None
-        b = torch.arange(sequences.batch.start, sequences.batch.stop, device=i.device)[:, None]
-        h = torch.arange(spec.num_heads, device=i.device)
-        keep = dropout_keep(x.rng_state, x.dropout_p, b * spec.num_heads + h, rows, cols)
+        keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
         weights = weights.masked_fill(~keep, 0.0) / (1 - x.dropout_p)
     out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
     return out, lse, row_max
+
+
+def _hidden(
+    spec: AttentionSpec, x: Operands, sequences: Sequences, block: Differentiable, indices: dict[str, Tensor]
+) -> Tensor | None:
+    """Which keys are hidden from which queries, broadcastable to [b, h, r, c]; None where none is."""
+    i, j = indices["q_idx"], indices["kv_idx"]
+    diagonal = i + sequences.shift(spec.band)
+    parts = []
+    if spec.band.left is not None:
+        parts.append(j < diagonal - spec.band.left)
+    if spec.band.right is not None:
+        parts.append(j > diagonal + spec.band.right)
+    masked = None
+    if spec.mods is not None and spec.mods.mask is not None:
+        captures = spec.mods.inputs(block.mod_tensors, x.mod_numbers)
+        masked = ~evaluate(spec.mods.mask, {**indices, **captures}, block.q.dtype)
+    if spec.block_size is not None:
+        kinds = block_kinds(x)
+        kinds = kinds if kinds.shape[0] == 1 else kinds[_slice(sequences.batch)]
+        kinds = kinds[..., i // spec.block_size[0], j // spec.block_size[1]]
+        masked = (kinds == 0) if masked is None else (kinds == 0) | (kinds == 1) & masked
+    if masked is not None:
+        parts.append(masked)
+    return functools.reduce(torch.logical_or, parts) if parts else None
+
+
+def _modified(logits: Tensor, program: Program, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
+    """score_mod on every score. Where a score is hidden no gradient comes back, though the derivative be infinite there."""
+    assert program.score is not None
+
+    def guard(t: Tensor) -> Tensor:
+        if not t.requires_grad or hidden is None:
+            return t
+        t = t.expand(logits.shape)  # before it is summed over what it was broadcast over
+        t.register_hook(lambda gradient: gradient.masked_fill(hidden, 0.0))  # type: ignore[no-untyped-call]
+        return t
+
+    scores = {**inputs, "score": guard(logits)}
+    out: Tensor = evaluate(program.score, scores, logits.dtype, guard=guard).expand(logits.shape)
+    return out
+
+
+class _WithGivenDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, program: Program, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.call = program, inputs, hidden
+        return _modified(logits, program, inputs, hidden).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dscore: Tensor) -> tuple[Tensor, None, None, None]:
+        (logits,) = ctx.saved_tensors
+        program, inputs, hidden = ctx.call
+        out = evaluate(program.derivative, {**inputs, "score": logits, "dscore": dscore}, logits.dtype)[0].expand(logits.shape)
+        return (out if hidden is None else out.masked_fill(hidden, 0.0)), None, None, None
+
+
+def block_kinds(x: Operands) -> Tensor:
+    """Of each block of queries and keys, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for masked, 2 for seen whole."""
+    counts, indices, full_counts, full_indices = x.block_mask[:4]
+    columns = indices.shape[-1]
+    kinds = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
+    place = torch.arange(columns, device=indices.device)
+    kinds.scatter_(-1, torch.where(place < counts[..., None], indices.long(), columns), 1)
+    kinds.scatter_(-1, torch.where(place < full_counts[..., None], full_indices.long(), columns), 2)
+    return kinds[..., :columns]
 
 
 def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
@@ -175,6 +251,7 @@ def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences
         token_view(whole.v, spec.kv_format, sequences.batch, sequences.kv[_slice(cols)]),
         bias,
         whole.softmax_offset,
+        whole.mod_tensors,
     )
 
 

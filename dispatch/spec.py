@@ -5,10 +5,13 @@ Here mask types, windows and alignments become one thing, a `Band`, and lengths;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flexattn.dispatch.program import Program
 
 Direction = Literal["forward", "backward"]
 
@@ -117,6 +120,8 @@ class AttentionSpec(NamedTuple):
     length_kv: int = 0
     dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
     needs_lse_grad: bool = False  # backward: a gradient comes in through lse
+    mods: Program | None = None  # score_mod and mask_mod
+    block_size: tuple[int, int] | None = None  # queries and keys of a block of the block mask, if there is one
 
     @property
     def group_size(self) -> int:
@@ -148,6 +153,9 @@ class Operands(NamedTuple):
     softmax_scale: float
     softcap: float
     dropout_p: float
+    mod_tensors: Sequence[Tensor] = ()  # what the mods capture, in the order of Program.captures
+    mod_numbers: Sequence[float] = ()
+    block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
 
 
 class Gradients(NamedTuple):
@@ -156,6 +164,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     dsoftmax_offset: Tensor | None
+    dmod_tensors: tuple[Tensor, ...] | None = None  # of the captures that need one; None where none does
 
 
 def as_bshd(x: Tensor, fmt: str) -> Tensor:

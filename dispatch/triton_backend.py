@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
+from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -99,15 +101,20 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
+    captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
+    dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
+    # A capture that the derivative does not reach keeps its zeros.
+    dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
     problem = _problem(spec, x)
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
     if not _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
-        attention_backward(problem, out, lse, dout, dlse, *gradients, dbias, doffset)
+        own = (dbias, doffset)
+        attention_backward(problem, out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic)
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)
-    return Gradients(dq, dk, dv, dbias, doffset)
+    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
@@ -122,6 +129,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:
     from flexattn.kernels_triton.problem import Problem
 
+    mods, captures = (None, None) if spec.mods is None else _mods(spec.mods, x)
     return Problem(
         q=as_bshd(_rows_contiguous(x.q), spec.q_format),
         k=as_bshd(_rows_contiguous(x.k), spec.kv_format),
@@ -144,6 +152,51 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
         max_seqlen_q=x.max_seqlen_q,
         max_seqlen_kv=x.max_seqlen_kv,
+        mods=mods,
+        captures=captures,
+        block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
+    )
+
+
+def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
+    """The source of what the kernels inline for a program."""
+    from flexattn.kernels_triton.lowering import layouts, source_of
+
+    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors))
+    parts = (mods.score, mods.gradient, mods.accumulate, mods.mask)
+    return "\n".join(source_of(function) for function in parts if function is not None)
+
+
+def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
+    from flexattn.kernels_triton.problem import BlockLists
+
+    return BlockLists(*tensors, *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
+
+
+def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
+    """What the kernels inline, and what that reads."""
+    from flexattn.kernels_triton.lowering import flatten, layouts
+
+    found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
+    return _lowered(program, found), flatten(found, x.mod_tensors, x.mod_numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def _lowered(program: Program, found: tuple[Any, ...]) -> Any:
+    """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
+    from flexattn.kernels_triton.lowering import lower, lower_accumulation, reads_tiles
+    from flexattn.kernels_triton.problem import Mods
+
+    return Mods(
+        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found),
+        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found),
+        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found),
+        accumulate=(
+            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found)
+            if program.derivative and program.added_to
+            else None
+        ),
+        reads_tiles=reads_tiles(program.score) or reads_tiles(program.mask),
     )
 
 

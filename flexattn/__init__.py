@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec
@@ -10,4 +11,13 @@ from flexattn.warm_up import warmup
 
 __version__ = "0.1.0"
 
-__all__ = ["AttentionSpec", "BackendError", "attention", "attention_backend", "explain", "merge_attention", "warmup"]
+__all__ = [
+    "AttentionSpec",
+    "BackendError",
+    "attention",
+    "attention_backend",
+    "create_block_mask",
+    "explain",
+    "merge_attention",
+    "warmup",
+]

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flexattn import ops, validation
+from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, from_bshd, make_band, parse_format
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Band, Operands, from_bshd, make_band, parse_format
+from flexattn.score_mod import Mod, trace_mods
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def attention(
@@ -40,6 +46,10 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
+    block_mask: BlockMask | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -85,6 +95,16 @@ def attention(
         rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
             whatever the format (the cuDNN backend has its own stream). None draws them from torch's generator of that device, so
             torch.manual_seed, checkpointing and CUDA graphs apply.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) -> the modified score, of one query and key, in torch ops on 0-d tensors:
+            float32 for the scaled, capped score, int64 for the batch, the query head and the positions within the sequence. It is
+            traced once and runs inside the kernel; the backward is derived. Tensors that it captures, or that come in
+            `score_mod_tensors`, are read at computed indices (`slopes[h]`, `table[h, q_idx - kv_idx]`), get gradients where they
+            require them, and may change from call to call, as may floats, without a new trace. A bias, ALiBi and the mask come
+            after it.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, on top of attn_mask_type and window_size.
+        score_mod_tensors: tensors that score_mod takes after its five arguments, or by name where this is a mapping.
+        block_mask: torch's BlockMask, of torch's create_block_mask or flexattn's, with its own mask_mod: blocks that nobody sees
+            are skipped, and those that are seen whole are not masked. It may be for more queries and keys than there are.
         deterministic: True makes repeated runs equal to the bit, or raises. None does as
             torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.
@@ -132,6 +152,10 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         rng_state=rng_state,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        score_mod_tensors=score_mod_tensors,
+        block_mask=block_mask,
         deterministic=deterministic,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
@@ -231,6 +255,10 @@ def _prepare(
     softcap: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
+    block_mask: BlockMask | None,
     deterministic: bool | None,
     return_lse: bool,
     return_max_logit: bool,
@@ -259,7 +287,26 @@ def _prepare(
     validation.check_rng_state(rng_state, q)
     if bias_type == "alibi" and alibi_slopes is None:
         alibi_slopes = _default_alibi_slopes(heads, q)
-    differentiable = [t for t in (q, k, v, bias, softmax_offset) if t is not None]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
+    mods, blocks = None, None
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+        blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
+        mask_mod = block_mask.mask_mod
+    if score_mod is not None or mask_mod is not None:
+        # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
+        # and a block mask's full blocks are not masked.
+        is_open = band.left is None and band.right is None
+        find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
+        mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band)
+        if mods.left is not None or mods.right is not None:
+            left, right = (min((n for n in sides if n is not None), default=None) for sides in zip(band[:2], mods[3:], strict=True))
+            band = Band(left, right, bottom_right=False)
+        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program, mods.tensors, q))
+        needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
+    elif score_mod_tensors:
+        raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
     x = Operands(
         q=q,
         k=k,
@@ -277,6 +324,9 @@ def _prepare(
         softmax_scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
+        mod_tensors=() if mods is None else mods.tensors,
+        mod_numbers=() if mods is None else mods.numbers,
+        block_mask=() if blocks is None else blocks.tensors,
     )
     settings = ops.Settings(
         qkv_format=qkv_format,
@@ -287,10 +337,13 @@ def _prepare(
         bias_type=bias_type,
         softmax_type=softmax_type,
         return_max_logit=return_max_logit,
-        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in differentiable),
+        needs_grad=needs_grad,
         needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=requested_backend(backend),
+        mods="" if mods is None or mods.program.is_empty else mods.program.text,
+        block_size_q=0 if blocks is None else blocks.block_size[0],
+        block_size_kv=0 if blocks is None else blocks.block_size[1],
     )
     return x, settings
 

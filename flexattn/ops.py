@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from flexattn.dispatch import canary, options
 from flexattn.dispatch.describe import describe
+from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import Backend, backend_module, reject, select
 from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, length_class, parse_format
@@ -40,19 +41,24 @@ class Settings(NamedTuple):
     needs_bias_grad: bool
     deterministic: bool
     backend: str  # "auto" or a name
+    mods: str = ""  # the text of a Program
+    block_size_q: int = 0  # of the block mask
+    block_size_kv: int = 0
 
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
+    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
-    bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend"""
+    bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
+    str mods, int block_size_q, int block_size_kv"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset, Tensor[] dmod_tensors)"
 )
 _forward_op = torch.ops.flexattn.attention_forward.default
 _backward_op = torch.ops.flexattn.attention_backward.default
@@ -60,9 +66,9 @@ _backward_op = torch.ops.flexattn.attention_backward.default
 
 def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
-    call: tuple[Any, ...] = (*x, *settings)
     if not settings.needs_grad:
-        return _forward_op(*call)  # type: ignore[no-any-return]
+        return _forward_op(*x, *settings)  # type: ignore[no-any-return]
+    call = _flat(x, settings)
     if torch.compiler.is_compiling():
         # Dynamo refuses a Function that gets one tensor twice, as self-attention's cu_seqlens are; a view is another tensor.
         call = tuple(t.view_as(t) if isinstance(t, Tensor) else t for t in call)
@@ -93,6 +99,8 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         deterministic=settings.deterministic,
         device_type=x.q.device.type,
         capability=capability,
+        mods=parse_program(settings.mods),
+        block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
     )
 
 
@@ -113,6 +121,19 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     fields = len(Operands._fields)
     return Operands(*call[:fields]), Settings(*call[fields:])
+
+
+def _flat(x: Operands, settings: Settings) -> tuple[Any, ...]:
+    """The call with the tensors of its lists at its end, each an argument of its own, as autograd wants them."""
+    sizes = (len(x.mod_tensors), len(x.block_mask))
+    return (*x._replace(mod_tensors=(), block_mask=()), *settings, *sizes, *x.mod_tensors, *x.block_mask)
+
+
+def _unflat(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
+    fields = len(Operands._fields) + len(Settings._fields)
+    x, settings = _split(call[:fields])
+    end = fields + 2 + call[fields]
+    return x._replace(mod_tensors=call[fields + 2 : end], block_mask=call[end:]), settings
 
 
 def run(
@@ -155,7 +176,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return run(spec, "forward", settings.backend, x.q.device, lambda backend: backend.forward(spec, x))
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
@@ -163,7 +184,8 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
         gradients = run(
             spec, "backward", settings.backend, x.q.device, lambda backend: backend.backward(spec, x, out, lse, dout, dlse)
         )
-    return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    dense = (x.q.new_empty(0) if gradient is None else gradient for gradient in gradients[:-1])
+    return (*dense, list(gradients.dmod_tensors or ()))
 
 
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,10 +193,13 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_outputs(make_spec(x, settings, None), x)
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
+def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
-    return tuple(x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, bias, x.softmax_offset))
+    dense = (x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, bias, x.softmax_offset))
+    program = parse_program(settings.mods)
+    wanted = program.wanted(x.mod_tensors) if program else ()
+    return (*dense, [t.new_empty(t.shape) for t in wanted])
 
 
 for _key in ("CPU", "CUDA"):
@@ -187,11 +212,12 @@ torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, max_logit = _forward_op(*call)
+        x, settings = _unflat(call)
+        out, lse, max_logit = _forward_op(*x, *settings)
         ctx.mark_non_differentiable(max_logit)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *call[:_NUM_TENSORS])
-        ctx.constants = call[_NUM_TENSORS:]
+        ctx.save_for_backward(out, lse, *call[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask)
+        ctx.constants = call[_NUM_TENSORS : len(call) - len(x.mod_tensors) - len(x.block_mask)]
         return out, lse, max_logit
 
     @staticmethod
@@ -200,9 +226,8 @@ class _Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
-        call = (*tensors, *ctx.constants)
-        dq, dk, dv, dbias, dsoftmax_offset = _backward_op(dout, dlse, out, lse, *call)
-        x, settings = _split(call)
+        x, settings = _unflat((*tensors[:_NUM_TENSORS], *ctx.constants, *tensors[_NUM_TENSORS:]))
+        dq, dk, dv, dbias, dsoftmax_offset, dmod_tensors = _backward_op(dout, dlse, out, lse, *x, *settings)
         gradients = {
             "q": dq,
             "k": dk,
@@ -210,7 +235,12 @@ class _Attention(torch.autograd.Function):
             "bias": dbias if settings.needs_bias_grad else None,
             "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
         }
-        return tuple(gradients.get(name) for name in (*Operands._fields, *Settings._fields))
+        program, left = parse_program(settings.mods) if settings.mods else None, iter(dmod_tensors)
+        flags = program.tensor_needs_grad if program else ()
+        of_mods = (next(left) if needs_grad else None for needs_grad in flags)
+        sizes = (None, None)
+        of_fields = (gradients.get(name) for name in (*Operands._fields, *Settings._fields))
+        return (*of_fields, *sizes, *of_mods, *(None for _ in x.block_mask))
 
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first

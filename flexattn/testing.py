@@ -18,8 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.block_mask import BlockLists
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, make_band, parse_format
+from flexattn.score_mod import Traced
 
 __all__ = [
     "FORWARD_FACTOR",
@@ -161,12 +163,15 @@ def make_call(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    mods: Traced | None = None,
+    blocks: BlockLists | None = None,
     deterministic: bool = False,
     return_max_logit: bool = True,
 ) -> tuple[AttentionSpec, Operands]:
     """What a backend gets for `attention(**inputs._asdict(), ...)`: for tests of one backend. Nothing is validated.
 
-    The arguments mean what they mean to `attention`; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
+    The arguments mean what they mean to `attention`; `mods` is what `flexattn.score_mod.trace_mods` gives, `blocks` what
+    `flexattn.block_mask.block_lists` does; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
     Every gradient is asked for.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -197,6 +202,8 @@ def make_call(
         deterministic=deterministic,
         device_type=q.device.type,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        mods=None if mods is None else mods.program,
+        block_size=None if blocks is None else blocks.block_size,
     )
     operands = Operands(
         q=q,
@@ -215,6 +222,9 @@ def make_call(
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
         dropout_p=dropout_p,
+        mod_tensors=() if mods is None else mods.tensors,
+        mod_numbers=() if mods is None else mods.numbers,
+        block_mask=() if blocks is None else blocks.tensors,
     )
     return spec, operands
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.program import Program
 from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size, parse_format
 from flexattn.warn import warn_once
 
@@ -211,6 +212,20 @@ def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
             raise ValueError(
                 f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset"
             )
+
+
+def check_mod_tensors(program: Program, tensors: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
+    """The captured tensors on q's device: a 0-d tensor on the CPU is moved there, any other must be there."""
+    names = (capture.name for capture in program.captures if not capture.is_number)
+    checked = []
+    for name, t in zip(names, tensors, strict=True):
+        if t.device != q.device and not (t.dim() == 0 and t.device.type == "cpu"):
+            raise ValueError(
+                f"{name}, which score_mod or mask_mod captures, is {describe(t)} and q is on {q.device}; accepted: the same "
+                "device, or a 0-d tensor on the CPU"
+            )
+        checked.append(t if t.device == q.device else t.to(q.device, non_blocking=True))
+    return tuple(checked)
 
 
 def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:

@@ -49,6 +49,11 @@ def warmup(
 
 def _warm(call: AttentionSpec | Mapping[str, Any], backend: str | None) -> explanations.Explanation:
     if isinstance(call, AttentionSpec):
+        if call.mods is not None or call.block_size is not None:
+            raise ValueError(
+                "warmup() was given an AttentionSpec with a mod or a block mask, whose tensors it does not hold; accepted: a dict "
+                "of attention's arguments"
+            )
         spec, request = call, requested_backend(backend)
         device = torch.device("cuda", torch.cuda.current_device()) if spec.device_type == "cuda" else torch.device("cpu")
         x = sample_operands(spec, device, [spec.length_q or LENGTH], [spec.length_kv or LENGTH])

@@ -6,17 +6,22 @@ without a workspace that grows with sq * skv. The price is that the scores are r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.bias_gradient import bias_gradient
+from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LOG2E,
     dropout_keep,
+    listed_tile,
+    load_block_lists,
     load_head,
     load_row_statistics,
     load_sequence,
@@ -68,6 +73,14 @@ def _attn_bwd_dq_loop(
     b_h,
     stride_bias_m,
     stride_bias_n,
+    b,
+    h,
+    captures,
+    masked_ptr,
+    num_masked,
+    full_ptr,
+    first_full,
+    MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -76,7 +89,13 @@ def _attn_bwd_dq_loop(
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
     k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
     v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
-    for n in tl.range(begin, end, BLOCK_N):
+    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n = t
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_KV, BLOCK_N)
+            k_pointer = k_base + tl.cast(n, tl.int64) * k_step
+            v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
         k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
@@ -91,7 +110,7 @@ def _attn_bwd_dq_loop(
         keep = True
         if META.HAS_DROPOUT:
             keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
-        p, _, _, ds = score_gradient(
+        p, _, _, ds, _ = score_gradient(
             qk,
             dp,
             lse_log2[:, None],
@@ -112,6 +131,11 @@ def _attn_bwd_dq_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
+            b,
+            h,
+            captures,
+            MODS,
+            is_full,
             "keys" if IS_MASKED else "none",
             META,
         )
@@ -121,8 +145,9 @@ def _attn_bwd_dq_loop(
         dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
         if META.QK1 > 0:
             dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
-        k_pointer += BLOCK_N * k_step
-        v_pointer += BLOCK_N * v_step
+        if META.BLOCK_SIZE_Q == 0:
+            k_pointer += BLOCK_N * k_step
+            v_pointer += BLOCK_N * v_step
     return dq0, dq1, row_sum
 
 
@@ -167,6 +192,14 @@ def _attn_bwd_dq_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     out_ptr,
     stride_ob,
     stride_os,
@@ -185,6 +218,7 @@ def _attn_bwd_dq_kernel(
     delta_ptr,  # sum(out * dout) - dlse
     p_scale_ptr,  # and, with RENORMALIZE, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -262,7 +296,22 @@ def _attn_bwd_dq_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):  # as in the forward
+    masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+    if META.BLOCK_SIZE_Q > 0:
+        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+        masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+            block_counts_ptr,
+            block_indices_ptr,
+            full_counts_ptr,
+            full_indices_ptr,
+            row,
+            list_length,
+            len_kv,
+            META.BLOCK_SIZE_KV,
+            META.BLOCK_N,
+            META,
+        )
+    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
         dq0, dq1, row_sum = _attn_bwd_dq_loop(
             dq0,
             dq1,
@@ -281,7 +330,7 @@ def _attn_bwd_dq_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end)),
             full_begin if phase == 0 else (full_end if phase == 1 else end),
             first_row,
             len_q,
@@ -297,6 +346,14 @@ def _attn_bwd_dq_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
+            b,
+            h,
+            captures,
+            masked_ptr,
+            0 if phase == 1 else num_masked,
+            full_ptr,
+            0 if phase == 1 else inside,
+            MODS,
             phase != 1,
             META,
         )
@@ -358,6 +415,14 @@ def _attn_bwd_dkdv_loop(
     b_h,
     stride_bias_m,
     stride_bias_n,
+    b,
+    h,
+    captures,
+    masked_ptr,
+    num_masked,
+    full_ptr,
+    first_full,
+    MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
@@ -370,7 +435,13 @@ def _attn_bwd_dkdv_loop(
     j = first_column + tl.arange(0, BLOCK_N)[:, None]
     q_pointer = q_base + tl.cast(begin, tl.int64) * q_step
     dout_pointer = dout_base + tl.cast(begin, tl.int64) * dout_step
-    for m in tl.range(begin, end, BLOCK_M):
+    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
+        m = t
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            m, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_Q, BLOCK_M)
+            q_pointer = q_base + tl.cast(m, tl.int64) * q_step
+            dout_pointer = dout_base + tl.cast(m, tl.int64) * dout_step
         rows = m + tl.arange(0, BLOCK_M)
         q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, CHECK_ROWS)
         dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, CHECK_ROWS)
@@ -386,7 +457,7 @@ def _attn_bwd_dkdv_loop(
         keep = True
         if META.HAS_DROPOUT:
             keep = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, b_h, m, first_column, META))
-        _, p, _, ds = score_gradient(
+        _, p, _, ds, _ = score_gradient(
             kq,
             dp,
             lse_log2[None, :],
@@ -407,6 +478,11 @@ def _attn_bwd_dkdv_loop(
             stride_bias_m,
             stride_bias_n,
             alibi_slope,
+            b,
+            h,
+            captures,
+            MODS,
+            is_full,
             MASK,
             META,
         )
@@ -420,8 +496,9 @@ def _attn_bwd_dkdv_loop(
             dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
             if META.QK1 > 0:
                 dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
-        q_pointer += BLOCK_M * q_step
-        dout_pointer += BLOCK_M * dout_step
+        if META.BLOCK_SIZE_Q == 0:
+            q_pointer += BLOCK_M * q_step
+            dout_pointer += BLOCK_M * dout_step
     return dk0, dk1, dv0, dv1
 
 
@@ -466,6 +543,14 @@ def _attn_bwd_dkdv_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of query blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     dout_ptr,
     stride_dob,
     stride_dos,
@@ -484,6 +569,7 @@ def _attn_bwd_dkdv_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_N: tl.constexpr = META.BLOCK_N
@@ -568,9 +654,24 @@ def _attn_bwd_dkdv_kernel(
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # First the queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end
         # cuts, both by one loop, as each loop more costs the others registers, of which there are too few; last those that see all.
-        for part in range(0 if META.HAS_RIGHT else 1, 2):
-            masked_begin = begin if part == 0 else full_end
-            masked_end = full_begin if part == 0 else end
+        masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+        if META.BLOCK_SIZE_Q > 0:
+            row = b * stride_list_b + h * stride_list_h + first_column // META.BLOCK_SIZE_KV
+            masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+                block_counts_ptr,
+                block_indices_ptr,
+                full_counts_ptr,
+                full_indices_ptr,
+                row,
+                list_length,
+                len_q,
+                META.BLOCK_SIZE_Q,
+                META.BLOCK_M,
+                META,
+            )
+        for part in range(0 if META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1, 2):
+            masked_begin = 0 if META.BLOCK_SIZE_Q > 0 else (begin if part == 0 else full_end)
+            masked_end = end if META.BLOCK_SIZE_Q > 0 else (full_begin if part == 0 else end)
             dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
                 dk0,
                 dk1,
@@ -607,6 +708,14 @@ def _attn_bwd_dkdv_kernel(
                 b_h,
                 stride_bias_m,
                 stride_bias_n,
+                b,
+                h,
+                captures,
+                masked_ptr,
+                num_masked,
+                full_ptr,
+                inside,
+                MODS,
                 dk_ptr is not None,
                 dv_ptr is not None,
                 True,
@@ -633,7 +742,7 @@ def _attn_bwd_dkdv_kernel(
             p_scale_ptr + row_base,
             bias_base,
             rng_state_ptr,
-            full_begin,
+            0 if META.BLOCK_SIZE_Q > 0 else full_begin,
             full_end,
             first_column,
             len_q,
@@ -649,6 +758,14 @@ def _attn_bwd_dkdv_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
+            b,
+            h,
+            captures,
+            masked_ptr,
+            0,
+            full_ptr,
+            0,
+            MODS,
             dk_ptr is not None,
             dv_ptr is not None,
             False,
@@ -685,15 +802,18 @@ def attention_backward(
     dsoftmax_offset: Tensor | None = None,
     tile_dq: Tile | None = None,
     tile_dkdv: Tile | None = None,
+    dcaptures: Sequence[Tensor] = (),
+    deterministic: bool = False,
 ) -> None:
-    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]).
+    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]), and of the captures
+    that need one, the only ones whose bits may vary from run to run unless `deterministic`.
 
     `out` and `lse` are the forward's; `dout` is laid out as `out` in any view with a contiguous last dim; `dlse`, contiguous, as
     `lse`; each gradient as its input.
     """
     x = problem
     if x.batch == 0:  # no program to write the padding
-        for gradient in (dq, dk, dv, dbias, dsoftmax_offset):
+        for gradient in (dq, dk, dv, dbias, dsoftmax_offset, *dcaptures):
             if gradient is not None:
                 gradient.zero_()
         return
@@ -708,7 +828,7 @@ def attention_backward(
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
         *(dq, *row_strides(dq, meta)),
-        *(lse, dlse, *statistics, dsink, meta),
+        *(lse, dlse, *statistics, dsink, x.mods, meta),
     )
     launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
     if dsoftmax_offset is not None and dsink is not None:
@@ -726,12 +846,12 @@ def attention_backward(
     blocks = triton.cdiv(x.longest_kv, tile.block_n)
     for dk_part, dv_part in ((dk_parts, None), (None, dv_parts)) if tile.apart else ((dk_parts, dv_parts),):
         arguments = (
-            *x.arguments(meta),
+            *x.arguments(meta, "q"),
             *(dout, *row_strides(dout, meta)),
             *(dk_part, *row_strides(dk_one, meta)),
             *(dv_part, *row_strides(dv_one, meta)),
             *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
-            *(*statistics, meta),
+            *(*statistics, x.mods, meta),
         )
         launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
     if num_splits > 1:
@@ -740,3 +860,5 @@ def attention_backward(
 
     if dbias is not None:
         bias_gradient(x, statistics, dout, dbias)
+    if dcaptures:
+        capture_gradients(x, statistics, dout, dcaptures, deterministic)

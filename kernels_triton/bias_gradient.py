@@ -63,6 +63,14 @@ def _attn_bwd_dbias_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
+    block_kinds_ptr,  # of the block mask: 0 hidden, 1 masked, 2 full
+    _block_indices_ptr,
+    _full_counts_ptr,
+    _full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     dout_ptr,
     stride_dob,
     stride_dos,
@@ -78,6 +86,7 @@ def _attn_bwd_dbias_kernel(
     p_scale_ptr,
     SPANS_Q: tl.constexpr,
     SPANS_KV: tl.constexpr,
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -129,6 +138,14 @@ def _attn_bwd_dbias_kernel(
             is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -window_left)
         if META.HAS_RIGHT:
             is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= window_right)
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+            kind = tl.load(
+                block_kinds_ptr + tl.cast(row, tl.int64) * list_length + first_column // META.BLOCK_SIZE_KV, mask=is_visible
+            )
+            is_visible = is_visible & (kind > 0)
+            is_full = kind == 2
         if is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
@@ -159,7 +176,7 @@ def _attn_bwd_dbias_kernel(
             keep = True
             if META.HAS_DROPOUT:
                 keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
-            _p, _p_dropped, dlogit, ds = score_gradient(
+            _p, _p_dropped, dlogit, ds, _score = score_gradient(
                 qk,
                 dp,
                 lse_log2[:, None],
@@ -180,6 +197,11 @@ def _attn_bwd_dbias_kernel(
                 stride_bias_m,
                 stride_bias_n,
                 alibi_slope,
+                b,
+                h,
+                captures,
+                MODS,
+                is_full,
                 "keys",
                 META,
             )
@@ -215,10 +237,10 @@ def bias_gradient(problem: Problem, statistics: Tensor, dout: Tensor, dbias: Ten
     num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
     parts = torch.empty((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
     arguments = (
-        *x.arguments(meta),
+        *x.arguments(meta, "kinds"),
         *(dout, *row_strides(dout, meta)),
         *(parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
-        *(*statistics, bias_q > 1, bias_kv > 1, meta),
+        *(*statistics, bias_q > 1, bias_kv > 1, x.mods, meta),
     )
     launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)
     dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

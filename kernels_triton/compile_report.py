@@ -41,6 +41,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.launch import WIDE, Launch
+from flexattn.kernels_triton.lowering import compile_source, source_of
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
@@ -65,7 +66,8 @@ class CompileRequest:
 
     module, kernel: where the @triton.jit function is; the module must be importable in a new process.
     signature: Triton's type of each argument that is no constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>" a
-        host tensor descriptor (in Gluon with its layout's repr: "tensordesc<bf16[128,64],NVMMASharedLayout(...)>").
+        host tensor descriptor (in Gluon with its layout's repr: "tensordesc<bf16[128,64],NVMMASharedLayout(...)>"); a tuple of
+        types for an argument that is a tuple.
     constexprs: the value of each constexpr argument, anything that pickles; a dtype by its name in the language, "tl.bfloat16".
     sm: compute capability, 90 for 9.0.
     aligned: pointers and integers to take as divisible by 16; None: every pointer.
@@ -73,7 +75,7 @@ class CompileRequest:
 
     module: str
     kernel: str
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constexprs: Mapping[str, Any]
     sm: int
     num_warps: int
@@ -92,15 +94,10 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
     function = launch.kernel.fn
     signature, constexprs = {}, {}
     for name, value in zip(launch.kernel.arg_names, launch.arguments, strict=True):
-        if isinstance(value, torch.Tensor):
-            signature[name] = f"*{_type_name(value.dtype)}"
-        elif isinstance(value, TensorDescriptor):
-            block = ",".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{_type_name(value.base.dtype)}[{block}],{value.layout!r}>"
-        elif type(value) in (int, float):
-            signature[name] = "i32" if type(value) is int else "fp32"
+        if isinstance(value, (torch.Tensor, TensorDescriptor)) or type(value) in (int, float, tuple):
+            signature[name] = _type_of(value)
         else:
-            constexprs[name] = value
+            constexprs[name] = _picklable(value)
     aligned = [name for name in signature if name in WIDE]
     return CompileRequest(
         function.__module__, function.__name__, signature, constexprs, sm, launch.tile.num_warps, launch.tile.num_stages, aligned
@@ -109,6 +106,35 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
 
 def _type_name(dtype: torch.dtype) -> str:
     return type_canonicalisation_dict[str(dtype).removeprefix("torch.")]
+
+
+def _type_of(value: Any) -> Any:
+    """Triton's type of an argument; of the captures of a mod, a tuple, one of each."""
+    if isinstance(value, torch.Tensor):
+        return f"*{_type_name(value.dtype)}"
+    if isinstance(value, TensorDescriptor):
+        block = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_type_name(value.base.dtype)}[{block}],{value.layout!r}>"
+    if isinstance(value, tuple):
+        return tuple(map(_type_of, value))
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if value < 2**31 else "i64"
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """A generated Triton function: its name and source, which another process can compile."""
+
+    name: str
+    source: str
+
+
+def _picklable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        parts = map(_picklable, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return _Generated(value.__name__, source_of(value)) if hasattr(value, "fn") else value
 
 
 @dataclass(frozen=True)
@@ -298,6 +324,10 @@ def _outcome(future: Future[CompileReport | str]) -> CompileReport | str:
 
 
 def _constant(value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_constant, value))
+    if isinstance(value, _Generated):
+        return compile_source(value.name, value.source)
     return getattr(tl, value.removeprefix("tl.")) if isinstance(value, str) and value.startswith("tl.") else value
 
 

@@ -12,6 +12,8 @@ from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     LN2,
     dropout_keep,
+    listed_tile,
+    load_block_lists,
     load_head,
     load_sequence,
     load_sink,
@@ -59,6 +61,14 @@ def _attn_fwd_loop(
     b_h,
     stride_bias_m,
     stride_bias_n,
+    b,
+    h,
+    captures,
+    masked_ptr,
+    num_masked,
+    full_ptr,
+    first_full,
+    MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -67,7 +77,13 @@ def _attn_fwd_loop(
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
     k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
     v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
-    for n in tl.range(begin, end, BLOCK_N):
+    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+        n = t
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_KV, BLOCK_N)
+            k_pointer = k_base + tl.cast(n, tl.int64) * k_step
+            v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
@@ -75,11 +91,29 @@ def _attn_fwd_loop(
         if META.QK1 > 0:
             k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
-        s, factor, _ = logits(
-            qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
+        s, factor, _, _ = logits(
+            qk,
+            i,
+            j,
+            len_q,
+            len_kv,
+            shift,
+            softmax_scale,
+            softcap,
+            bias_base,
+            stride_bias_m,
+            stride_bias_n,
+            alibi_slope,
+            b,
+            h,
+            captures,
+            MODS,
+            META,
         )
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), s, float("-inf"))
+        if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
+            s = tl.where(MODS.mask(b, h, i, j, captures) | is_full, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
         p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
@@ -94,8 +128,9 @@ def _attn_fwd_loop(
         if META.V1 > 0:
             v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
-        k_pointer += BLOCK_N * k_step
-        v_pointer += BLOCK_N * v_step
+        if META.BLOCK_SIZE_Q == 0:
+            k_pointer += BLOCK_N * k_step
+            v_pointer += BLOCK_N * v_step
     return acc0, acc1, row_sum, row_max
 
 
@@ -140,12 +175,21 @@ def _attn_fwd_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
     out_ptr,
     stride_ob,
     stride_os,
     stride_oh,
     lse_ptr,
     max_logit_ptr,  # [h, b * blocks] or None: the largest logit that each block of queries saw
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -210,8 +254,24 @@ def _attn_fwd_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
+    masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+    if META.BLOCK_SIZE_Q > 0:
+        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+        masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+            block_counts_ptr,
+            block_indices_ptr,
+            full_counts_ptr,
+            full_indices_ptr,
+            row,
+            list_length,
+            len_kv,
+            META.BLOCK_SIZE_KV,
+            META.BLOCK_N,
+            META,
+        )
     # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
-    for phase in tl.static_range(0 if META.HAS_LEFT else 1, 3):
+    # With a block mask 1: blocks that are seen whole; 2: all others.
+    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):
         acc0, acc1, row_sum, row_max = _attn_fwd_loop(
             acc0,
             acc1,
@@ -227,7 +287,7 @@ def _attn_fwd_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            begin if phase == 0 else (full_begin if phase == 1 else full_end),
+            0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end)),
             full_begin if phase == 0 else (full_end if phase == 1 else end),
             first_row,
             len_q,
@@ -242,6 +302,14 @@ def _attn_fwd_kernel(
             b_h,
             stride_bias_m,
             stride_bias_n,
+            b,
+            h,
+            captures,
+            masked_ptr,
+            0 if phase == 1 else num_masked,
+            full_ptr,
+            0 if phase == 1 else inside,
+            MODS,
             phase != 1,
             META,
         )
@@ -286,7 +354,7 @@ def attention_forward(
     meta = x.meta(tile, (out,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None
-    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, meta)
+    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, x.mods, meta)
     launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch, out.device, tile, arguments)
     if max_logit is not None and partial is not None:
         torch.amax(partial, 1, out=max_logit)

@@ -404,6 +404,8 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     for has, name in (
+        (x.mods is not None, "score_mod and mask_mod"),
+        (x.block_mask is not None, "a block mask"),
         (x.bias is not None, "a bias"),
         (x.alibi_slopes is not None, "ALiBi"),
         (x.softcap > 0, "a softcap"),

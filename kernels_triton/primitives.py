@@ -202,6 +202,52 @@ def visible_range(
 
 
 @triton.jit
+def load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE: tl.constexpr):
+    # (where a row's list of blocks begins, how many begin before `length`, how many of those end before it)
+    pointer = indices_ptr + tl.cast(row, tl.int64) * list_length
+    count = tl.load(counts_ptr + row)
+    while (count > 0) & (tl.load(pointer + tl.maximum(count - 1, 0)) * SIZE >= length):
+        count -= 1
+    inside = count
+    while (inside > 0) & ((tl.load(pointer + tl.maximum(inside - 1, 0)) + 1) * SIZE > length):
+        inside -= 1
+    return pointer, count, inside
+
+
+@triton.jit
+def load_block_lists(
+    counts_ptr,
+    indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    row,
+    list_length,
+    length,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    META: tl.constexpr,
+):
+    # The masked blocks and the full ones: (list, count) of the masked, list of the full, how many of those come unmasked, and the
+    # tiles of both kinds: masked, with the full ones that the end or the band may cut, and unmasked.
+    masked_ptr, num_masked, _ = load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE)
+    full_ptr, num_full, inside = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, length, SIZE)
+    if META.HAS_LEFT or META.HAS_RIGHT:
+        inside = num_full * 0
+    tiles: tl.constexpr = SIZE // BLOCK
+    return masked_ptr, num_masked, full_ptr, inside, (num_masked + num_full - inside) * tiles, inside * tiles
+
+
+@triton.jit
+def listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # (where tile t begins, whether its block is full), counting first the masked blocks, then the full ones from first_full on.
+    tiles: tl.constexpr = SIZE // BLOCK
+    block = t // tiles
+    is_full = block >= num_masked
+    pointer = tl.where(is_full, full_ptr + (first_full + block - num_masked), masked_ptr + block)
+    return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full
+
+
+@triton.jit
 def visible_keys(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
     # For a tile [queries, keys]. The bounds are found per query, so that an element costs one comparison a side.
     last = len_kv - 1
@@ -253,14 +299,20 @@ def logits(
     stride_bias_m,
     stride_bias_n,
     alibi_slope,
+    b,
+    h,
+    captures,
+    MODS: tl.constexpr,
     META: tl.constexpr,
 ):
-    # (s, factor, slope): s * factor is the logit in units of log2, before the mask; slope is d logit / d scaled score.
-    # With nothing to add, s stays the raw product and the scale is folded into the exponent's multiply-add.
+    # (s, factor, slope, score): s * factor is the logit in units of log2, before the mask; slope is d capped / d scaled score;
+    # score is what score_mod is given. With nothing to add, s stays the raw product, and the scale is folded into the exponent's
+    # multiply-add.
     s = qk
     factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
     slope = 1.0
-    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP:
+    score = qk
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP or META.HAS_SCORE_MOD:
         factor = LOG2E
         if META.HAS_PRE_SCALE_BIAS:
             s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
@@ -269,11 +321,14 @@ def logits(
             t = tanh(s / softcap)
             s = softcap * t
             slope = 1 - t * t
+        score = s
+        if META.HAS_SCORE_MOD:
+            s = MODS.score(score, b, h, i, j, captures)
         if META.HAS_POST_SCALE_BIAS:
             s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
         if META.HAS_ALIBI:
             s -= alibi_slope * tl.abs(j - i - shift).to(tl.float32)
-    return s, factor, slope
+    return s, factor, slope, score
 
 
 @triton.jit
@@ -313,12 +368,34 @@ def score_gradient(
     stride_bias_m,
     stride_bias_n,
     alibi_slope,
+    b,
+    h,
+    captures,
+    MODS: tl.constexpr,
+    is_full,  # whether the mask_mod need not be asked
     MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
     META: tl.constexpr,
 ):
-    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score).
-    s, factor, slope = logits(
-        qk, i, j, len_q, len_kv, shift, softmax_scale, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, META
+    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score,
+    # the score that score_mod was given).
+    s, factor, slope, score = logits(
+        qk,
+        i,
+        j,
+        len_q,
+        len_kv,
+        shift,
+        softmax_scale,
+        softcap,
+        bias_base,
+        stride_bias_m,
+        stride_bias_n,
+        alibi_slope,
+        b,
+        h,
+        captures,
+        MODS,
+        META,
     )
     p = tl.exp2(tl.fma(s, factor, -lse_log2))
     if META.RENORMALIZE:
@@ -327,9 +404,16 @@ def score_gradient(
         p = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
     elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
         p = tl.where(visible_queries(i, j, shift, window_left, window_right, META), p, 0.0)
+    if MASK != "none" and META.HAS_SCORE_MOD:  # which may make the scores of a query past the end infinite
+        p = tl.where(i < len_q, p, 0.0)
+    if META.HAS_MASK_MOD and (MASK != "none" or META.BLOCK_SIZE_Q == 0):
+        p = tl.where(MODS.mask(b, h, i, j, captures) | is_full, p, 0.0)
     p_dropped = p
     if META.HAS_DROPOUT:
         p_dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     dlogit = p * (dp - delta)
-    return p, p_dropped, dlogit, dlogit * slope
+    dscore = dlogit
+    if META.HAS_SCORE_MOD:  # whose derivative may be infinite where nothing is visible
+        dscore = tl.where(dlogit == 0.0, 0.0, MODS.gradient(dlogit, score, b, h, i, j, captures))
+    return p, p_dropped, dlogit, dscore * slope, score

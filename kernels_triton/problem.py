@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,50 @@ from flexattn.kernels_triton.launch import capability_of
 
 _MOST_ROWS = 256  # of any tile
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
+
+
+class Mods(NamedTuple):
+    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last."""
+
+    score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
+    gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
+    accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
+    mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
+    reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
+
+
+class BlockLists(NamedTuple):
+    """A block mask: for each block of queries the blocks of keys that it sees, and the other way round, int32, contiguous.
+
+    Counts are [b | 1, h | 1, rows], indices [b | 1, h | 1, rows, columns], of which the first `count` are valid and ascending. A
+    block in the full lists is seen whole, one in the others as far as the mask_mod says; in neither, not at all.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+    block_size_q: int
+    block_size_kv: int
+
+    def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
+        tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
+        counts, indices = (self.q_num_blocks, self.q_indices) if blocks == "q" else (self.kv_num_blocks, self.kv_indices)
+        batch, heads, rows = counts.shape
+        return (*tensors, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, indices.shape[-1])
+
+    def kinds(self) -> Tensor:
+        """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        columns = self.kv_indices.shape[-1]
+        kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
+        place = torch.arange(columns, device=kinds.device)
+        for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
+            kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
+        return kinds[..., :columns].contiguous()
 
 
 class Meta(NamedTuple):
@@ -35,6 +79,10 @@ class Meta(NamedTuple):
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_DROPOUT: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
+    BLOCK_SIZE_KV: int
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -80,6 +128,9 @@ class Problem:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
     max_seqlen_kv: int = 0
+    mods: Mods | None = None
+    captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
+    block_mask: BlockLists | None = None
 
     @property
     def batch(self) -> int:
@@ -107,6 +158,11 @@ class Problem:
         return max(1, self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1])
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether more tiles than the scores' lie beside them."""
+        return self.bias is not None or self.dropout_p > 0 or (self.mods is not None and self.mods.reads_tiles)
+
+    @property
     def device(self) -> torch.device:
         return self.q.device
 
@@ -123,15 +179,22 @@ class Problem:
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """The committed tile for this problem, on its own device or on one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
-        return select_tile(
+        tile = select_tile(
             table,
             capability,
             self.q.element_size(),
             self.head_dims,
-            is_loaded=self.bias is not None or self.dropout_p > 0,
+            is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None,
             length=max(self.longest_q, self.longest_kv),
         )
+        if self.block_mask is None:
+            return tile
+        block_m, block_n = (
+            min(block, size & -size)  # the largest power of two that divides the block mask's
+            for block, size in ((tile.block_m, self.block_mask.block_size_q), (tile.block_n, self.block_mask.block_size_kv))
+        )
+        return tile._replace(block_m=block_m, block_n=block_n)
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
@@ -155,6 +218,10 @@ class Problem:
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
             HAS_DROPOUT=self.dropout_p > 0,
+            HAS_SCORE_MOD=self.mods is not None and self.mods.score is not None,
+            HAS_MASK_MOD=self.mods is not None and self.mods.mask is not None,
+            BLOCK_SIZE_Q=0 if self.block_mask is None else self.block_mask.block_size_q,
+            BLOCK_SIZE_KV=0 if self.block_mask is None else self.block_mask.block_size_kv,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,
@@ -169,8 +236,11 @@ class Problem:
             BLOCK_N=tile.block_n,
         )
 
-    def arguments(self, meta: Meta) -> tuple[Any, ...]:
-        """The arguments that every kernel begins with, in this order."""
+    def arguments(self, meta: Meta, blocks: Literal["kv", "q", "kinds"] = "kv") -> tuple[Any, ...]:
+        """The arguments that every kernel begins with, in this order.
+
+        blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
+        """
         bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
         slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
         threshold = round(self.dropout_p * 2**32)
@@ -204,6 +274,8 @@ class Problem:
             *row_strides(self.q, meta),
             *row_strides(self.k, meta),
             *row_strides(self.v, meta),
+            self.captures,
+            *((None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)),
         )
 
 

@@ -56,7 +56,7 @@ def check(inputs: Inputs, **arguments: Any) -> None:
     for name, got, ref, eager in zip(("out", "lse", "max_logit"), (out, lse, max_logit), expected, in_dtype, strict=True):
         check_close(name, got, ref, eager, factor=FORWARD_FACTOR, largest_score=largest_score)
     ref_gradients, eager_gradients = (reference_gradients(spec, x, dout, dlse, dtype) for dtype in (torch.float64, spec.dtype))
-    operands = (x.q, x.k, x.v, x.bias, x.softmax_offset)
+    operands = (x.q, x.k, x.v, x.bias, x.softmax_offset, None)
     for name, got, ref, eager, operand in zip(Gradients._fields, gradients, ref_gradients, eager_gradients, operands, strict=True):
         if operand is None:
             assert got is None

@@ -109,7 +109,8 @@ def test_matches_the_reference(backend, device, name):
         check_close(label, got, ref, eager)
     exact_gradients = reference_gradients(spec, x, dout, dlse)
     eager_gradients = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
-    for label, ref, eager in zip(("q", "k", "v", "bias", "softmax_offset"), exact_gradients, eager_gradients, strict=True):
+    labels = ("q", "k", "v", "bias", "softmax_offset")
+    for label, ref, eager in zip(labels, exact_gradients[:-1], eager_gradients[:-1], strict=True):
         assert (ref is None) == (call.get(label) is None)
         if ref is not None:
             check_close(f"d{label}", call[label].grad, ref, eager, factor=GRADIENT_FACTOR)

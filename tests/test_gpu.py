@@ -73,7 +73,7 @@ def on_rows(
         block = slice_block(spec, Differentiable.of(x), sequences, rows, keys).map(lambda t: t.detach().to(dtype).requires_grad_())
         out, lse, _ = attend(spec, x, sequences, rows, keys, block)
         seed = token_view(dout, spec.q_format, sequences.batch, sequences.q[rows.start : rows.stop]).to(dtype)
-        leaves = {name: leaf for name, leaf in block._asdict().items() if leaf is not None}
+        leaves = {name: leaf for name, leaf in block._asdict().items() if isinstance(leaf, Tensor)}
         grads = torch.autograd.grad(out, list(leaves.values()), seed)
         parts.append({"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)})
     sums = {name: torch.stack([part[name].double() for part in parts]).sum(0) for name in ("dk", "dv")}

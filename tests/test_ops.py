@@ -100,7 +100,7 @@ def test_the_schemas_are_the_operands_and_then_the_settings():
 def test_outputs_share_no_memory_with_inputs_and_gradients_are_contiguous(monkeypatch):
     arguments = op_arguments(monkeypatch, CALLS["bshd everything"])
     outputs = ops._forward_op(*arguments)
-    gradients = ops._backward_op(torch.randn_like(outputs[0]), None, *outputs[:2], *arguments)
+    *gradients, _ = ops._backward_op(torch.randn_like(outputs[0]), None, *outputs[:2], *arguments)
     inputs = {t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor)}
     memories = [t.untyped_storage().data_ptr() for t in (*outputs, *gradients)]
     assert len(set(memories)) == len(memories)
@@ -111,7 +111,8 @@ def test_outputs_share_no_memory_with_inputs_and_gradients_are_contiguous(monkey
 def test_gradients_that_nobody_wants_are_empty(monkeypatch):
     arguments = op_arguments(monkeypatch, CALLS["bshd"])
     out, lse, max_logit = ops._forward_op(*arguments)
-    *_, dbias, dsoftmax_offset = ops._backward_op(out, None, out, lse, *arguments)
+    *_, dbias, dsoftmax_offset, dmod_tensors = ops._backward_op(out, None, out, lse, *arguments)
+    assert dmod_tensors == []
     assert max_logit.shape == dbias.shape == dsoftmax_offset.shape == (0,)
 
 

@@ -459,6 +459,8 @@ specs = st.builds(
     length_kv=st.integers(0, 2**20).map(length_class),
     dropout_in_sixteenths=st.booleans(),
     needs_lse_grad=st.booleans(),
+    mods=st.none(),
+    block_size=st.none(),
 )
 some_refusals = st.dictionaries(
     st.sampled_from([(name, d) for name in BACKENDS for d in DIRECTIONS]), st.just("it crashed; try another")

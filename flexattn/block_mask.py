@@ -1,0 +1,138 @@
+"""Block masks: torch's `BlockMask`, made here without a dense mask, and taken apart for the kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.program import evaluate
+from flexattn.score_mod import Mod, trace_mods
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MOST_AT_ONCE = 1 << 24  # elements of the mask that exist at a time
+_NAME = "_flexattn_lists"
+
+
+class BlockLists(NamedTuple):
+    """A block mask's tensors, in the order in which the operators take them, and its block size (queries, keys)."""
+
+    tensors: tuple[Tensor, ...]
+    block_size: tuple[int, int]
+
+
+def create_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str = "cuda",
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """torch's BlockMask of `mask_mod`: which blocks of keys each block of queries sees, and which of them it sees whole.
+
+    As `torch.nn.attention.flex_attention.create_block_mask`, and the result can be given to FlexAttention too, but the mask is
+    computed a few blocks at a time: memory is that of the lists, O(blocks). Not needed for masks that `attn_mask_type`,
+    `window_size` and `cu_seqlens` can say.
+
+    Args:
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, as `attention` takes it.
+        B, H: batch and query heads; None or 1 where the mask is the same for all.
+        Q_LEN, KV_LEN: the longest sequences that it is to be used with.
+        device: of the lists, and of what mask_mod captures.
+        BLOCK_SIZE: queries and keys of a block, multiples of 16; large powers of two run fastest.
+
+    Raises:
+        ValueError: a size that is no multiple of 16, or a mask_mod that cannot be traced.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size_q, size_kv = _block_size(BLOCK_SIZE)
+    batch, heads = B or 1, H or 1
+    rows, columns = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
+    traced = trace_mods(None, mask_mod)
+    graph = traced.program.mask
+    kinds = torch.zeros(batch, heads, rows, columns, dtype=torch.int8, device=device)
+    captures = traced.program.inputs(traced.tensors, traced.numbers)
+    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    step = max(1, MOST_AT_ONCE // max(1, batch * heads * size_q * size_kv))  # blocks at a time
+    for row in range(rows):
+        i = torch.arange(row * size_q, min(Q_LEN, (row + 1) * size_q), device=device)
+        for column in range(0, columns, step):
+            j = torch.arange(column * size_kv, min(KV_LEN, (column + step) * size_kv), device=device)
+            inputs = {"b": b[:, None, None, None], "h": h[:, None, None], "q_idx": i[:, None], "kv_idx": j, **captures}
+            visible = torch.ones((), dtype=torch.bool, device=device) if graph is None else evaluate(graph, inputs, torch.float32)
+            seen = visible.expand(batch, heads, len(i), len(j)).sum(2)  # by each key's column
+            of_block = torch.zeros(batch, heads, -(-len(j) // size_kv), dtype=torch.int64, device=device)
+            block = (j // size_kv - column).expand_as(seen)
+            of_block.scatter_add_(-1, block, seen)
+            most = torch.zeros_like(of_block).scatter_add_(-1, block, torch.full_like(seen, len(i)))
+            kinds[:, :, row, column : column + step] = (of_block > 0).to(torch.int8) + (of_block == most).to(torch.int8)
+    return BlockMask.from_kv_blocks(
+        *_ordered(kinds == 1), *_ordered(kinds == 2), (size_q, size_kv), mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
+
+
+def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
+    """A BlockMask as the operators take it, each list ascending; kept on the mask, for the next call.
+
+    Raises TypeError for anything but a BlockMask, ValueError where it does not fit batch, heads, lengths or device.
+    """
+    of_keys = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    names = (*of_keys, *(name.replace("kv_", "q_") for name in of_keys))
+    if not all(hasattr(block_mask, name) for name in (*names, "BLOCK_SIZE", "mask_mod")):
+        raise TypeError(
+            f"block_mask is a {type(block_mask).__name__}; accepted: a BlockMask of torch or of create_block_mask, or None"
+        )
+    size_q, size_kv = _block_size(block_mask.BLOCK_SIZE)
+    counts = block_mask.kv_num_blocks
+    if counts.device != device:
+        raise ValueError(
+            f"block_mask is on {counts.device} and q is on {device}; accepted: the same device; use block_mask.to(...)"
+        )
+    sizes = (*counts.shape[:2], counts.shape[2] * size_q, block_mask.kv_indices.shape[3] * size_kv)
+    lengths = getattr(block_mask, "seq_lengths", None) or sizes[2:]
+    if sizes[0] not in (1, batch) or sizes[1] not in (1, heads) or min(lengths[0], sizes[2]) < longest_q or lengths[1] < longest_kv:
+        raise ValueError(
+            f"block_mask is for batch {sizes[0]}, {sizes[1]} heads, {lengths[0]} queries and {lengths[1]} keys; accepted for this "
+            f"call: batch 1 or {batch}, 1 or {heads} heads, at least {longest_q} queries and {longest_kv} keys"
+        )
+    given = [getattr(block_mask, name) for name in names]
+    if given[4] is None:
+        raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
+    version = tuple(None if t is None else (t.data_ptr(), t._version) for t in given)
+    kept = getattr(block_mask, _NAME, None)
+    if kept is None or kept[0] != version:
+        tensors: list[Tensor] = []
+        for i in range(0, 8, 2):
+            num_blocks, indices = given[i], given[i + 1]
+            if num_blocks is None:  # no full blocks
+                num_blocks, indices = torch.zeros_like(given[i - 2]), given[i - 1]
+            tensors += [num_blocks.to(torch.int32).contiguous(), _ascending(num_blocks, indices)]
+        kept = (version, BlockLists(tuple(tensors), (size_q, size_kv)))
+        object.__setattr__(block_mask, _NAME, kept)
+    lists: BlockLists = kept[1]
+    return lists
+
+
+def _block_size(given: int | tuple[int, int]) -> tuple[int, int]:
+    size = (given, given) if isinstance(given, int) else tuple(given)
+    if len(size) != 2 or any(n < 16 or n % 16 for n in size):
+        raise ValueError(f"BLOCK_SIZE is {given!r}; accepted: multiples of 16, for queries and keys")
+    return size[0], size[1]
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many of the last dim are chosen, where: those first, ascending), int32."""
+    order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _ascending(num_blocks: Tensor, indices: Tensor) -> Tensor:
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    valid = place < num_blocks[..., None]
+    return torch.where(valid, indices, torch.iinfo(torch.int32).max).to(torch.int32).sort(-1).values.where(valid, 0).contiguous()

@@ -1,0 +1,230 @@
+"""From a mod's traced FX graph to a program's graph: one vocabulary of ops, every read of a captured tensor one index per dim."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from flexattn.dispatch.program import OPS, Capture, call, new_graph
+
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+_INSTEAD = {
+    "sum": "a mod sees one score at a time; a reduction over others has no meaning in it",
+    "mean": "a mod sees one score at a time; a reduction over others has no meaning in it",
+    "softmax": "a mod sees one score at a time; the softmax comes after it",
+    "mm": "compute the product before the call, capture it, and read it at computed indices",
+    "matmul": "compute the product before the call, capture it, and read it at computed indices",
+    "rand": "draw the numbers before the call, capture the tensor, and read it; for dropout use dropout_p",
+    "gather": "index the tensor instead: t[i, j]",
+    "take": "index the tensor instead: t[i]",
+    "index_select": "index the tensor instead: t[i]",
+    "view": "index the captured tensor with its own dims, t[i, j], or reshape it before the call",
+    "reshape": "index the captured tensor with its own dims, t[i, j], or reshape it before the call",
+    "cat": "a mod gives one score; choose between values with torch.where",
+    "stack": "a mod gives one score; choose between values with torch.where",
+}
+
+
+def place_of(line: tuple[str, int]) -> str:
+    text = linecache.getline(*line).strip()
+    return f" at {line[0]}:{line[1]}" + (f", `{text}`" if text else "")
+
+
+class _View(NamedTuple):
+    """A captured tensor seen through views: for each of its dims an index, or (free dim, start, step)."""
+
+    capture: Node
+    at: tuple[Any, ...]
+    ndim: int
+
+
+def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Sequence[Capture]) -> Graph:
+    graph, inputs = new_graph(arguments, captures)
+    by_name = {capture.name: capture for capture in captures}
+    values: dict[Node, Any] = {}  # of a traced node: a node of the new graph, a number, or a _View
+    placeholders = iter(inputs.values())
+    for node in traced.nodes:
+        if node.op == "placeholder":
+            new = next(placeholders)
+            capture = by_name.get(str(new.target))
+            if capture is None or capture.is_number:
+                values[node] = new
+            else:
+                free = tuple((dim, 0, 1) for dim in range(capture.ndim))
+                values[node] = _settled(graph, _View(new, free, capture.ndim))
+        elif node.op == "call_function":
+            values[node] = converted(role, graph, node, values)
+        elif node.op == "output":
+            result = values[node.args[0]]
+            if isinstance(result, _View):
+                raise ValueError(f"{role} returns a tensor of {result.ndim} dims; accepted: one value, a 0-d tensor or a number")
+            wanted = torch.bool if role == "mask_mod" else torch.float32
+            graph.output(as_dtype(graph, result, wanted))
+        else:
+            raise ValueError(f"{role} makes a tensor of its own{_line_of(node)}; make it before the call and capture it")
+    graph.eliminate_dead_code()
+    return graph
+
+
+def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -> Any:
+    name = node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+    args = torch.utils._pytree.tree_map(lambda x: values[x] if isinstance(x, Node) else x, tuple(node.args))
+    kwargs = {key: values[x] if isinstance(x, Node) else x for key, x in node.kwargs.items()}
+    result = node.meta.get("val")
+    if args and isinstance(args[0], _View):
+        return _viewed(role, graph, node, name, args, kwargs)
+    if any(isinstance(x, _View) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+        _refuse(role, node, name, "a mod works on scalars: index the captured tensor first, as in t[h, q_idx]")
+    if not isinstance(result, Tensor):
+        _refuse(role, node, name, "a mod gives one score")
+    dtype = torch.float32 if result.dtype is torch.float64 else result.dtype
+    if name == "copy_":
+        return as_dtype(graph, args[1], dtype)
+    if name.endswith("_"):  # in place on a value that is not used again but as this op's result
+        name = name[:-1]
+    if name in ("alias", "detach", "clone", "lift_fresh_copy", "view", "expand", "squeeze", "unsqueeze", "view_of", "reshape"):
+        if result.dim() == 0:
+            return args[0]
+        _refuse(role, node, name, "a mod works on scalars")
+    if name in ("scalar_tensor", "full", "full_like", "zeros", "ones", "empty", "zeros_like", "ones_like"):
+        if result.dim() != 0:
+            _refuse(role, node, name, "a mod works on scalars; make the tensor before the call and capture it")
+        fill = args[-1] if name in ("scalar_tensor", "full", "full_like") else float("ones" in name)
+        return _constant(graph, fill, dtype)
+    if name in ("_to_copy", "convert_element_type", "to"):
+        return as_dtype(graph, args[0], dtype)
+    if name == "sgn":
+        name = "sign"
+    if name in ("clamp_min", "clamp_max"):
+        name, args = "clamp", (args[0], args[1], None) if name == "clamp_min" else (args[0], None, args[1])
+    if name == "clamp" and any(isinstance(x, Node) for x in args[1:]):
+        x = args[0]
+        for bound, op in ((args[1] if len(args) > 1 else None, "maximum"), (args[2] if len(args) > 2 else None, "minimum")):
+            if bound is not None:
+                x = call(graph, op, (x, _node(graph, bound, dtype)), dtype)
+        return x
+    if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
+        alpha = kwargs["alpha"]
+        args = (args[0], call(graph, "mul", (_node(graph, args[1], dtype), alpha), dtype))
+    kwargs = {key: x for key, x in kwargs.items() if key == "rounding_mode" and x is not None}
+    if name == "where":
+        args = (args[0], *(_node(graph, x, dtype) for x in args[1:]))
+    if name not in OPS or result.dim() != 0 or dtype not in (torch.float32, torch.float16, torch.bfloat16, *INTEGERS):
+        _refuse(
+            role,
+            node,
+            name,
+            _INSTEAD.get(name.strip("_"), "pointwise arithmetic, comparisons, torch.where and reads of captured tensors"),
+        )
+    if not any(isinstance(x, Node) for x in args):
+        args = (_node(graph, args[0], dtype), *args[1:])
+    return call(graph, name, tuple(args), dtype, **kwargs)
+
+
+def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op on a captured tensor that is not fully indexed yet."""
+    view: _View = args[0]
+    given = cast(Node, node.args[0]).meta["val"]
+    at = list(view.at)
+    free = {
+        entry[0]: i for i, entry in enumerate(at) if isinstance(entry, tuple)
+    }  # dim of the view -> dim of the capture; none: new
+    if name == "index":
+        removed = {dim: index for dim, index in enumerate(args[1]) if index is not None}
+    elif name == "select":
+        dim = args[1] % view.ndim
+        index = args[2]
+        if index < 0 and dim in free and at[free[dim]][1:] != (0, 1):
+            _refuse(role, node, name, "a negative index of a slice")
+        removed = {dim: index}
+    elif name == "slice":
+        dim = (args[1] if len(args) > 1 else 0) % view.ndim
+        start = (args[2] if len(args) > 2 else None) or 0
+        step = args[4] if len(args) > 4 else 1
+        if dim in free:
+            _, first, stride = at[free[dim]]
+            size = given.shape[dim]
+            start = max(0, start + size) if start < 0 else min(start, size)
+            at[free[dim]] = (dim, first + start * stride, stride * step)
+        return view._replace(at=tuple(at))
+    elif name in ("permute", "transpose", "t", "numpy_T"):
+        order = list(range(view.ndim))
+        if name == "permute":
+            order = [dim % view.ndim for dim in args[1]]
+        elif view.ndim > 1:
+            a, b = (0, 1) if len(args) < 3 else (args[1] % view.ndim, args[2] % view.ndim)
+            order[a], order[b] = order[b], order[a]
+        for new, old in enumerate(order):
+            if old in free:
+                at[free[old]] = (new, *view.at[free[old]][1:])
+        return view._replace(at=tuple(at))
+    elif name == "unsqueeze":
+        dim = args[1] % (view.ndim + 1)
+        for old, i in free.items():
+            at[i] = (old + (old >= dim), *at[i][1:])
+        return view._replace(at=tuple(at), ndim=view.ndim + 1)
+    elif name in ("alias", "detach", "clone", "lift_fresh_copy"):
+        return view
+    else:
+        _refuse(
+            role, node, name, _INSTEAD.get(name.strip("_"), "index the captured tensor first, as in t[h, q_idx], and then compute")
+        )
+    # Fix the dims in `removed`, and close the gaps that they leave.
+    for dim, index in removed.items():
+        if dim in free:
+            _, first, stride = at[free[dim]]
+            at[free[dim]] = _affine(graph, index, first, stride)
+    for dim, i in free.items():
+        if dim not in removed:
+            at[i] = (dim - sum(gone < dim for gone in removed), *at[i][1:])
+    return _settled(graph, _View(view.capture, tuple(at), view.ndim - len(removed)))
+
+
+def _affine(graph: Graph, index: Any, first: int, stride: int) -> Any:
+    if (first, stride) == (0, 1):
+        return index
+    if isinstance(index, Node):
+        scaled = call(graph, "mul", (index, stride), torch.int64) if stride != 1 else index
+        return call(graph, "add", (scaled, first), torch.int64)
+    return first + index * stride
+
+
+def _settled(graph: Graph, view: _View) -> Any:
+    """A read, once no dim is left."""
+    if view.ndim > 0:
+        return view
+    return call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])
+
+
+def _constant(graph: Graph, value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Node):
+        return as_dtype(graph, value, dtype)
+    return call(graph, "full", ([], _python(value, dtype)), dtype)
+
+
+def _python(value: Any, dtype: torch.dtype) -> Any:
+    return bool(value) if dtype is torch.bool else (float(value) if dtype.is_floating_point else int(value))
+
+
+def _node(graph: Graph, value: Any, dtype: torch.dtype) -> Node:
+    return value if isinstance(value, Node) else call(graph, "full", ([], _python(value, dtype)), dtype)
+
+
+def as_dtype(graph: Graph, value: Any, dtype: torch.dtype) -> Node:
+    node = _node(graph, value, dtype)
+    return node if node.meta["dtype"] == dtype else call(graph, "_to_copy", (node,), dtype)
+
+
+def _line_of(node: Node) -> str:
+    line = node.meta.get("line")
+    return "" if line is None else place_of(line)
+
+
+def _refuse(role: str, node: Node, name: str, instead: str) -> NoReturn:
+    raise ValueError(f"{role} uses {name}{_line_of(node)}, which no kernel can run for one score; use instead: {instead}")

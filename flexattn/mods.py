@@ -1,0 +1,189 @@
+"""Mods that the field knows by name: each function gives a mask_mod or a score_mod for `attention`, and an example of writing one.
+
+Masks (for `mask_mod`, or `create_block_mask`): causal, sliding_window, dilated_sliding_window, document, prefix_lm, natten_2d, and
+their combinations by both and either. Scores (for `score_mod`): softcap, alibi, relative_bias.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.score_mod import Mod
+
+__all__ = [
+    "alibi",
+    "both",
+    "causal",
+    "dilated_sliding_window",
+    "document",
+    "either",
+    "natten_2d",
+    "prefix_lm",
+    "relative_bias",
+    "sliding_window",
+    "softcap",
+]
+
+
+def causal() -> Mod:
+    """mask_mod: a query sees the keys up to its own position."""
+
+    def causal_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    return causal_mask
+
+
+def sliding_window(left: int, right: int) -> Mod:
+    """mask_mod: a query sees `left` keys before its own position and `right` after it, and the one at it."""
+    _check_counts(left=left, right=right)
+
+    def sliding_window_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+    return sliding_window_mask
+
+
+def dilated_sliding_window(window: int, dilation: int) -> Mod:
+    """mask_mod: a query sees every `dilation`-th key, `window` of them to each side (Longformer, Beltagy et al., 2020)."""
+    _check_counts(window=window, dilation=dilation)
+    if dilation == 0:
+        raise ValueError("dilation is 0; accepted: at least 1")
+
+    def dilated_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = (q_idx - kv_idx).abs()
+        return (distance <= window * dilation) & (distance % dilation == 0)
+
+    return dilated_mask
+
+
+def document(document_ids: Tensor) -> Mod:
+    """mask_mod: a query sees the keys of its own document. document_ids: integers, [s], or [b, s] for each batch entry its own."""
+    if document_ids.dim() not in (1, 2) or document_ids.is_floating_point():
+        raise ValueError(
+            f"document_ids is a {document_ids.dtype} tensor of shape {tuple(document_ids.shape)}; accepted: integers, [s] or [b, s]"
+        )
+    if document_ids.dim() == 1:
+        return lambda b, h, q_idx, kv_idx: document_ids[q_idx] == document_ids[kv_idx]
+    return lambda b, h, q_idx, kv_idx: document_ids[b, q_idx] == document_ids[b, kv_idx]
+
+
+def prefix_lm(prefix_lengths: Tensor) -> Mod:
+    """mask_mod: causal, but the first prefix_lengths[b] keys are seen by every query. prefix_lengths: integers, [b]."""
+    if prefix_lengths.dim() != 1 or prefix_lengths.is_floating_point():
+        raise ValueError(
+            f"prefix_lengths is a {prefix_lengths.dtype} tensor of shape {tuple(prefix_lengths.shape)}; accepted: integers, [b]"
+        )
+
+    def prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) | (kv_idx < prefix_lengths[b])
+
+    return prefix_mask
+
+
+def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
+    """mask_mod: neighbourhood attention (Hassani et al., "Neighborhood Attention Transformer", 2023) in an image, row by row.
+
+    A query sees the kernel_size x kernel_size keys around it, moved inward at the borders so that there are as many for each query.
+    kernel_size is odd and at most height and width.
+    """
+    if kernel_size % 2 == 0 or not 1 <= kernel_size <= min(height, width):
+        raise ValueError(
+            f"kernel_size is {kernel_size} for an image of {height} x {width}; accepted: odd, from 1 to {min(height, width)}"
+        )
+    half = kernel_size // 2
+
+    def natten_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        center_y = (q_idx // width).clamp(half, height - 1 - half)
+        center_x = (q_idx % width).clamp(half, width - 1 - half)
+        return ((kv_idx // width - center_y).abs() <= half) & ((kv_idx % width - center_x).abs() <= half)
+
+    return natten_mask
+
+
+def both(*mask_mods: Mod) -> Mod:
+    """mask_mod: what all of the masks let a query see."""
+
+    def both_masks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        visible = mask_mods[0](b, h, q_idx, kv_idx)
+        for mask_mod in mask_mods[1:]:
+            visible = visible & mask_mod(b, h, q_idx, kv_idx)
+        return visible
+
+    return both_masks
+
+
+def either(*mask_mods: Mod) -> Mod:
+    """mask_mod: what any of the masks lets a query see."""
+
+    def either_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        visible = mask_mods[0](b, h, q_idx, kv_idx)
+        for mask_mod in mask_mods[1:]:
+            visible = visible | mask_mod(b, h, q_idx, kv_idx)
+        return visible
+
+    return either_mask
+
+
+def softcap(cap: float | Tensor) -> Mod:
+    """score_mod: cap * tanh(score / cap). A 0-d tensor as cap gets a gradient."""
+
+    def softcap_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    return softcap_score
+
+
+def alibi(slopes: Tensor) -> Mod:
+    """score_mod: -slopes[h] * |q_idx - kv_idx| (Press et al., "Train Short, Test Long", 2022). slopes [h] get a gradient."""
+    if slopes.dim() != 1:
+        raise ValueError(f"slopes has shape {tuple(slopes.shape)}; accepted: [h]")
+
+    def alibi_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score - slopes[h] * (q_idx - kv_idx).abs()
+
+    return alibi_score
+
+
+def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
+    """score_mod: T5's relative position bias (Raffel et al., 2020, section 2.1): + table[bucket(kv_idx - q_idx), h].
+
+    table: [buckets, h], gets a gradient. The first half of the buckets (of each direction's, if bidirectional) is for one distance
+    each, the others widen logarithmically up to max_distance, past which all share the last. The buckets are those of the
+    transformers library's T5.
+    """
+    if table.dim() != 2:
+        raise ValueError(f"table has shape {tuple(table.shape)}; accepted: [buckets, h]")
+    bucket_of = _t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
+
+    def relative_bias_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance
+        return score + table[bucket_of[distance], h]
+
+    return relative_bias_score
+
+
+def _t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """int32 [2 * max_distance + 1]: the bucket of each kv_idx - q_idx from -max_distance on. In fp64, as logarithms decide."""
+    relative = torch.arange(-max_distance, max_distance + 1)
+    of_side = num_buckets // 2 if bidirectional else num_buckets
+    offset = (relative > 0) * of_side if bidirectional else torch.zeros_like(relative)
+    distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
+    exact = of_side // 2
+    if not 1 <= exact < max_distance:
+        raise ValueError(
+            f"table has {num_buckets} buckets and max_distance is {max_distance}; accepted: fewer exact buckets than distances"
+        )
+    widening = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact) * (of_side - exact)
+    bucket = torch.where(distance < exact, distance, (exact + (widening + 1e-9).long()).clamp(max=of_side - 1))
+    return (bucket + offset).to(torch.int32)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is {value!r}; accepted: a number of tokens")

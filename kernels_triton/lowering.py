@@ -1,0 +1,538 @@
+"""From a mod's FX graph to the source of one Triton function, which the kernels inline.
+
+A graph holds aten ops on scalars; in the function the score is a tile, and q_idx and kv_idx are shaped to broadcast against it, in
+either order. Floating point is float32. Integers mean int64, and are int32 wherever bounds on them show that nothing can overflow.
+
+    function = lower(graph, "score_mod", captures)   # captures: how each captured tensor lies in memory
+    print(source_of(function))
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from flexattn.kernels_triton import mod_math, primitives
+
+INT32 = (-(2**31), 2**31 - 1)
+INT64 = (-(2**63), 2**63 - 1)
+POSITION = (0, 2**30)  # no sequence is longer, nor is there room for the tensors that one would need
+_BOUNDS = {
+    torch.int8: (-128, 127),
+    torch.uint8: (0, 255),
+    torch.int16: (-(2**15), 2**15 - 1),
+    torch.int32: INT32,
+    torch.bool: (0, 1),
+}
+_VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
+_RESERVED = {"tl", "triton", "mod_math", "captures"}
+
+
+class Layout(NamedTuple):
+    """How one capture comes: its place in the tuple of captures, and what of its memory the source depends on."""
+
+    name: str
+    dtype: torch.dtype
+    ndim: int  # -1 for a number
+    start: int  # of its entries in the tuple: the pointer, then sizes and strides, encoded; or the number
+    is_row_contiguous: bool  # neighbours in the last dim are neighbours in memory
+    is_wide: bool  # offsets need 64 bits
+
+
+def layouts(captures: Sequence[tuple[str, torch.dtype, int]], tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
+    """The layouts of (name, dtype, ndim) with these tensors, in order; numbers have ndim -1 and no tensor."""
+    found, start, left = [], 0, iter(tensors)
+    for name, dtype, ndim in captures:
+        if ndim < 0:
+            found.append(Layout(name, dtype, ndim, start, False, False))
+            start += 1
+            continue
+        t = next(left)
+        span = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        found.append(Layout(name, t.dtype, ndim, start, ndim > 0 and t.stride(-1) == 1, span >= 2**31))
+        start += 1 + 2 * ndim
+    return tuple(found)
+
+
+def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+    """The tuple of captures that a kernel gets: pointers, sizes and strides, and numbers."""
+    flat: list[Any] = []
+    left, right = iter(tensors), iter(numbers)
+    for layout in found:
+        if layout.ndim < 0:
+            flat.append(float(next(right)))
+            continue
+        t = next(left)
+        flat.append(t)
+        flat += [2 * n + 3 for n in (*t.shape, *t.stride())]
+    return tuple(flat)
+
+
+def reads_tiles(graph: Graph | None) -> bool:
+    """Whether a graph reads a capture once for each query and key, so that a tile of it lies beside the scores."""
+    nodes = [] if graph is None else [node for node in graph.nodes if node.target is torch.ops.aten.index]
+    return any({"q_idx", "kv_idx"} <= _dependencies(node) for node in nodes)
+
+
+def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
+    """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
+
+    Raises NotImplementedError for an op that is not in `OPS`.
+    """
+    return _named(name, _Lowering(graph, captures).source(name, arguments))
+
+
+def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
+    """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
+    return _named("accumulate", _Lowering(graph, captures).source("accumulate", arguments, accumulates=True))
+
+
+def _named(name: str, source: str) -> Any:
+    # Triton keeps a compiled kernel under the text of its constants, which of a function in a tuple is the name alone: so the name
+    # says what the function computes, and with which helpers.
+    digest = hashlib.sha256((source + _helpers()).encode()).hexdigest()[:16]
+    return compile_source(f"{name}_{digest}", source.replace(f"def {name}(", f"def {name}_{digest}(", 1))
+
+
+@functools.cache
+def _helpers() -> str:
+    return inspect.getsource(mod_math) + inspect.getsource(primitives)
+
+
+def compile_source(name: str, source: str) -> Any:
+    """The @triton.jit function `name` of a generated source; tracebacks and inspect find the source through linecache."""
+    file = f"<flexattn {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {"tl": tl, "triton": triton, "mod_math": mod_math, "__name__": __name__}
+    exec(compile(source, file, "exec"), namespace)
+    return namespace[name]
+
+
+def source_of(function: Any) -> str:
+    """The source of a function that `lower` made."""
+    return "".join(linecache.getlines(function.fn.__code__.co_filename))
+
+
+class _Value(NamedTuple):
+    text: str
+    kind: str  # "float", "int" or "bool"
+    bounds: tuple[int, int] = INT64  # of an int
+    is_literal: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        return self.kind == "int" and not (INT32[0] <= self.bounds[0] and self.bounds[1] <= INT32[1])
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype is torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, captures: Sequence[Layout]) -> None:
+        self.graph = graph
+        self.captures = {layout.name: layout for layout in captures}
+        self.lines: list[str] = []
+        self.values: dict[Node, _Value] = {}
+        self.unpacked: set[str] = set()
+        self.accumulated: set[str] = set()
+        self.needed: set[Node] = set()
+        self.names = {node: f"{node.name}_" if node.name in _RESERVED else node.name for node in graph.nodes}
+        taken = set(self.names.values())
+        for node in graph.nodes:  # a read is named after what it reads
+            if node.op == "call_function" and node.target is torch.ops.aten.index:
+                name = base = f"{self.names[node.args[0]]}_value"
+                while name in taken:
+                    name = f"{base}{sum(other.startswith(base) for other in taken) + 1}"
+                taken.add(name)
+                self.names[node] = name
+
+    def source(self, name: str, arguments: Sequence[str], accumulates: bool = False) -> str:
+        results: list[str] = []
+        outputs = next(node.args[0] for node in self.graph.nodes if node.op == "output")
+        if accumulates:
+            self.accumulated = {[*self.captures][position] for position, _, _ in outputs[1:]}
+        wanted = outputs[1:] if accumulates else (outputs[:1] if isinstance(outputs, (list, tuple)) else [outputs])
+        self.needed = _ancestors(x for x in tree_leaves(wanted) if isinstance(x, Node))
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node not in self.needed:
+                continue
+            if node.op == "placeholder":
+                self.values[node] = self._input(node)
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
+            else:
+                if accumulates:
+                    self._accumulate(outputs[1:])
+                else:
+                    results.append(self._result(outputs[0] if isinstance(outputs, (list, tuple)) else outputs))
+        given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
+        parameters = [given.get(argument, argument) for argument in arguments]
+        parameters += ["captures", *(("sums", "scales", "MODE: tl.constexpr") if accumulates else ())]
+        body = [*self.lines, *(f"return {result}" for result in results)]
+        return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
+
+    def _input(self, node: Node) -> _Value:
+        text, target = self.names[node], str(node.target)
+        if target in self.captures:
+            layout = self.captures[target]
+            if node in self.needed and layout.ndim < 0:
+                self.lines.append(f"{text} = captures[{layout.start}]")
+            elif layout.ndim >= 0 and (node in self.needed or target in self.accumulated):
+                sizes = [f"{text}_size{d}" for d in range(layout.ndim)]
+                strides = [f"{text}_stride{d}" for d in range(layout.ndim)]
+                self.lines.append(f"{text} = captures[{layout.start}]")
+                for i, part in enumerate((*sizes, *strides)):
+                    if not (layout.is_row_contiguous and part == strides[-1]):
+                        self.lines.append(f"{part} = mod_math.read_size(captures[{layout.start + 1 + i}])")
+            return _Value(text, "float" if layout.ndim < 0 else "pointer")
+        kind = _kind(node.meta["dtype"])
+        return _Value(text, kind, POSITION)
+
+    def _result(self, first: Any) -> str:
+        """The one output, as a tile of its own even where the graph ignores the score."""
+        if first is None:
+            return "tl.zeros(score.shape, tl.float32)"
+        value = self._operand(first)
+        if value.kind == "bool":
+            return value.text
+        depends = _dependencies(first)
+        return value.text if depends & {"score", "dscore"} else f"tl.zeros(score.shape, tl.float32) + {value.text}"
+
+    def _operand(self, x: Any) -> _Value:
+        if isinstance(x, Node):
+            return self.values[x]
+        if isinstance(x, bool):
+            return _Value(str(int(x)), "bool", (int(x), int(x)), True)
+        if isinstance(x, int):
+            return _Value(str(x), "int", (x, x), True)
+        return _Value(repr(x) if math.isfinite(x) else f'float("{x}")', "float", is_literal=True)
+
+    def _assign(self, node: Node, text: str, kind: str, bounds: tuple[int, int] = INT64) -> _Value:
+        name = self.names[node]
+        self.lines.append(f"{name} = {text}")
+        return _Value(name, kind, bounds)
+
+    def _call(self, node: Node) -> _Value:
+        op = node.target._qualified_op_name.removeprefix("aten::")
+        if op == "index":
+            return self._read(node)
+        kind = _kind(node.meta["dtype"])
+        if op == "full":
+            value = node.args[1]
+            return self._operand(bool(value) if kind == "bool" else (float(value) if kind == "float" else int(value)))
+        operands = [self._operand(x) for x in node.args if x is not None]
+        if op == "_to_copy":
+            return self._converted(node, operands[0], node.meta["dtype"])
+        if op == "clamp":
+            return self._clamped(node, kind)
+        if op == "div" and node.kwargs.get("rounding_mode") is not None:
+            op = "floor_divide" if node.kwargs["rounding_mode"] == "floor" else "trunc_divide"
+        lowered = OPS.get(op)
+        if lowered is None:
+            raise NotImplementedError(f"no lowering to Triton of {op}")
+        bounds = (
+            _bounds(op, [operand.bounds if operand.kind == "int" else (0, 1) for operand in operands]) if kind == "int" else INT64
+        )
+        operands = self._promoted(op, kind, bounds, operands)
+        if op == "div" and isinstance(node.args[1], Node) and not _dependencies(node.args[1]) & _VARYING:
+            operands[1] = operands[1]._replace(text=f"(1.0 / {operands[1].text})")  # once for a whole tile, outside the loop
+            op, lowered = "mul", OPS["mul"]
+        text = lowered(kind, *operands)
+        if kind == "float" and node.meta["dtype"] in (torch.float16, torch.bfloat16):
+            text = f"({text}).to(tl.{_name(node.meta['dtype'])}).to(tl.float32)"
+        return self._assign(node, text, kind, bounds)
+
+    def _promoted(self, op: str, kind: str, bounds: tuple[int, int], operands: list[_Value]) -> list[_Value]:
+        """The operands in the type that the op computes in, which is torch's promotion of theirs."""
+        kinds = {operand.kind for operand in operands}
+        if op in _COMPARISONS:
+            kind = "float" if "float" in kinds else ("int" if "int" in kinds else "bool")
+        if op in ("logical_and", "logical_or", "logical_xor", "logical_not"):
+            return [x if x.kind == "bool" else x._replace(text=f"({x.text} != 0)", kind="bool") for x in operands]
+        if op == "where":
+            return [operands[0], *(self._as(x, kind, bounds) for x in operands[1:])]
+        return [self._as(x, kind, bounds if op not in _COMPARISONS else INT32) for x in operands]
+
+    def _as(self, x: _Value, kind: str, bounds: tuple[int, int]) -> _Value:
+        if x.is_literal:
+            if kind == "float" and x.kind != "float":
+                return x._replace(text=f"{float(int(x.text))!r}", kind="float")
+            if kind == "int" and not INT32[0] <= bounds[0] <= bounds[1] <= INT32[1] and x.kind != "float":
+                return x  # Triton gives a literal the other operand's type
+            return x
+        if kind == "float" and x.kind != "float":
+            return x._replace(text=f"{x.text}.to(tl.float32)", kind="float")
+        if kind == "int":
+            wide = not (INT32[0] <= bounds[0] and bounds[1] <= INT32[1])
+            if wide and not x.is_wide:
+                return x._replace(text=f"{x.text}.to(tl.int64)", kind="int")
+            if x.kind == "bool":
+                return x._replace(text=f"{x.text}.to(tl.int32)", kind="int")
+        return x
+
+    def _converted(self, node: Node, x: _Value, dtype: torch.dtype) -> _Value:
+        kind = _kind(dtype)
+        if kind == "bool":
+            return self._assign(node, f"{x.text} != 0", "bool")
+        if kind == "float":
+            text = self._as(x, "float", INT64).text
+            if dtype in (torch.float16, torch.bfloat16):
+                text = f"{text}.to(tl.{_name(dtype)}).to(tl.float32)"
+            return self._assign(node, text, "float")
+        low, high = _BOUNDS.get(dtype, INT64)
+        if x.kind != "float" and low <= x.bounds[0] <= x.bounds[1] <= high:
+            return self._assign(node, self._as(x, "int", x.bounds).text, "int", x.bounds)
+        if x.kind == "float":
+            return self._assign(node, f"{x.text}.to(tl.int64)", "int", (low, high))
+        return self._assign(node, f"{x.text}.to(tl.{_name(dtype)}).to(tl.int64)", "int", INT64)
+
+    def _clamped(self, node: Node, kind: str) -> _Value:
+        x, low, high = (*node.args, None, None)[:3]
+        value = self._operand(x)
+        bounds = list(value.bounds)
+        value, text = self._as(value, kind, INT32 if not value.is_wide else INT64), ""
+        text = value.text
+        module = "mod_math" if kind == "float" else "tl"
+        for bound, function, i in ((low, "maximum", 0), (high, "minimum", 1)):
+            if bound is not None:
+                text = f"{module}.{function}({text}, {self._as(self._operand(bound), kind, INT64).text})"
+                if kind == "int":
+                    bounds = [max(b, bound) for b in bounds] if i == 0 else [min(b, bound) for b in bounds]
+        return self._assign(node, text, kind, tuple(bounds) if kind == "int" else INT64)
+
+    def _accumulate(self, gradients: Sequence[Any]) -> None:
+        """Each addend to where its read was, in a contiguous tensor of the capture's shape."""
+        wanted = sorted({position for position, _, _ in gradients})
+        named = list(self.captures.values())
+        for number, (position, indices, value) in enumerate(gradients):
+            layout = named[position]
+            pointer = next(self.names[n] for n in self.graph.nodes if n.op == "placeholder" and n.target == layout.name)
+            texts, inside = self._indices(indices, pointer, f"gradient{number}")
+            offset = "0"
+            for dim, (text, _) in enumerate(texts):
+                wide = f"tl.cast({text}, tl.int64)" if layout.is_wide else text
+                offset = wide if dim == 0 else f"({offset}) * {pointer}_size{dim} + {wide}"
+            depends = set().union(*(_dependencies(i) for i in indices if isinstance(i, Node)))
+            over = f"{'q_idx' not in depends}, {'kv_idx' not in depends}"
+            sums = wanted.index(position)
+            addend = f"tl.where(dscore == 0.0, 0.0, {self._operand(value).text})"
+            where = " & ".join(inside) or "True"
+            self.lines.append(f"mod_math.accumulate(sums[{sums}], scales[{sums}], {offset}, {where}, {addend}, {over}, MODE)")
+
+    def _indices(self, indices: Sequence[Any], pointer: str, name: str) -> tuple[list[tuple[str, bool]], list[str]]:
+        """(each index and whether it has 64 bits, conditions that all are inside); a negative one counts from the end."""
+        texts, inside = [], []
+        for dim, index in enumerate(indices):
+            i = self._operand(index)
+            text, size = i.text, f"{pointer}_size{dim}"
+            if i.bounds[0] < 0:
+                if i.bounds[1] < 0:
+                    text = f"({text} + {size})"
+                else:
+                    text = f"{name}_at{dim}"
+                    self.lines.append(f"{text} = tl.where({i.text} < 0, {i.text} + {size}, {i.text})")
+                inside.append(f"({text} >= 0)")
+            inside.append(f"({text} < {size})")
+            texts.append((text, i.is_wide))
+        return texts, inside
+
+    def _read(self, node: Node) -> _Value:
+        capture, indices = node.args
+        layout, pointer = self.captures[str(capture.target)], self.names[capture]
+        kind = _kind(layout.dtype)
+        offsets = []
+        texts, inside = self._indices(indices, pointer, self.names[node])
+        for dim, (text, is_wide) in enumerate(texts):
+            wide = f"tl.cast({text}, tl.int64)" if layout.is_wide or is_wide else text
+            is_unit = layout.is_row_contiguous and dim == layout.ndim - 1
+            offsets.append(wide if is_unit else f"{wide} * {pointer}_stride{dim}")
+        offset = offsets[0] if len(offsets) == 1 and "*" not in offsets[0] else f"({' + '.join(offsets)})"
+        if not indices:
+            text = f"tl.load({pointer})"
+        else:
+            other = "0.0" if kind == "float" else "0"
+            text = f"tl.load({pointer} + {offset}, mask={' & '.join(inside)}, other={other})"
+        if kind == "float" and layout.dtype is not torch.float32:
+            text += ".to(tl.float32)"
+        if kind == "bool":
+            text += " != 0"
+        bounds = _BOUNDS.get(layout.dtype, INT64)
+        if kind == "int" and layout.dtype not in (torch.int32, torch.int64):
+            text += ".to(tl.int32)"
+        return self._assign(node, text, kind, bounds)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dependencies(node: Node) -> set[str]:
+    """The names of the inputs that a node's value depends on."""
+    return {str(x.target) for x in _ancestors([node]) if x.op == "placeholder"}
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are computed from."""
+    todo = list(nodes)
+    seen = set(todo)
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            if x not in seen:
+                seen.add(x)
+                todo.append(x)
+    return seen
+
+
+def _bounds(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of an integer op's result, where they are within int64; else those of int64."""
+    corners: list[int]
+    if op == "where":
+        corners = [*operands[1], *operands[2]]
+    elif len(operands) == 1:
+        low, high = operands[0]
+        corners = {
+            "neg": [-high, -low],
+            "abs": [0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high))],
+        }.get(op, [*INT64])
+        corners = [-1, 1] if op == "sign" else corners
+        corners = [max(0, low), max(0, high)] if op == "relu" else corners
+        corners = [-high - 1, -low - 1] if op == "bitwise_not" else corners
+        corners = [low, high] if op in ("floor", "ceil", "round", "trunc") else corners
+    else:
+        (a, b), (c, d) = operands
+        if op == "add":
+            corners = [a + c, b + d]
+        elif op == "sub":
+            corners = [a - d, b - c]
+        elif op == "mul":
+            corners = [a * c, a * d, b * c, b * d]
+        elif op == "maximum":
+            corners = [max(a, c), max(b, d)]
+        elif op == "minimum":
+            corners = [min(a, c), min(b, d)]
+        elif op in ("floor_divide", "trunc_divide"):
+            corners = [min(a, -b, 0), max(b, -a, 0)] if a < 0 or c < 0 else [0, b]
+        elif op == "remainder":
+            corners = [0, d] if c >= 0 else [min(c, 0), max(d, 0)]
+        elif op == "fmod":
+            corners = [0 if a >= 0 else -max(abs(c), abs(d)), max(abs(c), abs(d)) if b > 0 else 0]
+        elif op == "bitwise_and" and (a >= 0 or c >= 0):
+            corners = [0, min(x for x, low in ((b, a), (d, c)) if low >= 0)]
+        elif op in ("bitwise_or", "bitwise_xor") and a >= 0 and c >= 0:
+            corners = [0, 2 ** max(b, d).bit_length() - 1]
+        else:
+            corners = [*INT64]
+    return max(min(corners), INT64[0]), min(max(corners), INT64[1])
+
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def _infix(symbol: str) -> Callable[..., str]:
+    return lambda kind, x, y: f"{x.text} {symbol} {y.text}"
+
+
+def _function(name: str) -> Callable[..., str]:
+    return lambda kind, *operands: f"{name}({', '.join(x.text for x in operands)})"
+
+
+def _by_kind(of_floats: str, of_integers: str) -> Callable[..., str]:
+    return lambda kind, *operands: _function(of_floats if kind == "float" else of_integers)(kind, *operands)
+
+
+def _rounded(name: str) -> Callable[..., str]:
+    return lambda kind, x: _function(name)(kind, x) if kind == "float" else x.text
+
+
+def _floor_divide(kind: str, x: _Value, y: _Value) -> str:
+    if kind == "float":
+        return f"tl.floor({x.text} / {y.text})"
+    plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
+    return f"{x.text} // {y.text}" if plain else f"mod_math.floor_divide({x.text}, {y.text})"
+
+
+def _trunc_divide(kind: str, x: _Value, y: _Value) -> str:
+    return f"mod_math.trunc({x.text} / {y.text})" if kind == "float" else f"{x.text} // {y.text}"
+
+
+def _remainder(kind: str, x: _Value, y: _Value) -> str:
+    if kind == "float":
+        return f"mod_math.float_remainder({x.text}, {y.text})"
+    plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
+    return f"{x.text} % {y.text}" if plain else f"mod_math.floor_remainder({x.text}, {y.text})"
+
+
+def _power(kind: str, x: _Value, y: _Value) -> str:
+    """A small whole power as products, which is exact in sign and for integers."""
+    exponent = float(y.text) if y.is_literal and "(" not in y.text else None
+    if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
+        n = int(exponent)
+        return " * ".join([x.text] * n) if n else ("1.0" if kind == "float" else "1")
+    if exponent == 0.5:
+        return f"tl.sqrt({x.text})"
+    if exponent == -0.5:
+        return f"1.0 / tl.sqrt({x.text})"
+    if kind == "int":
+        raise NotImplementedError(
+            "no lowering to Triton of an integer to a power that is no number from 0 to 8; convert it to float"
+        )
+    return f"mod_math.power({x.text}, {y.text})"
+
+
+# From (the result's kind, operands in the type that the op computes in) to an expression.
+OPS: dict[str, Callable[..., str]] = {
+    **{op: _infix(symbol) for op, symbol in _COMPARISONS.items()},
+    "add": _infix("+"),
+    "sub": _infix("-"),
+    "mul": _infix("*"),
+    "div": _infix("/"),
+    "bitwise_and": _infix("&"),
+    "bitwise_or": _infix("|"),
+    "bitwise_xor": _infix("^"),
+    "logical_and": _infix("&"),
+    "logical_or": _infix("|"),
+    "logical_xor": _infix("^"),
+    "bitwise_not": lambda kind, x: f"{x.text} == 0" if kind == "bool" else f"-1 - {x.text}",
+    "logical_not": lambda kind, x: f"{x.text} == 0",
+    "neg": lambda kind, x: f"-{x.text}",
+    "reciprocal": lambda kind, x: f"1.0 / {x.text}",
+    "rsqrt": lambda kind, x: f"1.0 / tl.sqrt({x.text})",
+    "sigmoid": lambda kind, x: f"1.0 / (1.0 + tl.exp(-{x.text}))",
+    "erfc": lambda kind, x: f"1.0 - tl.erf({x.text})",
+    "tan": lambda kind, x: f"tl.sin({x.text}) / tl.cos({x.text})",
+    "relu": lambda kind, x: f"tl.where({x.text} < 0, 0, {x.text})" if kind == "int" else f"tl.where({x.text} < 0.0, 0.0, {x.text})",
+    "isnan": lambda kind, x: f"{x.text} != {x.text}",
+    "isinf": lambda kind, x: f'tl.abs({x.text}) == float("inf")',
+    "pow": _power,
+    "floor_divide": _floor_divide,
+    "trunc_divide": _trunc_divide,
+    "remainder": _remainder,
+    "fmod": lambda kind, x, y: f"mod_math.float_fmod({x.text}, {y.text})" if kind == "float" else f"{x.text} % {y.text}",
+    "maximum": _by_kind("mod_math.maximum", "tl.maximum"),
+    "minimum": _by_kind("mod_math.minimum", "tl.minimum"),
+    "where": _function("tl.where"),
+    "abs": _function("tl.abs"),
+    "sign": _function("mod_math.sign"),
+    "floor": _rounded("tl.floor"),
+    "ceil": _rounded("tl.ceil"),
+    "trunc": _rounded("mod_math.trunc"),
+    "round": _rounded("mod_math.round_to_even"),
+    "tanh": _function("mod_math.tanh"),
+    **{op: _function(f"tl.{op}") for op in ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "erf")},
+    **{op: _function(f"mod_math.{op}") for op in ("expm1", "log1p", "log10", "sinh", "cosh")},
+}

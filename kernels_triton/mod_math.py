@@ -1,0 +1,135 @@
+"""Functions that a lowered mod calls where triton.language has none, or one with another meaning than torch's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.primitives import tanh
+
+__all__ = ["tanh"]
+
+
+@triton.jit
+def read_size(encoded):
+    # Sizes and strides come as odd numbers above 1: Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple
+    # of 16.
+    return (encoded - 3) >> 1
+
+
+@triton.jit
+def floor_divide(x, y):
+    # rounds down, where Triton's integer division rounds toward zero
+    quotient = x // y
+    return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(quotient.dtype)
+
+
+@triton.jit
+def floor_remainder(x, y):
+    # has the divisor's sign, where Triton's has the dividend's
+    rest = x % y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def float_remainder(x, y):
+    return x - tl.floor(x / y) * y
+
+
+@triton.jit
+def float_fmod(x, y):
+    return x - trunc(x / y) * y
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_to_even(x):
+    below = tl.floor(x)
+    rest = x - below
+    is_odd = below != 2.0 * tl.floor(below * 0.5)
+    return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).to(tl.float32)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def expm1(x):
+    # Kahan: exact where exp(x) - 1 would cancel, as the rounding of exp(x) is undone by its logarithm.
+    e = tl.exp(x)
+    small = tl.abs(x) < 0.5
+    scaled = (e - 1.0) * x / tl.where(small & (e != 1.0), tl.log(e), 1.0)
+    return tl.where(small, tl.where(e == 1.0, x, scaled), e - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    y = 1.0 + x
+    scaled = tl.log(y) * x / tl.where(y == 1.0, 1.0, y - 1.0)
+    return tl.where(y == 1.0, x, tl.where(tl.abs(x) < 0.5, scaled, tl.log(y)))
+
+
+@triton.jit
+def log10(x):
+    return tl.log2(x) * 0.30102999566398120
+
+
+@triton.jit
+def sinh(x):
+    e = expm1(tl.abs(x))
+    return sign(x) * 0.5 * (e + e / (e + 1.0))
+
+
+@triton.jit
+def cosh(x):
+    e = tl.exp(tl.abs(x))
+    return 0.5 * (e + 1.0 / e)
+
+
+@triton.jit
+def power(x, y):
+    # A negative base has a power only for a whole exponent, whose parity gives the sign.
+    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    is_whole = y == tl.floor(y)
+    is_odd = is_whole & (y != 2.0 * tl.floor(y * 0.5))
+    negative = tl.where(is_whole, tl.where(is_odd, -magnitude, magnitude), float("nan"))
+    return tl.where(y == 0.0, 1.0, tl.where(x < 0, negative, magnitude))
+
+
+@triton.jit
+def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVER_KV: tl.constexpr, MODE: tl.constexpr):
+    # Adds a tile [queries, keys] of addends to sums[offset], after adding up over the queries, or keys, that all have one offset.
+    if OVER_Q and OVER_KV:
+        value = tl.sum(tl.sum(value, 1), 0)
+    elif OVER_Q:
+        value = tl.sum(value, 0)[None, :]
+    elif OVER_KV:
+        value = tl.sum(value, 1)[:, None]
+    if MODE == "add":
+        tl.atomic_add(sums + offset, value, mask=inside & (value != 0.0), sem="relaxed")
+    else:
+        value = tl.where(inside, value, 0.0)
+        if MODE == "max":  # of floats that are not negative, whose bits are in their order
+            largest = tl.abs(value)
+            if not (OVER_Q and OVER_KV):
+                largest = tl.max(tl.max(tl.where(largest == largest, largest, float("inf")), 1), 0)
+            tl.atomic_max(sums, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        else:
+            fixed = tl.floor(value * tl.load(scale_ptr) + 0.5).to(tl.int64)
+            tl.atomic_add(sums + offset, fixed, mask=inside & (value != 0.0), sem="relaxed")
+
+
+@triton.jit
+def maximum(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
