@@ -139,14 +139,15 @@ def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, grad
     side_q, side_kv = sides(x, _has_lengths(x, is_backward=True))
     padding = _padding(x, side_q, side_kv)
     unread_q, unread_kv = (padding.blind, padding.kv) if padding.is_read else (None, None)
-    out = _readable(x, out)
+    q, k, v = (_dense_rows(t) for t in (x.q, x.k, x.v))
+    out = _readable(x, _dense_rows(out))
     dout = _readable(x, dout, unread_q)
     if dout.stride() != out.stride():  # so that there is one plan, whichever view comes in
         dout = torch.empty_like(out).copy_(dout)
     buffers = {
-        Uid.Q: _readable(x, x.q, unread_q),
-        Uid.K: _readable(x, x.k, unread_kv),
-        Uid.V: _readable(x, x.v, unread_kv),
+        Uid.Q: _readable(x, q, unread_q),
+        Uid.K: _readable(x, k, unread_kv),
+        Uid.V: _readable(x, v, unread_kv),
         Uid.OUT: out,
         Uid.DOUT: dout,
         Uid.STATS: _readable_statistics(x, lse, padding.blind),
@@ -277,6 +278,11 @@ def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:
     if hidden is not None:
         t = t.masked_fill(hidden[..., None, None], 0.0)
     return t if _fits(x, t) else t.contiguous() if not t.is_contiguous() else t.clone()
+
+
+def _dense_rows(t: Tensor) -> Tensor:
+    """For the backward: of [total, h, d] with room between its tokens cuDNN 9.19 gave a dq of 0 past the first sequence (H200)."""
+    return t.contiguous() if t.dim() == 3 else t
 
 
 def _writable(x: Problem, t: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.known_bad import known_bad
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, length_class
+from flexattn.functional import bind_call
+from flexattn.ops import make_spec
 from flexattn.score_mod import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -186,14 +188,12 @@ def refusal(backend: str, row: Row, direction: Direction) -> str | None:
     """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
     if backend != "cudnn":
         return row.refusals.get(backend)
-    case = make_case(row_for("cudnn", row), "cpu")
-    spec = case.spec._replace(
+    x, settings = bind_call(**make_case(row_for("cudnn", row), "cpu").arguments, return_lse=True)
+    spec = make_spec(x, settings, (9, 0))._replace(
         device_type="cuda",
-        capability=(9, 0),
-        length_q=length_class(case.operands.max_seqlen_q),
-        length_kv=length_class(case.operands.max_seqlen_kv),
-        dropout_in_sixteenths=case.operands.dropout_p * 16 % 1 == 0,
-        return_max_logit="return_max_logit" in row.call,
+        length_q=length_class(x.max_seqlen_q),
+        length_kv=length_class(x.max_seqlen_kv),
+        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
         needs_lse_grad=row.dlse and direction == "backward",
     )
     return cudnn_backend.rule_error(spec, direction) or known_bad(spec, direction, cudnn_backend.OLDEST_LIBRARY)
