@@ -512,7 +512,7 @@ OPS: dict[str, Callable[..., str]] = {
     "neg": lambda kind, x: f"-{x.text}",
     "reciprocal": lambda kind, x: f"1.0 / {x.text}",
     "rsqrt": lambda kind, x: f"1.0 / tl.sqrt({x.text})",
-    "sigmoid": lambda kind, x: f"1.0 / (1.0 + tl.exp(-{x.text}))",
+    "sigmoid": lambda kind, x: f"1.0 / (1.0 + mod_math.exp(-{x.text}))",
     "erfc": lambda kind, x: f"1.0 - tl.erf({x.text})",
     "tan": lambda kind, x: f"tl.sin({x.text}) / tl.cos({x.text})",
     "relu": lambda kind, x: f"tl.where({x.text} < 0, 0, {x.text})" if kind == "int" else f"tl.where({x.text} < 0.0, 0.0, {x.text})",
@@ -533,6 +533,6 @@ OPS: dict[str, Callable[..., str]] = {
     "trunc": _rounded("mod_math.trunc"),
     "round": _rounded("mod_math.round_to_even"),
     "tanh": _function("mod_math.tanh"),
-    **{op: _function(f"tl.{op}") for op in ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "erf")},
-    **{op: _function(f"mod_math.{op}") for op in ("expm1", "log1p", "log10", "sinh", "cosh")},
+    **{op: _function(f"tl.{op}") for op in ("exp2", "log", "log2", "sqrt", "sin", "cos", "erf")},
+    **{op: _function(f"mod_math.{op}") for op in ("exp", "expm1", "log1p", "log10", "sinh", "cosh")},
 }

@@ -60,9 +60,19 @@ def sign(x):
 
 
 @triton.jit
+def exp(x):
+    # e^x as 2^n * e^r with |r| <= ln(2) / 2: tl.exp rounds x * log2(e), which costs a large x its last bits. ln(2) is taken in two
+    # parts, so that r is exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = tl.fma(n, -1.42860677e-6, tl.fma(n, -0.693145751953125, x))
+    r = tl.where(tl.abs(x) == float("inf"), x, r)
+    return tl.exp2(n - 1.0) * (2.0 * tl.exp2(r * 1.4426950408889634))
+
+
+@triton.jit
 def expm1(x):
     # Kahan: exact where exp(x) - 1 would cancel, as the rounding of exp(x) is undone by its logarithm.
-    e = tl.exp(x)
+    e = exp(x)
     small = tl.abs(x) < 0.5
     scaled = (e - 1.0) * x / tl.where(small & (e != 1.0), tl.log(e), 1.0)
     return tl.where(small, tl.where(e == 1.0, x, scaled), e - 1.0)
@@ -88,7 +98,7 @@ def sinh(x):
 
 @triton.jit
 def cosh(x):
-    e = tl.exp(tl.abs(x))
+    e = exp(tl.abs(x))
     return 0.5 * (e + 1.0 / e)
 
 

@@ -181,7 +181,7 @@ BINARY = {
 }  # fmt: skip
 INTEGER = {
     "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor, "bitwise_not": lambda i, j: ~i + j,
-    "floor_divide": lambda i, j: (i - j) // 3 + (j - i) // -4 + i // (j - 200),
+    "floor_divide": lambda i, j: (i - j) // 3 + (j - i) // -4 + i // (j - 300),
     "remainder": lambda i, j: (i - j) % 5 + i % (j - 300),
     "fmod": lambda i, j: torch.fmod(i - j, 7), "trunc": lambda i, j: torch.div(i - j, 4, rounding_mode="trunc"),
     "shift": lambda i, j: (i * 3 - j) ** 2 % 13, "wide": lambda i, j: (i * 1000003 * (j + 5) * 77777) % 17,
