@@ -128,7 +128,7 @@ class Faster(NamedTuple):
     dtypes: tuple[str, ...]
     head_dims: tuple[int, int]  # (d_qk, d_v)
     mask: str  # "full", "causal" or "window"
-    layout: str  # "dense" or "packed"
+    layout: str  # "dense", "decode" or "packed"
     lengths: tuple[int, int]  # the smallest and the largest length class (the power of two that is at least the length)
     factor: float  # Triton's time over cuDNN's, geometric mean
     source: str
@@ -152,10 +152,12 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
         triton, cudnn = (rows[n].us if n in rows else None for n in (TRITON, CUDNN))
         if triton is None or cudnn is None or w.score or w.softmax_type != "vanilla" or direction == "both":
             continue
+        if w.seqlen_q not in (1, w.seqlen_kv):  # a row has one length
+            continue
         mask = "window" if w.window_size != (-1, -1) else "causal" if w.is_causal else "full"
-        key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, "packed" if w.is_ragged else "dense"
-        longest = max(w.seqlen_q, w.seqlen_kv)
-        ratios.setdefault(key, {}).setdefault(1 << (longest - 1).bit_length(), []).append(triton / cudnn)
+        layout = "packed" if w.is_ragged else "decode" if w.seqlen_q == 1 else "dense"
+        key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout
+        ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(triton / cudnn)
     major, minor = record.device.get("capability", (0, 0))
     found = []
     for (direction, dtype, head_dims, mask, layout), of_class in ratios.items():

@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     """One result: over these specs `backend` took 1/`factor` of the time of the first in the default order.
 
     It holds for plain attention alone: specs with a bias, ALiBi, softcap, sink, dropout, max_logit or deterministic keep the
-    default order. `length` is the `length_class` of the longer of the two lengths.
+    default order. `lengths` are `length_class`es, the same for queries and keys; of a decode, the keys'.
     """
 
     backend: str
@@ -43,10 +43,27 @@ class Measured(NamedTuple):
 
 
 MASKS = ("full", "causal", "window")
-LAYOUTS = ("dense", "padded", "packed")
+LAYOUTS = ("dense", "decode", "padded", "packed")
 
-# One line for each result: the repr of a Measured. Empty: nothing is measured yet, and `explain` says so.
-MEASURED: tuple[Measured, ...] = ()
+# What `python -m flexattn bench --emit-rows` says of the files: a line for each result. A spec that none is for keeps the default
+# order, and `explain` says that this is not measured.
+MEASURED: tuple[Measured, ...] = (
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (512, 1024), 1.22, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (512, 131072), 1.11, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (192, 128), "causal", "dense", (4096, 4096), 1.05, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (128, 128), "window", "dense", (8192, 8192), 1.03, "standard_h200.json"),
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "full", "decode", (2048, 8192), 4.23, "standard_h200.json"),
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "causal", "dense", (512, 4096), 1.05, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (64, 64), "causal", "dense", (2048, 16384), 1.08, "standard_h200.json"),
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "full", "dense", (512, 1024), 1.07, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (128, 128), "full", "dense", (512, 16384), 1.14, "standard_h200.json"),
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "full", "dense", (512, 1024), 1.09, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (64, 64), "full", "dense", (512, 16384), 1.16, "standard_h200.json"),
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (256, 256), "causal", "dense", (512, 512), 1.6, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "causal", "dense", (512, 512), 1.28, "standard_h200.json"),
+    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 1024), 1.05, "standard_h200.json"),
+    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 512), 1.22, "standard_h200.json"),
+)
 
 
 def mask_of(spec: AttentionSpec) -> str:
@@ -58,10 +75,12 @@ def mask_of(spec: AttentionSpec) -> str:
 
 
 def layout_of(spec: AttentionSpec) -> str:
-    """ "packed" where q or k and v are thd, "padded" where a dense format has lengths, else "dense"."""
+    """ "packed" for thd, "padded" where a dense format has lengths, "decode" for one query each, else "dense"."""
     if "thd" in (spec.q_format, spec.kv_format):
         return "packed"
-    return "padded" if spec.padding else "dense"
+    if spec.padding:
+        return "padded"
+    return "decode" if spec.length_q == 1 else "dense"
 
 
 def is_plain(spec: AttentionSpec) -> bool:
@@ -83,7 +102,8 @@ def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
         and row.head_dims == (spec.head_dim_qk, spec.head_dim_v)
         and row.mask == mask_of(spec)
         and row.layout == layout_of(spec)
-        and smallest <= max(spec.length_q, spec.length_kv) <= largest
+        and (row.layout == "decode" or spec.length_q == spec.length_kv)
+        and smallest <= spec.length_kv <= largest
         and is_plain(spec)
     )
 

@@ -188,7 +188,7 @@ def select_tile(
 
 
 NEVER = 2**31
-"""Longer than any sequence."""
+"""Longer than any sequence: measured to be slower, or not measured."""
 
 
 class HopperTile(NamedTuple):
@@ -201,15 +201,18 @@ class HopperTile(NamedTuple):
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
     out_in_q: bool  # out leaves through q's buffer, for want of shared memory
-    open_from: int  # the shortest longest sequence from which it is measured to be faster than `FORWARD`, with an open band
-    banded_from: int  # and with any other
+    # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
+    # than `FORWARD` (bench/results/standard_h200.json; 192/128 but for causal at 4096 in a run that was not kept).
+    open_from: int
+    causal_from: int  # open on the left
+    windowed_from: int
 
 
 HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, False, open_from=2048, banded_from=8192),
-    HopperTile(128, 128, 128, 128, 2, 240, False, open_from=512, banded_from=512),
-    HopperTile(192, 128, 128, 128, 2, 240, True, open_from=512, banded_from=512),
-    HopperTile(256, 256, 128, 64, 2, 240, True, open_from=512, banded_from=512),
+    HopperTile(64, 64, 192, 128, 2, 160, False, open_from=2048, causal_from=8192, windowed_from=NEVER),
+    HopperTile(128, 128, 128, 128, 2, 240, False, open_from=512, causal_from=512, windowed_from=8192),
+    HopperTile(192, 128, 128, 128, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
+    HopperTile(256, 256, 128, 64, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
 )
 
 HOPPER_FLOPS = 2**36
@@ -231,7 +234,8 @@ class HopperBackwardTile(NamedTuple):
     block_m: int  # queries that dk and dv take at a time
     splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
     open_from: int  # as in `HopperTile`
-    banded_from: int
+    causal_from: int
+    windowed_from: int
 
     @property
     def keys(self) -> int:
@@ -240,10 +244,10 @@ class HopperBackwardTile(NamedTuple):
 
 
 HOPPER_BACKWARD = (
-    HopperBackwardTile(64, 64, 128, 2, 64, False, open_from=NEVER, banded_from=1024),
-    HopperBackwardTile(128, 128, 128, 1, 64, False, open_from=1024, banded_from=1024),
-    HopperBackwardTile(192, 128, 64, 2, 32, False, open_from=1024, banded_from=1024),
-    HopperBackwardTile(256, 256, 64, 1, 64, True, open_from=1024, banded_from=1024),
+    HopperBackwardTile(64, 64, 128, 2, 64, False, open_from=NEVER, causal_from=1024, windowed_from=8192),
+    HopperBackwardTile(128, 128, 128, 1, 64, False, open_from=1024, causal_from=1024, windowed_from=8192),
+    HopperBackwardTile(192, 128, 64, 2, 32, False, open_from=1024, causal_from=1024, windowed_from=NEVER),
+    HopperBackwardTile(256, 256, 64, 1, 64, True, open_from=1024, causal_from=1024, windowed_from=NEVER),
 )
 
 

@@ -424,10 +424,15 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
 def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile) -> bool:
     """Whether the problem is long enough for its row, and for what the launch costs the host."""
     x = problem
-    is_open = x.window_left is None and x.window_right is None
+    if x.window_left is not None:
+        shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
+    elif x.window_right is not None:
+        shortest, share = tile.causal_from, 0.5
+    else:
+        shortest, share = tile.open_from, 1.0
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
-    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if is_open else 0.5)
-    return max(x.longest_q, x.longest_kv) >= (tile.open_from if is_open else tile.banded_from) and flops >= HOPPER_FLOPS
+    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
+    return max(x.longest_q, x.longest_kv) >= shortest and flops >= HOPPER_FLOPS
 
 
 def is_faster(problem: Problem) -> bool:

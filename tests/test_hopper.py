@@ -187,6 +187,10 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     assert not forward_kernels.is_faster(problem_of((64, 256, 16, 128)))
     assert forward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
     assert not forward_kernels.is_faster(problem_of((8, 2048, 32, 64), window_right=0))
+    window = {"window_left": 1023, "window_right": 0}
+    assert forward_kernels.is_faster(problem_of((2, 8192, 16, 128), **window))
+    assert not forward_kernels.is_faster(problem_of((2, 4096, 16, 128), **window))
+    assert not forward_kernels.is_faster(problem_of((4, 8192, 32, 64), **window))
     assert backward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
     assert not backward_kernels.is_faster(problem_of((1, 65536, 1, 32)))
     assert not backward_kernels.is_faster(problem_of((8, 2048, 32, 64)))

@@ -15,7 +15,7 @@ from flexattn.bench.record import Record
 from flexattn.bench.shapes import sweep
 
 RESULTS = ROOT / "bench" / "results"
-PAGE_FILES = ("rates_h200.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
+PAGE_FILES = ("standard_h200.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
 
 
 @pytest.fixture(scope="module")

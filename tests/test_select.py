@@ -184,7 +184,8 @@ ROW = Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", 
     ("change", "chosen"),
     [
         ({}, "cudnn"),
-        ({"length_q": 1024}, "cudnn"),  # the longer of the two counts
+        ({"length_q": 1024}, "triton"),  # queries and keys were as many
+        ({"length_q": 1}, "triton"),
         ({"length_q": 1024, "length_kv": 1024}, "triton"),
         ({"length_kv": 16384}, "triton"),
         ({"dtype": torch.float16}, "triton"),
@@ -212,6 +213,14 @@ def test_a_measured_row_holds_for_what_was_measured(monkeypatch, refuse, change,
     assert measured == (chosen == "cudnn")
     assert ("not measured yet" in forward.why) == (chosen == "triton")
     assert select(spec, "backward", "auto").backend == "triton", "each direction has rows of its own"
+
+
+def test_a_row_for_decoding_is_for_one_query_alone(monkeypatch, refuse):
+    refuse()
+    monkeypatch.setattr(heuristics, "MEASURED", (ROW._replace(layout="decode"),))
+    assert select(PLAIN._replace(length_q=1), "forward", "auto").backend == "cudnn"
+    assert select(PLAIN, "forward", "auto").backend == "triton"
+    assert select(PLAIN._replace(length_q=1, length_kv=16384), "forward", "auto").backend == "triton"
 
 
 def test_a_measured_row_does_not_make_a_backend_able(monkeypatch, refuse):
