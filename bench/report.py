@@ -129,7 +129,11 @@ def _roofline(record: Record) -> list[str]:
         return []
     rows = []
     for workload, direction in record.cells():
-        mine = [r for name, r in record.of(workload, direction).items() if is_ours(name) and r.tflops is not None and r.roofline_share is not None]
+        mine = [
+            r
+            for name, r in record.of(workload, direction).items()
+            if is_ours(name) and r.tflops is not None and r.roofline_share is not None
+        ]
         if mine:
             best = max(mine, key=lambda r: r.roofline_share or 0.0)
             ceilings = record.ceilings["matmul_tflops"], record.ceilings["copy_gb_s"]

@@ -26,7 +26,10 @@ def ragged_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
     The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
     """
-    stride_s, stride_h = (stride if size > 1 else 8 for size, stride in zip(x.shape[-3:-1], x.stride()[-3:-1], strict=True))
+    stride_s = x.stride(-3) if x.shape[-3] > 1 else 8
+    stride_h = x.stride(-2) if x.shape[-2] > 1 else 8
+    if x.dim() == 4 and batch_steps(x) == (0, 1):
+        stride_h = x.stride(0)
     block = [1, 1, rows, 1, width]
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
     shape = [_FAR, _FAR, _RAGGED.value, _FAR, x.shape[-1]]
@@ -34,15 +37,31 @@ def ragged_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def batch_steps(x: Tensor) -> tuple[int, int] | None:
-    """How far apart batch elements are, in (tokens, heads), one of them 0; None where that is a multiple of neither's stride."""
+    """How far apart batch elements are, in (tokens, heads), one of them 0; None where that is a multiple of neither's stride.
+
+    Where there is one head, the batch elements are the descriptor's heads.
+    """
     if x.dim() == 3 or x.shape[0] == 1:
         return 0, 0
     stride_b, stride_s, stride_h, _ = x.stride()
     if x.shape[1] > 1 and stride_s > 0 and stride_b % stride_s == 0:
         return stride_b // stride_s, 0
-    if x.shape[2] > 1 and stride_h > 0 and stride_b % stride_h == 0:
-        return 0, stride_b // stride_h
-    return None
+    if x.shape[2] == 1:
+        return 0, 1
+    return (0, stride_b // stride_h) if stride_h > 0 and stride_b % stride_h == 0 else None
+
+
+def batch_steps_of(*tensors: Tensor) -> list[int]:
+    """`batch_steps` of each, one after the other, as the kernels take them. Raises ValueError for a tensor that has none."""
+    steps: list[int] = []
+    for x in tensors:
+        found = batch_steps(x)
+        if found is None:
+            raise ValueError(
+                f"a tensor has strides {x.stride()}; the batch stride must be a multiple of the token or the head stride"
+            )
+        steps += found
+    return steps
 
 
 def descriptor_error(name: str, x: Tensor) -> str | None:

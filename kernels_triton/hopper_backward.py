@@ -21,7 +21,7 @@ from flexattn.kernels_triton import hopper_forward
 from flexattn.kernels_triton.configs import HopperBackwardTile, Tile, select_hopper_backward_tile, split_head_dim
 from flexattn.kernels_triton.hopper import (
     allocate_barriers,
-    batch_steps,
+    batch_steps_of,
     descriptor_error,
     key_blocks,
     load_rows,
@@ -829,9 +829,6 @@ def hopper_backward(
     def descriptors(rows: int, *tensors: tuple[Tensor, int]) -> list[TensorDescriptor]:
         return [ragged_descriptor(t, rows, width) for t, width in tensors]
 
-    def steps(*tensors: Tensor) -> list[int]:
-        return [step for t in tensors for step in batch_steps(t) or (0, 0)]
-
     lengths = (x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded)
     scales = (float(x.softmax_scale), x.softmax_scale * LOG2E.value)
     sizes = (num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right))
@@ -847,7 +844,7 @@ def hopper_backward(
             second = [ragged_descriptor(x.q, 64, qk1), ragged_descriptor(x.k, tile.block_n, qk1)] if qk1 else own[:2]
             grads = descriptors(64, (dq, qk0)), descriptors(64, (dq, qk1)) if qk1 else own[:1]
             kind = meta(BLOCK_M=_QUERIES, BLOCK_N=tile.block_n, STAGES0=2, STAGES1=tile.v_stages, SPLITS_COLUMNS=False)
-            arguments = (*own, *grads[0], *second, *grads[1], statistics, *head, *steps(x.q, dout, x.k, x.v, dq), kind)
+            arguments = (*own, *grads[0], *second, *grads[1], statistics, *head, *batch_steps_of(x.q, dout, x.k, x.v, dq), kind)
             launch(_attn_bwd_dq_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
             gradients = (dq,)
         else:
@@ -857,7 +854,7 @@ def hopper_backward(
             second = [ragged_descriptor(x.q, tile.block_m, qk1), ragged_descriptor(x.k, 64, qk1)] if qk1 else own[:2]
             grads = descriptors(64, (dk, qk0), (dv, v0)), descriptors(64, (dk, qk1)) if qk1 else own[:1]
             kind = meta(BLOCK_M=tile.block_m, BLOCK_N=tile.keys, STAGES0=2, STAGES1=2, SPLITS_COLUMNS=tile.splits_columns)
-            arguments = (*own, *grads[0], *second, *grads[1], *head, *steps(x.q, dout, x.k, x.v, dk, dv), kind)
+            arguments = (*own, *grads[0], *second, *grads[1], *head, *batch_steps_of(x.q, dout, x.k, x.v, dk, dv), kind)
             launch(_attn_bwd_dkdv_hopper_kernel, programs, x.device, Tile(tile.block_m, tile.keys, 4, 2), arguments)
             gradients = (dk, dv)
         if has_lengths:

@@ -28,7 +28,7 @@ from flexattn.kernels_triton.configs import (
 from flexattn.kernels_triton.hopper import (
     DTYPES,
     allocate_barriers,
-    batch_steps,
+    batch_steps_of,
     descriptor_error,
     keep_pairs,
     key_blocks,
@@ -508,7 +508,7 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             x.longest_kv,
             *x.window,
             int(x.bottom_right),
-            *(step for t in tensors for step in batch_steps(t) or (0, 0)),
+            *batch_steps_of(*tensors),
             meta,
         ),
     )

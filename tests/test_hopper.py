@@ -17,7 +17,7 @@ from flexattn.kernels_triton import hopper_backward as backward_kernels
 from flexattn.kernels_triton import hopper_forward as forward_kernels
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.configs import HOPPER_FORWARD, select_hopper_backward_tile, select_hopper_tile
-from flexattn.kernels_triton.hopper import batch_steps, descriptor_error
+from flexattn.kernels_triton.hopper import batch_steps, batch_steps_of, descriptor_error
 from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
@@ -171,12 +171,16 @@ def test_which_tensors_the_copy_engine_takes() -> None:
     bhsd = torch.empty(4, 2, 6, 64, dtype=torch.bfloat16).transpose(1, 2)
     assert batch_steps(bhsd) == (12, 0)  # in rows of 64: two heads of 6
     assert batch_steps(x[0]) == batch_steps(x[:1]) == (0, 0)
-    assert descriptor_error("q", x) is None
+    one_head = torch.empty(6, 4, 1, 64, dtype=torch.bfloat16).transpose(0, 1)
+    assert batch_steps(one_head) == (0, 1)  # sbhd: the batch elements are the heads
+    assert descriptor_error("q", x) is descriptor_error("q", one_head) is None
     assert "stride of 0" in str(descriptor_error("q", x[:, :, :1].expand(4, 6, 2, 64)))
     assert "stride of 68" in str(descriptor_error("q", torch.empty(4, 6, 2, 68, dtype=torch.bfloat16)[..., :64]))
     assert "16 bytes" in str(descriptor_error("q", torch.empty(9, 8, dtype=torch.bfloat16).view(-1)[1:65].view(1, 1, 8, 8)))
     uneven = torch.empty(4 * 800, dtype=torch.bfloat16).as_strided((4, 6, 2, 64), (776, 128, 64, 1))
     assert "batch stride" in str(descriptor_error("q", uneven))
+    with pytest.raises(ValueError, match="batch stride must be a multiple"):
+        batch_steps_of(x, uneven)
 
 
 def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
 def umulhi(a: Tensor, b: Operand) -> Tensor:
     """The upper 32 bits of a product of two uint32."""
     x, y = (v.data.astype(np.uint64) if isinstance(v, Tensor) else np.uint64(int(v) & 0xFFFFFFFF) for v in (a, b))
-    return Tensor(((x * y) >> np.uint64(32)).astype(np.uint32), tl.uint32, a.layout)
+    return Tensor(np.asarray((x * y) >> np.uint64(32)).astype(np.uint32), tl.uint32, a.layout)
 
 
 @_emulates()

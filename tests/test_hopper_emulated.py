@@ -1,0 +1,214 @@
+"""The Gluon kernels for sm_90 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules.
+
+A planted bug is an edit of a kernel file's text; each must be found on every schedule that is tried.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from flexattn import emulator
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import as_bshd
+from flexattn.kernels_triton import hopper_backward, hopper_forward
+from flexattn.kernels_triton.launch import launch
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+
+PROGRAMS = 3  # of the forward's, whose programs stay: each then does several blocks
+# A tile may lie past its sequence's end; and `keep_pairs` keeps the packed registers of p, which the emulator does not follow.
+HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand"}
+SEEDS = range(20)
+
+
+class Emulated:
+    """`launch` for the kernel modules: Gluon kernels go to the emulator, the others to Triton's interpreter."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.reports: dict[str, emulator.Report] = {}
+
+    def __call__(self, kernel: Any, programs: int, device: torch.device, tile: Any, arguments: tuple[Any, ...]) -> None:
+        if not isinstance(kernel, GluonJITFunction):
+            launch(kernel, programs, device, tile, arguments)
+        elif programs:
+            report = emulator.launch(kernel, (programs,), *arguments, num_warps=4, seed=self.seed)
+            self.reports[kernel.__name__] = report
+
+
+def run(seed: int, call: dict[str, Any], kernels: tuple[ModuleType, ModuleType], **inputs: Any) -> dict[str, emulator.Report]:
+    """Forward and backward, held to the oracle; what the emulator says of each kernel."""
+    forward, backward = kernels
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    spec, x = make_call(given, **call, return_max_logit=False)
+    emulated = Emulated(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in kernels:
+            patch.setattr(module, "launch", emulated)
+        patch.setattr(forward, "num_processors", lambda device: PROGRAMS)
+        problem = triton_backend._problem(spec, x)
+        out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
+        shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
+        lse = torch.full(shape, float("nan"))
+        rows = as_bshd(out, spec.q_format)
+        forward.hopper_forward(problem, rows, lse)
+        if any(report.bugs for report in emulated.reports.values()):
+            return emulated.reports
+        exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
+        for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
+            check_close(name, got, want, budget)
+        dout, dlse = make_dout(given), make_dlse(given)
+        gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
+        views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
+        doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
+        backward.hopper_backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
+        if not any(report.bugs for report in emulated.reports.values()):
+            wanted = reference_gradients(spec, x, dout, dlse)
+            budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
+            for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
+                check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+            if doffset is not None:
+                check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
+    return emulated.reports
+
+
+def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
+    reports = run(seed, call, (hopper_forward, hopper_backward), **inputs)
+    assert len(reports) == 3
+    for name, report in reports.items():
+        assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
+
+
+# An empty sequence on each side, queries that see no key, more queries than keys and fewer, blocks that are not full.
+UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": 4, "num_heads_kv": 2}
+EVERYTHING = {"attn_mask_type": "padding_causal_bottom_right", "window_size": (90, 0), "softmax_type": "learnable"}
+SINKS = torch.tensor([0.5, -2.0, 1.0, 0.0])
+BANDS: list[dict[str, Any]] = [
+    {"attn_mask_type": "padding"},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"attn_mask_type": "padding", "window_size": (60, 20)},
+]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    for seed in (1, 5):  # lazy, random
+        check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
+    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
+    inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [130, 9, 65], "num_heads": 2, "num_heads_kv": 1}
+    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, **inputs)
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_dense(mask: str, dims: tuple[int, int]) -> None:
+    for seed in (1, 7):
+        call = {"attn_mask_type": mask}
+        inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
+        check(seed, call, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_twenty_schedules(dims: tuple[int, int]) -> None:
+    for seed in SEEDS:
+        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+# Which file, what is edited, what becomes of it.
+PLANTED = {
+    "forward: v is read before it has come": (
+        "hopper_forward",
+        "mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)",
+        "pass",
+    ),
+    "forward: v is released before the product has read it": (
+        "hopper_forward",
+        "                acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(pairs)\n                pairs",
+        "                mbarrier.arrive(v_empty.index(last_slot), count=1)\n"
+        "                acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(pairs)\n                pairs",
+    ),
+    "forward: out is stored without a fence": (
+        "hopper_forward",
+        "        fence_async_shared()\n        row = first_row + CONSUMER * _ROWS\n",
+        "        row = first_row + CONSUMER * _ROWS\n",
+    ),
+    "forward: the loader waits for the wrong phase of k": (
+        "hopper_forward",
+        "mbarrier.wait(k_empty.index(slot), phase ^ 1)",
+        "mbarrier.wait(k_empty.index(slot), phase)",
+    ),
+    "forward: too few bytes are expected of v": (
+        "hopper_forward",
+        "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)",
+        "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes // 2)",
+    ),
+    "dq: k is read before it has come": (
+        "hopper_backward",
+        "mbarrier.wait(k_full.index(k_slot), (turn // META.STAGES0) & 1)",
+        "pass",
+    ),
+    "dq: k is released before dq has read it": (
+        "hopper_backward",
+        "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
+        "            mbarrier.arrive(k_empty.index(k_slot), count=1)\n"
+        "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
+    ),
+    "dk and dv: q is read before it has come": (
+        "hopper_backward",
+        "        mbarrier.wait(q_full.index(q_slot), (turn // META.STAGES0) & 1)\n        kq = warpgroup_mma(k_tiles.index(own)",
+        "        kq = warpgroup_mma(k_tiles.index(own)",
+    ),
+    "dk and dv: the gradients are stored without a fence": (
+        "hopper_backward",
+        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))\n    fence_async_shared()\n",
+        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))\n",
+    ),
+}
+
+
+def edited(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
+    source = Path(str(module.__file__)).read_text("utf-8")
+    assert source.count(old) == 1, f"{source.count(old)} times in {module.__name__}: {old}"
+    file = folder / f"{module.__name__.rpartition('.')[2]}_planted.py"
+    file.write_text(source.replace(old, new), "utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    return planted
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
+    where, old, new = PLANTED[name]
+    kernels = (hopper_forward, hopper_backward)
+    planted = tuple(edited(m, old, new, tmp_path) if m.__name__.endswith(where) else m for m in kernels)
+    inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
+    for seed in (0, 1, 2, 5, 11):  # eager, lazy, round robin, random
+        reports = run(seed, {"attn_mask_type": "no_mask"}, planted, **inputs)
+        assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
