@@ -87,6 +87,8 @@ def is_plain(spec: AttentionSpec) -> bool:
     """Whether measurements of plain attention say anything about `spec`."""
     return (
         spec.bias_type == "no_bias"
+        and spec.mods is None
+        and spec.block_size is None
         and spec.softmax_type == "vanilla"
         and not (spec.softcap or spec.dropout or spec.return_max_logit or spec.deterministic or spec.needs_lse_grad)
     )

@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         print(question.answer(args))  # noqa: T201
+        if args.source:
+            print(question.source(args))  # noqa: T201
     except (TypeError, ValueError) as e:
         parser.error(str(e))
     except flexattn.BackendError as e:

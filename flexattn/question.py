@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
 from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, length_class, parse_format
 from flexattn.functional import bind_call
+from flexattn.score_mod import mod_source
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -39,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-grad", action="store_true", help="no input requires a gradient")
     parser.add_argument("--lse-grad", action="store_true", help="a gradient comes in through lse")
     parser.add_argument("--backend", choices=options.REQUESTS, help="what to ask for (default: as FLEXATTN_BACKEND says)")
+    parser.add_argument("--score-mod", type=_function, metavar="MODULE:FUNCTION", help="score_mod")
+    parser.add_argument("--mask-mod", type=_function, metavar="MODULE:FUNCTION", help="mask_mod")
+    parser.add_argument("--source", action="store_true", help="also print the Triton functions that the mods are lowered to")
     parser.add_argument(
         "--capability",
         type=_capability,
@@ -67,6 +73,8 @@ def answer(args: argparse.Namespace) -> explanations.Explanation:
         "dropout_p": args.dropout,
         "deterministic": args.deterministic,
         "return_max_logit": args.max_logit,
+        "score_mod": args.score_mod,
+        "mask_mod": args.mask_mod,
         "backend": args.backend,
     }
     batch = args.batch if q_format == "thd" else args.q[q_format.index("b")] if len(args.q) == len(q_format) else 1
@@ -93,6 +101,23 @@ def answer(args: argparse.Namespace) -> explanations.Explanation:
         length_kv=length_class(x.max_seqlen_kv),
     )
     return explanations.explain(spec, settings.backend)
+
+
+def source(args: argparse.Namespace) -> str:
+    """What --source prints; raises ValueError where no mod is given."""
+    if args.score_mod is None and args.mask_mod is None:
+        raise ValueError("--source is for mods: give --score-mod or --mask-mod, as package.module:function")
+    return mod_source(args.score_mod, args.mask_mod)
+
+
+def _function(name: str) -> Callable[..., Tensor]:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise argparse.ArgumentTypeError(f"{name!r} is not to be had ({e}); accepted: package.module:function") from e
+    if not callable(found):
+        raise argparse.ArgumentTypeError(f"{name!r} is a {type(found).__name__}; accepted: package.module:function")
+    return found  # type: ignore[no-any-return]
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:

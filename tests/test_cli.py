@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +174,55 @@ def test_warmup_shows_progress(capsys):
 def test_warmup_refuses_what_is_no_call():
     with pytest.raises(TypeError, match="accepted: a dict of attention's arguments, or an AttentionSpec"):
         flexattn.warmup(torch.randn(1, 2, 3, 8))
+
+
+MODS = """
+import torch
+
+def capped(score, b, h, q_idx, kv_idx):
+    return 20.0 * torch.tanh(score / 20.0)
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() % 3 < 2
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_mods.py").write_text(MODS, "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "some_mods", raising=False)
+
+
+@pytest.mark.usefixtures("mods")
+def test_the_source_of_a_mod_is_shown(capsys) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    call = ["--q", "2,64,4,32", "--score-mod", "some_mods:capped", "--mask-mod", "some_mods:near"]
+    said = explained(capsys, *call, "--capability", "9.0", "--source")
+    assert "score_mod or mask_mod" in said
+    assert (
+        "not cudnn: score_mod, mask_mod and block masks are not lowered to cuDNN graphs yet" in said
+        or "not cudnn: the cuDNN" in said
+    )
+    for part in ("def score_mod_", "def score_mod_gradient_", "def mask_mod_", "mod_math.tanh("):
+        assert part in said
+    assert "def score_mod_" not in explained(capsys, *call)
+
+
+@pytest.mark.usefixtures("mods")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source"], "--source is for mods"),
+        (["--score-mod", "some_mods:nothing"], "accepted: package.module:function"),
+        (["--score-mod", "no_such_module:f"], "accepted: package.module:function"),
+        (["--mask-mod", "some_mods:number"], "is a int; accepted: package.module:function"),
+        (["--score-mod", "torch:tanh"], "score_mod cannot be traced"),
+    ],
+)
+def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["explain", "--q", "2,64,4,32", *arguments])
+    assert message in capsys.readouterr().err

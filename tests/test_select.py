@@ -201,6 +201,7 @@ ROW = Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", 
         ({"softcap": True}, "triton"),
         ({"deterministic": True}, "triton"),
         ({"return_max_logit": True}, "triton"),
+        ({"block_size": (128, 128)}, "triton"),
     ],
 )
 def test_a_measured_row_holds_for_what_was_measured(monkeypatch, refuse, change, chosen):
