@@ -18,8 +18,6 @@ from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD, Tile
 RESULTS = ROOT / "bench" / "results"
 TILE_FILES = sorted(RESULTS.glob("tiles_*.json"))
 TABLES = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
-# Tiles in half precision of sm_90 that no file in bench/results speaks of; one that gets its file leaves this list.
-UNRECORDED = {("forward", 256, "short"), ("dq", 256, "short")}
 
 
 def recorded(measured: list[tuple[str, Workload, str, float]], **more: Any) -> Record:
@@ -45,7 +43,7 @@ def test_the_files_cover_the_tiles_that_were_chosen() -> None:
         for slot in ("open", "short")
         if getattr(row, slot) is not None
     }
-    assert of_their_own - covered == UNRECORDED
+    assert of_their_own <= covered
 
 
 def test_a_faster_tile_is_proposed_and_a_tie_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
