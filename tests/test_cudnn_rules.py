@@ -63,8 +63,13 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
         *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
         *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
         *("deterministic", "device_type", "capability", "length_q", "length_kv", "dropout_in_sixteenths", "needs_lse_grad"),
+        *("mods", "block_size"),
     }
     assert set(AttentionSpec._fields) == decided
+    for direction in ("forward", "backward"):
+        reason = cudnn_backend.rule_error(SPEC._replace(block_size=(128, 128)), direction)
+        assert reason is not None
+        assert "block masks are not lowered" in reason
 
 
 @pytest.mark.parametrize(
