@@ -15,6 +15,7 @@ from flexattn.bench.tiles import parse_tile, tile_name
 if TYPE_CHECKING:
     from flexattn.kernels_triton.configs import Row, Tile
 
+KINDS = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}  # heuristics.KINDS
 TIE = 0.02  # of the time: what runs of one tile differ by on one device; within it nothing is replaced
 
 
@@ -132,9 +133,10 @@ class Faster(NamedTuple):
     lengths: tuple[int, int]  # the smallest and the largest length class (the power of two that is at least the length)
     factor: float  # Triton's time over cuDNN's, geometric mean
     source: str
+    kind: str = "plain"  # or "bias", "sink"
 
     def __str__(self) -> str:
-        return f"Measured({', '.join(map(_quoted, self))}),"
+        return f"Measured({', '.join(map(_quoted, self if self.kind != 'plain' else self[:-1]))}),"
 
 
 def _quoted(value: object) -> str:
@@ -146,21 +148,24 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
 
     Triton comes first by default, so a class where it was faster, or that was not measured, has no row.
     """
-    ratios: dict[tuple[str, str, tuple[int, int], str, str], dict[int, list[float]]] = {}
+    ratios: dict[tuple[str, str, tuple[int, int], str, str, str], dict[int, list[float]]] = {}
     for workload, direction in record.cells():
         w, rows = record.workloads[workload], record.of(workload, direction)
         triton, cudnn = (rows[n].us if n in rows else None for n in (TRITON, CUDNN))
-        if triton is None or cudnn is None or w.score or w.softmax_type != "vanilla" or direction == "both":
+        kind = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}.get(
+            (w.score, w.softmax_type)
+        )
+        if triton is None or cudnn is None or kind is None or direction == "both":
             continue
         if w.seqlen_q not in (1, w.seqlen_kv):  # a row has one length
             continue
         mask = "window" if w.window_size != (-1, -1) else "causal" if w.is_causal else "full"
         layout = "packed" if w.is_ragged else "decode" if w.seqlen_q == 1 else "dense"
-        key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout
+        key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout, kind
         ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(triton / cudnn)
     major, minor = record.device.get("capability", (0, 0))
     found = []
-    for (direction, dtype, head_dims, mask, layout), of_class in ratios.items():
+    for (direction, dtype, head_dims, mask, layout, kind), of_class in ratios.items():
         runs: list[list[int]] = [[]]
         for length in sorted(of_class):
             if geometric_mean(of_class[length]) > 1 + TIE:
@@ -169,8 +174,8 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
                 runs.append([])
         for run in filter(None, runs):
             factor = round(geometric_mean(ratio for length in run for ratio in of_class[length]), 2)
-            kind = direction, (major, minor), (dtype,), head_dims, mask, layout
-            found.append(Faster("cudnn", *kind, (run[0], run[-1]), factor, name))
+            what = direction, (major, minor), (dtype,), head_dims, mask, layout
+            found.append(Faster("cudnn", *what, (run[0], run[-1]), factor, name, kind))
     return found
 
 

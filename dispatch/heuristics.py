@@ -26,8 +26,9 @@ DEFAULTS = {
 class Measured(NamedTuple):
     """One result: over these specs `backend` took 1/`factor` of the time of the first in the default order.
 
-    It holds for plain attention alone: specs with a bias, ALiBi, softcap, sink, dropout, max_logit or deterministic keep the
-    default order. `lengths` are `length_class`es, the same for queries and keys; of a decode, the keys'.
+    It holds for its kind alone: plain attention, with a bias of [1, h, sq, skv] that needs no gradient, or with a learnable sink.
+    Specs with ALiBi, softcap, dropout, mods, max_logit or deterministic keep the default order. `lengths` are `length_class`es,
+    the same for queries and keys; of a decode, the keys'.
     """
 
     backend: str
@@ -40,17 +41,28 @@ class Measured(NamedTuple):
     lengths: tuple[int, int]  # the smallest and the largest length class, both included
     factor: float
     source: str  # the file in bench/results
+    kind: str = "plain"  # of KINDS
 
 
 MASKS = ("full", "causal", "window")
 LAYOUTS = ("dense", "decode", "padded", "packed")
+KINDS = ("plain", "bias", "sink")
 
 # What `python -m flexattn bench --emit-rows` says of the files: a line for each result. A spec that none is for keeps the default
 # order, and `explain` says that this is not measured.
 MEASURED: tuple[Measured, ...] = (
     Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (512, 1024), 1.22, "standard_h200.json"),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (512, 131072), 1.11, "standard_h200.json"),
+    Measured(
+        "cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "window", "dense", (8192, 8192), 1.13, "standard_h200.json", "sink"
+    ),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (192, 128), "causal", "dense", (4096, 4096), 1.05, "standard_h200.json"),
+    Measured(
+        "cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (4096, 4096), 4.19, "standard_h200.json", "bias"
+    ),
+    Measured(
+        "cudnn", "backward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (4096, 4096), 1.17, "standard_h200.json", "bias"
+    ),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (128, 128), "window", "dense", (8192, 8192), 1.03, "standard_h200.json"),
     Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "full", "decode", (2048, 8192), 4.23, "standard_h200.json"),
     Measured("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "causal", "dense", (512, 4096), 1.05, "standard_h200.json"),
@@ -83,15 +95,15 @@ def layout_of(spec: AttentionSpec) -> str:
     return "decode" if spec.length_q == 1 else "dense"
 
 
-def is_plain(spec: AttentionSpec) -> bool:
-    """Whether measurements of plain attention say anything about `spec`."""
-    return (
-        spec.bias_type == "no_bias"
-        and spec.mods is None
-        and spec.block_size is None
-        and spec.softmax_type == "vanilla"
-        and not (spec.softcap or spec.dropout or spec.return_max_logit or spec.deterministic or spec.needs_lse_grad)
-    )
+def kind_of(spec: AttentionSpec) -> str | None:
+    """Which kind of KINDS a spec is of; None: measurements of neither say anything about it."""
+    features = (spec.softcap, spec.dropout, spec.return_max_logit, spec.deterministic, spec.needs_lse_grad, spec.needs_bias_grad)
+    if any(features) or spec.mods is not None or spec.block_size is not None:
+        return None
+    if spec.bias_type == "no_bias":
+        return {"vanilla": "plain", "learnable": "sink"}.get(spec.softmax_type)
+    is_bias = spec.bias_type == "post_scale_bias" and spec.bias_dims == (False, True, True, True)
+    return "bias" if is_bias and spec.softmax_type == "vanilla" else None
 
 
 def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
@@ -106,7 +118,7 @@ def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
         and row.layout == layout_of(spec)
         and (row.layout == "decode" or spec.length_q == spec.length_kv)
         and smallest <= spec.length_kv <= largest
-        and is_plain(spec)
+        and row.kind == kind_of(spec)
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 
 from flexattn.bench import record, rows
+from flexattn.bench.counts import band_of
 from flexattn.bench.record import Record, Row
 from flexattn.bench.rows import Faster, contradictions, emit, faster_rows, swept, tile_rows
 from flexattn.bench.shapes import WORKLOADS, Workload, sweep
 from flexattn.dispatch import heuristics
+from flexattn.dispatch.spec import AttentionSpec, length_class
 from flexattn.kernels_triton import configs
 from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD, Tile
 
@@ -100,7 +103,7 @@ def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
         *both(WORKLOADS["ragged-log-normal"], 130.0, 100.0),
         *both(WORKLOADS["score-sliding-window"], 110.0, 100.0),
         *both(WORKLOADS["score-softcap"], 300.0, 100.0),  # not plain: no row
-        *both(WORKLOADS["gpt-oss-full-s8192"], 300.0, 100.0),
+        *both(WORKLOADS["gpt-oss-full-s8192"], 300.0, 100.0),  # with a sink: a row of its own
         ("flexattn triton", sweep(64, "full", 512), "forward", 5.0),  # the other did not run it
     ]
     kind = (9, 0), ("bfloat16",), (128, 128)
@@ -110,6 +113,7 @@ def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
         Faster("cudnn", "backward", *kind, "causal", "dense", (4096, 4096), 2.0, "x.json"),
         Faster("cudnn", "forward", *kind, "causal", "packed", (8192, 8192), 1.3, "x.json"),
         Faster("cudnn", "forward", *kind, "window", "dense", (8192, 8192), 1.1, "x.json"),
+        Faster("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "causal", "dense", (8192, 8192), 3.0, "x.json", "sink"),
     ]
     assert emit({"x.json": recorded(measured)}).splitlines()[:2] == [
         "dispatch/heuristics.py:",
@@ -121,8 +125,52 @@ def test_every_committed_preference_is_its_files() -> None:
     """Each row of heuristics that cites a file in bench/results is one that the file supports, word for word."""
     for row in getattr(heuristics, "MEASURED", ()):
         name = row.source.removeprefix("bench/results/")
-        supported = [tuple(found)[:-1] for found in faster_rows(name, record.read(RESULTS / name))]
-        assert tuple(row)[:-1] in supported, f"{row} is not what {name} says: {supported}"
+        supported = [tuple(found) for found in faster_rows(name, record.read(RESULTS / name))]
+        assert tuple(row._replace(source=name)) in supported, f"{row} is not what {name} says: {supported}"
+
+
+def spec_of(w: Workload, direction: str) -> AttentionSpec:
+    """What `attention` would ask the dispatcher about on the device that was measured."""
+    has_bias = w.score == "relative_bias"
+    return AttentionSpec(
+        q_format=w.qkv_format,
+        kv_format=w.qkv_format,
+        dtype=getattr(torch, w.dtype),
+        num_heads=w.num_heads,
+        num_heads_kv=w.num_heads_kv,
+        head_dim_qk=w.head_dim_qk,
+        head_dim_v=w.head_dim_v,
+        padding=w.is_ragged,
+        band=band_of(w),
+        bias_type="alibi" if w.score == "alibi" else "post_scale_bias" if has_bias else "no_bias",
+        bias_dims=(False, True, True, True) if has_bias else None,
+        softmax_type=w.softmax_type,
+        softcap=w.score == "softcap",
+        dropout=False,
+        return_max_logit=False,
+        needs_grad=direction == "backward",
+        needs_bias_grad=False,
+        deterministic=False,
+        device_type="cuda",
+        capability=(9, 0),
+        length_q=length_class(w.seqlen_q),
+        length_kv=length_class(w.seqlen_kv),
+    )
+
+
+def test_the_dispatcher_prefers_what_was_fastest() -> None:
+    """In every cell of the recorded run its first choice is within TIE of the fastest of the backends that were measured."""
+    measured = record.read(RESULTS / "standard_h200.json")
+    slower = []
+    for name, direction in measured.cells():
+        cell = measured.of(name, direction)
+        times = {b: cell[f"flexattn {b}"].us for b in ("triton", "cudnn") if f"flexattn {b}" in cell}
+        found = {backend: us for backend, us in times.items() if us is not None}
+        chosen = next(b for b in heuristics.preference(spec_of(measured.workloads[name], direction), direction).order if b in found)
+        if found[chosen] > (1 + rows.TIE) * min(found.values()):
+            slower.append((name, direction, chosen, found))
+    assert not slower
+    assert len(measured.cells()) > 100
 
 
 def test_a_preference_that_its_file_does_not_support_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

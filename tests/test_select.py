@@ -224,6 +224,28 @@ def test_a_row_for_decoding_is_for_one_query_alone(monkeypatch, refuse):
     assert select(PLAIN._replace(length_q=1, length_kv=16384), "forward", "auto").backend == "triton"
 
 
+def test_a_row_for_a_sink_is_for_a_learnable_one(monkeypatch, refuse):
+    refuse()
+    monkeypatch.setattr(heuristics, "MEASURED", (ROW._replace(kind="sink"),))
+    assert select(PLAIN._replace(softmax_type="learnable"), "forward", "auto").backend == "cudnn"
+    assert select(PLAIN._replace(softmax_type="off-by-one"), "forward", "auto").backend == "triton"
+    assert select(PLAIN, "forward", "auto").backend == "triton"
+
+
+def test_a_row_for_a_bias_is_for_that_bias_alone(monkeypatch, refuse):
+    refuse()
+    monkeypatch.setattr(heuristics, "MEASURED", (ROW._replace(kind="bias"),))
+    biased = PLAIN._replace(bias_type="post_scale_bias", bias_dims=(False, True, True, True))
+    assert select(biased, "forward", "auto").backend == "cudnn"
+    for other in (
+        PLAIN,
+        biased._replace(bias_dims=(True, True, True, True)),
+        biased._replace(needs_bias_grad=True),
+        biased._replace(bias_type="pre_scale_bias"),
+    ):
+        assert select(other, "forward", "auto").backend == "triton"
+
+
 def test_a_measured_row_does_not_make_a_backend_able(monkeypatch, refuse):
     refuse("cudnn")
     monkeypatch.setattr(heuristics, "MEASURED", (ROW,))
@@ -238,6 +260,7 @@ def test_every_measured_row_has_its_result_file_and_can_apply():
         assert row.backend in BACKENDS
         assert row.mask in heuristics.MASKS
         assert row.layout in heuristics.LAYOUTS
+        assert row.kind in heuristics.KINDS
         assert all(length_class(length) == length for length in row.lengths), row
         assert row.factor > 1.0, f"{row}: a row is for a backend that is faster than the default"
 
