@@ -51,6 +51,8 @@ EPILOGUE = """examples:
   %(prog)s forward --shape llama3-8b-s8192 --block-m 128 --num-stages 2
   %(prog)s forward --kernel-file my_forward.py --watch  your copy of kernels_triton/forward.py, on every save
   %(prog)s dkdv --sweep --block-n 64 128                other tiles, and the row that the table should have
+  %(prog)s forward --emulate --seeds 8                  the kernel for sm_90 in the emulator, under 8 schedules
+  %(prog)s --emulate my_kernel.py:run                   your own Gluon kernel there: run(seed) returns a report
 """
 
 
@@ -58,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flexattn play", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kernel", choices=KERNELS)
+    parser.add_argument("kernel", choices=KERNELS, nargs="?")
     parser.add_argument(
         "--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several"
     )
@@ -76,6 +78,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     see.add_argument("--dump-folder", type=Path, default=Path("dump"), metavar="FOLDER", help="default: %(default)s")
     how = parser.add_argument_group("how")
+    how.add_argument(
+        "--emulate",
+        nargs="?",
+        const="",
+        metavar="FILE.py:RUN",
+        help="in the emulator: the kernel for sm_90, or your own, by a function of a seed (docs/emulator.md)",
+    )
+    how.add_argument("--seeds", type=int, default=24, metavar="N", help="schedules to emulate (default: %(default)s)")
     how.add_argument("--sweep", action="store_true", help="try many tiles: prune them by compiling, then check and time the rest")
     how.add_argument(
         "--watch", action="store_true", help="run again whenever the kernel file (or a file of kernels_triton) is saved"
@@ -114,6 +124,10 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if unknown := set(args.dump) - set(compiled.DUMPS):
         parser.error(f"--dump {','.join(sorted(unknown))}; accepted: {','.join(compiled.DUMPS)}")
+    if args.emulate is not None:
+        return emulate(parser, args)
+    if args.kernel is None:
+        parser.error(f"name a kernel: {', '.join(KERNELS)}")
     if args.watch:
         return watch([a for a in arguments if a != "--watch"], args.kernel_file)
     if not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -135,6 +149,27 @@ def main(arguments: Sequence[str]) -> int:
     options = {name: getattr(args, name) for name in FIELDS[:-1]}
     options["apart"] = None if args.apart is None else [int(args.apart)]
     return sweep(subjects, options, args.budget_ms, args.out, command)
+
+
+def emulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Prints the emulator's verdict."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the emulator multiplies small tiles, which threads only slow down
+    os.environ["TRITON_INTERPRET"] = "1"
+    from flexattn import emulator
+    from flexattn.bench import emulated
+
+    if bool(args.kernel) == bool(args.emulate):
+        parser.error("--emulate takes a kernel's name before it, or FILE.py:RUN after it")
+    try:
+        if args.emulate:
+            verdict = emulator.judge_by_name(args.emulate, range(args.seeds))
+        else:
+            [workload] = select(args.shape)
+            verdict = emulated.judge(args.kernel, workload, range(args.seeds))
+    except ValueError as e:
+        parser.error(str(e))
+    print(verdict)
+    return PASSED if verdict.is_clean else WRONG
 
 
 def _check_shapes(subjects: Sequence[Subject], is_sweep: bool) -> None:

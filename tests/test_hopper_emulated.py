@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flexattn import emulator
+from flexattn.bench import play
+from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
 from flexattn.kernels_triton import hopper_backward, hopper_forward
-from flexattn.kernels_triton.launch import launch
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,
@@ -30,25 +30,9 @@ from flexattn.testing import (
     reference_gradients,
 )
 
-PROGRAMS = 3  # of the forward's, whose programs stay: each then does several blocks
 # A tile may lie past its sequence's end; and `keep_pairs` keeps the packed registers of p, which the emulator does not follow.
 HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand"}
 SEEDS = range(20)
-
-
-class Emulated:
-    """`launch` for the kernel modules: Gluon kernels go to the emulator, the others to Triton's interpreter."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.reports: dict[str, emulator.Report] = {}
-
-    def __call__(self, kernel: Any, programs: int, device: torch.device, tile: Any, arguments: tuple[Any, ...]) -> None:
-        if not isinstance(kernel, GluonJITFunction):
-            launch(kernel, programs, device, tile, arguments)
-        elif programs:
-            report = emulator.launch(kernel, (programs,), *arguments, num_warps=4, seed=self.seed)
-            self.reports[kernel.__name__] = report
 
 
 def run(seed: int, call: dict[str, Any], kernels: tuple[ModuleType, ModuleType], **inputs: Any) -> dict[str, emulator.Report]:
@@ -56,19 +40,15 @@ def run(seed: int, call: dict[str, Any], kernels: tuple[ModuleType, ModuleType],
     forward, backward = kernels
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
-    emulated = Emulated(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in kernels:
-            patch.setattr(module, "launch", emulated)
-        patch.setattr(forward, "num_processors", lambda device: PROGRAMS)
+    with emulated(seed, *kernels) as reports:
         problem = triton_backend._problem(spec, x)
         out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
         shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
         lse = torch.full(shape, float("nan"))
         rows = as_bshd(out, spec.q_format)
         forward.hopper_forward(problem, rows, lse)
-        if any(report.bugs for report in emulated.reports.values()):
-            return emulated.reports
+        if any(report.bugs for report in reports.values()):
+            return reports
         exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
         for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
             check_close(name, got, want, budget)
@@ -77,14 +57,14 @@ def run(seed: int, call: dict[str, Any], kernels: tuple[ModuleType, ModuleType],
         views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
         doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
         backward.hopper_backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
-        if not any(report.bugs for report in emulated.reports.values()):
+        if not any(report.bugs for report in reports.values()):
             wanted = reference_gradients(spec, x, dout, dlse)
             budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
             for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
                 check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
             if doffset is not None:
                 check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
-    return emulated.reports
+    return reports
 
 
 def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
@@ -212,3 +192,32 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     for seed in (0, 1, 2, 5, 11):  # eager, lazy, round robin, random
         reports = run(seed, {"attn_mask_type": "no_mask"}, planted, **inputs)
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
+
+
+def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    for kernel in ("forward", "dkdv"):
+        assert play.main([kernel, "--emulate", "--shape", "gpt-oss-window-s8192", "--seeds", "2"]) == 0
+        said = capsys.readouterr().out
+        assert "hopper_kernel on " in said
+        assert said.rstrip().endswith("clean")
+
+
+def test_play_emulates_ones_own_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def run(seed):\n    raise AssertionError('it is wrong')\n", "utf-8")
+    assert play.main(["--emulate", f"{tmp_path / 'own.py'}:run", "--seeds", "2"]) == 1
+    assert "it is wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--emulate"], "a kernel's name before it, or FILE.py:RUN after it"),
+        (["forward", "--emulate", "x.py:run"], "a kernel's name before it, or FILE.py:RUN after it"),
+        (["--emulate", "nothing"], "names no run"),
+        ([], "name a kernel"),
+    ],
+)
+def test_play_says_what_to_emulate(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        play.main(arguments)
+    assert message in capsys.readouterr().err
