@@ -63,9 +63,18 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, max_logit
 
 
+def _hopper_wish(spec: AttentionSpec) -> str:
+    """FLEXATTN_HOPPER where there can be such kernels; Triton's interpreter does not run Gluon."""
+    if spec.capability != (9, 0):
+        return "never"
+    from flexattn.kernels_triton.interpreter import INTERPRETED
+
+    return "never" if INTERPRETED else options.hopper()
+
+
 def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor) -> bool:
     """Whether the kernels of sm_90 did it."""
-    if spec.capability != (9, 0) or (wish := options.hopper()) == "never":
+    if (wish := _hopper_wish(spec)) == "never":
         return False
     from flexattn.kernels_triton import hopper_forward as hopper
 
@@ -85,7 +94,7 @@ def _hopper_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     doffset: Tensor | None,
 ) -> bool:
-    if spec.capability != (9, 0) or (wish := options.hopper()) == "never":
+    if (wish := _hopper_wish(spec)) == "never":
         return False
     from flexattn.kernels_triton import hopper_backward as hopper
 
