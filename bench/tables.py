@@ -113,11 +113,10 @@ def host_tables(record: Record) -> list[Table]:
 def memory_tables(record: Record) -> list[Table]:
     """Peak memory of a call against the length."""
     found = []
-    for group, direction, names in _groups(record):
-        if group in ("scaling", "memory"):
-            rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: r.peak_mib is not None)
-            columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
-            found += [Table(f"{direction}, {group}: peak MiB of a call", columns, rows)] if rows else []
+    for title, direction, names in _by_length(record):
+        rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: r.peak_mib is not None)
+        columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
+        found += [Table(f"{title}: peak MiB of a call", columns, rows)] if rows else []
     return found
 
 
@@ -128,9 +127,7 @@ def scaling_tables(record: Record) -> list[Table]:
     """How memory grows at fixed tokens (1 is O(s) in all: as much for one long sequence as for many short ones), and where the
     rate has turned over."""
     found = []
-    for group, direction, names in _groups(record):
-        if group != "scaling" or len(names) < 2:
-            continue
+    for title, direction, names in _by_length(record):
         rows = []
         for implementation in record.implementations():
             of_length = [(record.workloads[name].seqlen_q, record.of(name, direction).get(implementation)) for name in names]
@@ -142,7 +139,20 @@ def scaling_tables(record: Record) -> list[Table]:
                 growth = f"{last / first:.2f}" if first and last else "-"
                 rows.append((implementation, [f"s{measured[0][0]} to s{measured[-1][0]}", growth, f"s{turned}"]))
         columns = ["measured", "memory, longest over shortest", f"reaches {TURNED_OVER:.0%} of its best rate at"]
-        found += [Table(f"{direction}, scaling: at fixed tokens", columns, rows)] if rows else []
+        found += [Table(f"{title}: at fixed tokens", columns, rows)] if rows else []
+    return found
+
+
+MEMORY_PANEL = 128, "causal"  # of the sweep, which has its tokens fixed: where its memory is shown
+
+
+def _by_length(record: Record) -> list[tuple[str, str, list[str]]]:
+    """(title, direction, workloads) of what differs in length alone, as far as there are rows."""
+    found = [(f"{d}, {group}", d, names) for group, d, names in _groups(record) if group in ("scaling", "memory")]
+    for direction, head_dim, mask in sweep_panels(record):
+        if (head_dim, mask) == MEMORY_PANEL:
+            names = [w.name for w in panel(record, head_dim, mask) if record.of(w.name, direction)]
+            found.append((f"{direction}, sweep head dim {head_dim} {mask}", direction, names))
     return found
 
 
