@@ -564,7 +564,7 @@ ROWS = [
 
 
 def test_tables() -> None:
-    [table] = tables(recorded(ROWS), with_share=True)
+    table, at_fixed_tokens = tables(recorded(ROWS), with_share=True)
     assert table.text().splitlines() == [
         "forward, head dim 128, causal",
         "                      1024       2048       4096",
@@ -573,6 +573,7 @@ def test_tables() -> None:
     ]
     assert table.markdown("TFLOP/s").splitlines()[2:4] == ["| TFLOP/s | 1024 | 2048 | 4096 |", "|---|---:|---:|---:|"]
     assert [figure(None), figure(ROWS[1]), figure(row("x", 4e5 / 0.0123))] == ["-", "refused", "0.012"]
+    assert at_fixed_tokens.title == "forward, sweep head dim 128 causal: at fixed tokens"
 
 
 def test_the_verdict_names_every_cell_that_is_lost() -> None:
