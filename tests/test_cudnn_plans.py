@@ -10,7 +10,7 @@ from typing import Any
 import cudnn_stub
 import pytest
 import torch
-from test_support import DIRECTIONS, ROWS, Row, make_case, refusal, row_for
+from test_support import DIRECTIONS, ROWS, Row, cudnn_call, refusal
 
 if reason := ("a GPU is here: tests/test_gpu_cudnn.py builds plans for it" if torch.cuda.is_available() else cudnn_stub.missing()):
     pytest.skip(reason, allow_module_level=True)
@@ -86,10 +86,9 @@ SUPPORTED = [
 
 @pytest.mark.parametrize(("row", "direction"), SUPPORTED)
 def test_every_supported_row_builds(row: Row, direction: Direction) -> None:
-    case = make_case(row_for("cudnn", row), "cpu")
-    spec = on_h200(case.spec, case.operands)._replace(return_max_logit="return_max_logit" in row.call)
+    spec, operands = cudnn_call(row, direction)
     assert cudnn_backend.support_error(spec, direction) is None
-    assert cudnns_answer(spec, case.operands, direction) is None
+    assert cudnns_answer(spec, operands, direction) is None
     (plan,) = PLANS.inspect()
     assert plan.graph.selected_engine is None, "a kernel of the frontend's own stands in for cuDNN's"
     assert plan.sdpa.direction == direction

@@ -184,10 +184,8 @@ def row_for(backend: str, row: Row) -> Row:
     return row._replace(inputs={"dtype": torch.bfloat16, **row.inputs})
 
 
-def refusal(backend: str, row: Row, direction: Direction) -> str | None:
-    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
-    if backend != "cudnn":
-        return row.refusals.get(backend)
+def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
+    """The row as `attention` would bring it to cuDNN on an H200."""
     x, settings = bind_call(**make_case(row_for("cudnn", row), "cpu").arguments, return_lse=True)
     spec = make_spec(x, settings, (9, 0))._replace(
         device_type="cuda",
@@ -196,6 +194,14 @@ def refusal(backend: str, row: Row, direction: Direction) -> str | None:
         dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
         needs_lse_grad=row.dlse and direction == "backward",
     )
+    return spec, x
+
+
+def refusal(backend: str, row: Row, direction: Direction) -> str | None:
+    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
+    if backend != "cudnn":
+        return row.refusals.get(backend)
+    spec, _ = cudnn_call(row, direction)
     return cudnn_backend.rule_error(spec, direction) or known_bad(spec, direction, cudnn_backend.OLDEST_LIBRARY)
 
 
