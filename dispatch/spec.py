@@ -200,3 +200,12 @@ def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Ten
     lse = x.q.new_empty(lse_shape, dtype=statistics)
     max_logit = x.q.new_empty((spec.num_heads if spec.return_max_logit else 0,), dtype=statistics)
     return out, lse, max_logit
+
+
+def with_classes(spec: AttentionSpec, x: Operands) -> AttentionSpec:
+    """The spec with what it says of the operands' values: the classes of their lengths and of the dropout rate."""
+    return spec._replace(
+        length_q=length_class(x.max_seqlen_q),
+        length_kv=length_class(x.max_seqlen_kv),
+        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
+    )

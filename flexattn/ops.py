@@ -19,7 +19,7 @@ from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import Backend, backend_module, reject, select
-from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, length_class, parse_format
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, parse_format, with_classes
 from flexattn.validation import check_cu_seqlens_values
 from flexattn.warn import warn_once
 
@@ -106,11 +106,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
     """The spec of a call on the device that it is on; what `explain` asks about and what the operators run."""
-    return make_spec(x, settings, _capability(x.q.device))._replace(
-        length_q=length_class(x.max_seqlen_q),
-        length_kv=length_class(x.max_seqlen_kv),
-        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
-    )
+    return with_classes(make_spec(x, settings, _capability(x.q.device)), x)
 
 
 @functools.cache

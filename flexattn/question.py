@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
-from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, length_class, parse_format
+from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, parse_format
 from flexattn.functional import bind_call
 from flexattn.score_mod import mod_source
 
@@ -97,8 +97,6 @@ def answer(args: argparse.Namespace) -> explanations.Explanation:
         device_type="cpu" if capability is None else "cuda",
         capability=capability,
         needs_lse_grad=args.lse_grad,
-        length_q=length_class(x.max_seqlen_q),
-        length_kv=length_class(x.max_seqlen_kv),
     )
     return explanations.explain(spec, settings.backend)
 

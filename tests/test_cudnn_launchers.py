@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
 import cudnn_emulator
-from test_support import ROWS, Case, Row, make_case, row_for
+from test_support import ROWS, Case, Row, make_case, on_h200, row_for
 
 from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, length_class
+from flexattn.dispatch.spec import AttentionSpec, Band, Gradients
 from flexattn.kernels_cudnn import attention
 from flexattn.kernels_cudnn import plans as plans_module
 from flexattn.kernels_cudnn.graphs import ALIGNMENT, band_arguments
@@ -48,15 +48,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 def spec_of(case: Case, row: Row) -> AttentionSpec:
     """The spec of a row as the operators would make it on an H200."""
-    x = case.operands
-    return case.spec._replace(
-        return_max_logit="return_max_logit" in row.call,
-        device_type="cuda",
-        capability=(9, 0),
-        length_q=length_class(x.max_seqlen_q),
-        length_kv=length_class(x.max_seqlen_kv),
-        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
-    )
+    return on_h200(case.spec, case.operands)._replace(return_max_logit="return_max_logit" in row.call)
 
 
 @pytest.mark.parametrize("bucketed", [False, True], ids=["exact", "bucketed"])

@@ -10,7 +10,7 @@ from typing import Any
 import cudnn_stub
 import pytest
 import torch
-from test_support import DIRECTIONS, ROWS, Row, cudnn_call, refusal
+from test_support import DIRECTIONS, ROWS, Row, cudnn_call, on_h200, refusal
 
 if reason := ("a GPU is here: tests/test_gpu_cudnn.py builds plans for it" if torch.cuda.is_available() else cudnn_stub.missing()):
     pytest.skip(reason, allow_module_level=True)
@@ -19,7 +19,7 @@ import cudnn
 
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, length_class
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.graphs import Sdpa, build
 from flexattn.kernels_cudnn.plans import PLANS, PlanCache, PlanNotSupported, target_of
@@ -54,16 +54,6 @@ def call_of(fmt: str = "bshd", *, inputs: dict[str, Any] | None = None, **call: 
     defaults = {"lengths_q": [200, 200], "num_heads": 8, "head_dim_qk": 64, "head_dim_v": 64, "dtype": torch.bfloat16}
     spec, x = make_call(make_inputs(fmt, **(defaults | (inputs or {}))), **({"return_max_logit": False} | call))
     return on_h200(spec, x), x
-
-
-def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
-    return spec._replace(
-        device_type="cuda",
-        capability=(9, 0),
-        length_q=length_class(x.max_seqlen_q),
-        length_kv=length_class(x.max_seqlen_kv),
-        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
-    )
 
 
 def cudnns_answer(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:

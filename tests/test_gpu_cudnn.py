@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, as_bshd, length_class
+from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, as_bshd, with_classes
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,
@@ -42,14 +42,7 @@ REPEATS = 64
 def call_of(inputs: Inputs, **call: Any) -> tuple[AttentionSpec, Operands]:
     """`make_call`, with the fields of the spec that only an operator fills in; without a max_logit unless it is asked for."""
     spec, x = make_call(inputs, **({"return_max_logit": False} | call))
-    return (
-        spec._replace(
-            length_q=length_class(x.max_seqlen_q),
-            length_kv=length_class(x.max_seqlen_kv),
-            dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
-        ),
-        x,
-    )
+    return with_classes(spec, x), x
 
 
 def run(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[tuple[Tensor, ...], Gradients]:

@@ -14,7 +14,7 @@ import flexattn
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.known_bad import known_bad
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, length_class
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, with_classes
 from flexattn.functional import bind_call
 from flexattn.ops import make_spec
 from flexattn.score_mod import trace_mods
@@ -184,16 +184,14 @@ def row_for(backend: str, row: Row) -> Row:
     return row._replace(inputs={"dtype": torch.bfloat16, **row.inputs})
 
 
+def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
+    return with_classes(spec, x)._replace(device_type="cuda", capability=(9, 0))
+
+
 def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
     """The row as `attention` would bring it to cuDNN on an H200."""
     x, settings = bind_call(**make_case(row_for("cudnn", row), "cpu").arguments, return_lse=True)
-    spec = make_spec(x, settings, (9, 0))._replace(
-        device_type="cuda",
-        length_q=length_class(x.max_seqlen_q),
-        length_kv=length_class(x.max_seqlen_kv),
-        dropout_in_sixteenths=x.dropout_p * 16 % 1 == 0,
-        needs_lse_grad=row.dlse and direction == "backward",
-    )
+    spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
     return spec, x
 
 
