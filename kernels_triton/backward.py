@@ -18,7 +18,6 @@ from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
-    LOG2E,
     dropout_keep,
     listed_tile,
     load_block_lists,
@@ -27,15 +26,18 @@ from flexattn.kernels_triton.primitives import (
     load_sequence,
     load_sink,
     load_tile,
+    make_row_statistics,
     padding_rows,
     row_pointer,
     row_steps,
     score_gradient,
+    statistics_row,
     store_tile,
     store_zeros,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.statistics import new_statistics
 
 
 @triton.jit
@@ -214,7 +216,7 @@ def _attn_bwd_dq_kernel(
     stride_dqh,
     lse_ptr,
     dlse_ptr,  # None: 0
-    lse_log2_ptr,  # written here for the other kernels, laid out as lse: lse in units of log2, +inf for a row that sees nothing
+    lse_log2_ptr,  # written here for the other kernels, where `statistics_row` says: lse in units of log2, +inf if nothing is seen
     delta_ptr,  # sum(out * dout) - dlse
     p_scale_ptr,  # and, with RENORMALIZE, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
@@ -256,55 +258,52 @@ def _attn_bwd_dq_kernel(
                 tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
             return
 
-    row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
     q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
-    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
     dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
     _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
-    _, out_offsets = row_steps(stride_os, BLOCK_M, META)
     _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
     k_step, k_offsets = row_steps(stride_ks, META.BLOCK_N, META)
     v_step, v_offsets = row_steps(stride_vs, META.BLOCK_N, META)
-    k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
-    v_base = row_pointer(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META)
+    h_kv = h // group_size if META.IS_GROUPED else h
+    k_base = row_pointer(k_ptr, b, h_kv, start_kv, stride_kb, stride_ks, stride_kh, META)
+    v_base = row_pointer(v_ptr, b, h_kv, start_kv, stride_vb, stride_vs, stride_vh, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
     shift = (len_kv - len_q) * bottom_right
 
+    # q too is on its way before anything is waited for.
+    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK, True)
+    q1 = q0
+    if QK1 > 0:
+        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK, True)
     dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-    delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
     dout1 = dout0
     if META.V1 > 0:
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-        delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row_base + rows, mask=rows < len_q, other=0.0)
-    lse = tl.load(lse_ptr + row_base + rows, mask=rows < len_q, other=float("inf"))
-    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    tl.store(lse_log2_ptr + row_base + rows, lse_log2, mask=rows < len_q)
-    tl.store(delta_ptr + row_base + rows, delta, mask=rows < len_q)
+    out = (out_ptr, stride_ob, stride_os, stride_oh)
+    lse_log2, delta = make_row_statistics(
+        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, META
+    )
+    row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+    tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
+    tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
 
-    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK, True)
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    q1 = q0
     dq1 = dq0
     if QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK, True)
         dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
     masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
     if META.BLOCK_SIZE_Q > 0:
-        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+        list_row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
         masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
             block_counts_ptr,
             block_indices_ptr,
             full_counts_ptr,
             full_indices_ptr,
-            row,
+            list_row,
             list_length,
             len_kv,
             META.BLOCK_SIZE_KV,
@@ -312,51 +311,54 @@ def _attn_bwd_dq_kernel(
             META,
         )
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
-        dq0, dq1, row_sum = _attn_bwd_dq_loop(
-            dq0,
-            dq1,
-            row_sum,
-            q0,
-            q1,
-            dout0,
-            dout1,
-            lse_log2,
-            delta,
-            k_base,
-            k_step,
-            k_offsets,
-            v_base,
-            v_step,
-            v_offsets,
-            bias_base,
-            rng_state_ptr,
-            0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end)),
-            full_begin if phase == 0 else (full_end if phase == 1 else end),
-            first_row,
-            len_q,
-            len_kv,
-            shift,
-            window_left,
-            window_right,
-            softmax_scale,
-            softcap,
-            keep_scale,
-            alibi_slope,
-            dropout_threshold,
-            b_h,
-            stride_bias_m,
-            stride_bias_n,
-            b,
-            h,
-            captures,
-            masked_ptr,
-            0 if phase == 1 else num_masked,
-            full_ptr,
-            0 if phase == 1 else inside,
-            MODS,
-            phase != 1,
-            META,
-        )
+        first = 0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end))
+        last = full_begin if phase == 0 else (full_end if phase == 1 else end)
+        if phase == 1 or first < last:  # a loop of no turns costs what its pipeline does before the first
+            dq0, dq1, row_sum = _attn_bwd_dq_loop(
+                dq0,
+                dq1,
+                row_sum,
+                q0,
+                q1,
+                dout0,
+                dout1,
+                lse_log2,
+                delta,
+                k_base,
+                k_step,
+                k_offsets,
+                v_base,
+                v_step,
+                v_offsets,
+                bias_base,
+                rng_state_ptr,
+                first,
+                last,
+                first_row,
+                len_q,
+                len_kv,
+                shift,
+                window_left,
+                window_right,
+                softmax_scale,
+                softcap,
+                keep_scale,
+                alibi_slope,
+                dropout_threshold,
+                b_h,
+                stride_bias_m,
+                stride_bias_n,
+                b,
+                h,
+                captures,
+                masked_ptr,
+                0 if phase == 1 else num_masked,
+                full_ptr,
+                0 if phase == 1 else inside,
+                MODS,
+                phase != 1,
+                META,
+            )
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
     p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
     if META.RENORMALIZE:
@@ -364,17 +366,21 @@ def _attn_bwd_dq_kernel(
         if META.HAS_SINK:
             row_sum += p_sink
         p_scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-        tl.store(p_scale_ptr + row_base + rows, p_scale, mask=rows < len_q)
+        tl.store(p_scale_ptr + row + rows, p_scale, mask=rows < len_q)
         dq_scale *= p_scale
         p_sink *= p_scale
     if META.HAS_OFFSET:
         tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
-    is_real = (rows < len_q)[:, None]
+    is_real = (rows < len_q)[:, None]  # without lengths what is past the end is not stored
     dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
-    dq0 = tl.where(is_real, dq0 * dq_scale[:, None], 0.0)
+    dq0 *= dq_scale[:, None]
+    if META.HAS_LENGTHS:
+        dq0 = tl.where(is_real, dq0, 0.0)
     store_tile(dq_pointer, dq0, dq_offsets, first_row, slot_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK)
     if QK1 > 0:
-        dq1 = tl.where(is_real, dq1 * dq_scale[:, None], 0.0)
+        dq1 *= dq_scale[:, None]
+        if META.HAS_LENGTHS:
+            dq1 = tl.where(is_real, dq1, 0.0)
         store_tile(dq_pointer, dq1, dq_offsets, first_row, slot_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK)
 
 
@@ -394,9 +400,10 @@ def _attn_bwd_dkdv_loop(
     dout_base,
     dout_step,
     dout_offsets,
-    lse_log2_base,
-    delta_base,
-    p_scale_base,
+    lse_log2_ptr,
+    delta_ptr,
+    p_scale_ptr,
+    first_row,  # of the sequence's statistics
     bias_base,
     rng_state_ptr,
     begin,
@@ -425,8 +432,7 @@ def _attn_bwd_dkdv_loop(
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    MASK: tl.constexpr,
+    IS_MASKED: tl.constexpr,
     META: tl.constexpr,
 ):
     # All score tiles are transposed here, [BLOCK_N, BLOCK_M], so that p and ds are the left operands of the two products.
@@ -443,16 +449,17 @@ def _attn_bwd_dkdv_loop(
             q_pointer = q_base + tl.cast(m, tl.int64) * q_step
             dout_pointer = dout_base + tl.cast(m, tl.int64) * dout_step
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, CHECK_ROWS)
-        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, CHECK_ROWS)
-        lse_log2, delta, p_scale = load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, CHECK_ROWS, META)
+        q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        statistics = (lse_log2_ptr, delta_ptr, p_scale_ptr)
+        lse_log2, delta, p_scale = load_row_statistics(*statistics, first_row + m, len_q - m, BLOCK_M, IS_MASKED, META)
         kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, CHECK_ROWS)
+            q1 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             kq = tl.dot(k1, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, CHECK_ROWS)
+            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
         keep = True
         if META.HAS_DROPOUT:
@@ -483,7 +490,7 @@ def _attn_bwd_dkdv_loop(
             captures,
             MODS,
             is_full,
-            MASK,
+            "queries" if IS_MASKED else "none",
             META,
         )
         if HAS_DV:
@@ -577,13 +584,16 @@ def _attn_bwd_dkdv_kernel(
     QK1: tl.constexpr = META.QK1
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
+    MASKED_FIRST: tl.constexpr = META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0
     blocks = tl.cdiv(max_seqlen_kv, BLOCK_N)
-    num_heads_kv = num_heads // group_size
     pid = tl.program_id(0)
     block = pid % blocks
-    split = pid // blocks % num_splits
-    h_kv = pid // blocks // num_splits % num_heads_kv
-    b = pid // blocks // num_splits // num_heads_kv
+    split, h_kv, b = 0, pid // blocks % num_heads, pid // blocks // num_heads
+    if META.IS_GROUPED:
+        num_heads_kv = num_heads // group_size
+        split = pid // blocks % num_splits
+        h_kv = pid // blocks // num_splits % num_heads_kv
+        b = pid // blocks // num_splits // num_heads_kv
     start_q, len_q, _ = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
@@ -642,18 +652,21 @@ def _attn_bwd_dkdv_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_column, BLOCK_N, META.BLOCK_M, len_q, -shift, window_right, window_left, META.HAS_RIGHT, META.HAS_LEFT
     )
-    heads_per_split = tl.cdiv(group_size, num_splits)
-    first_head = h_kv * group_size + split * heads_per_split
-    num_heads_here = tl.minimum(heads_per_split, group_size - split * heads_per_split)
-    for head in range(num_heads_here if META.IS_GROUPED else 1):
+    first_head, num_heads_here = h_kv, 1
+    if META.IS_GROUPED:
+        heads_per_split = tl.cdiv(group_size, num_splits)
+        first_head = h_kv * group_size + split * heads_per_split
+        num_heads_here = tl.minimum(heads_per_split, group_size - split * heads_per_split)
+    for head in range(num_heads_here):
         h = first_head + head
         b_h = b * num_heads + h
-        row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
+        first_row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
-        # First the queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end
-        # cuts, both by one loop, as each loop more costs the others registers, of which there are too few; last those that see all.
+        # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
+        # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
+        # right side these come first: ptxas serializes wgmma after a loop that may be skipped with nothing accumulated yet.
         masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
         if META.BLOCK_SIZE_Q > 0:
             row = b * stride_list_b + h * stride_list_h + first_column // META.BLOCK_SIZE_KV
@@ -669,123 +682,89 @@ def _attn_bwd_dkdv_kernel(
                 META.BLOCK_M,
                 META,
             )
-        for part in range(0 if META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1, 2):
-            masked_begin = 0 if META.BLOCK_SIZE_Q > 0 else (begin if part == 0 else full_end)
-            masked_end = end if META.BLOCK_SIZE_Q > 0 else (full_begin if part == 0 else end)
-            dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
-                dk0,
-                dk1,
-                dv0,
-                dv1,
-                k0,
-                k1,
-                v0,
-                v1,
-                q_base,
-                q_step,
-                q_offsets,
-                dout_base,
-                dout_step,
-                dout_offsets,
-                lse_log2_ptr + row_base,
-                delta_ptr + row_base,
-                p_scale_ptr + row_base,
-                bias_base,
-                rng_state_ptr,
-                masked_begin,
-                masked_end,
-                first_column,
-                len_q,
-                len_kv,
-                shift,
-                window_left,
-                window_right,
-                softmax_scale,
-                softcap,
-                keep_scale,
-                alibi_slope,
-                dropout_threshold,
-                b_h,
-                stride_bias_m,
-                stride_bias_n,
-                b,
-                h,
-                captures,
-                masked_ptr,
-                num_masked,
-                full_ptr,
-                inside,
-                MODS,
-                dk_ptr is not None,
-                dv_ptr is not None,
-                True,
-                "queries",
-                META,
-            )
-        dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
-            dk0,
-            dk1,
-            dv0,
-            dv1,
-            k0,
-            k1,
-            v0,
-            v1,
-            q_base,
-            q_step,
-            q_offsets,
-            dout_base,
-            dout_step,
-            dout_offsets,
-            lse_log2_ptr + row_base,
-            delta_ptr + row_base,
-            p_scale_ptr + row_base,
-            bias_base,
-            rng_state_ptr,
-            0 if META.BLOCK_SIZE_Q > 0 else full_begin,
-            full_end,
-            first_column,
-            len_q,
-            len_kv,
-            shift,
-            window_left,
-            window_right,
-            softmax_scale,
-            softcap,
-            keep_scale,
-            alibi_slope,
-            dropout_threshold,
-            b_h,
-            stride_bias_m,
-            stride_bias_n,
-            b,
-            h,
-            captures,
-            masked_ptr,
-            0,
-            full_ptr,
-            0,
-            MODS,
-            dk_ptr is not None,
-            dv_ptr is not None,
-            False,
-            "none",
-            META,
-        )
+        for stage in tl.static_range(2):
+            is_masked = (stage == 0) == MASKED_FIRST
+            last_part = 2
+            if is_masked and META.BLOCK_SIZE_Q == 0:
+                last_part = 1 + tl.cast(full_end < end, tl.int32)
+            for part in range(0 if is_masked and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1, last_part):
+                part_begin = full_end if is_masked else full_begin
+                part_end = end if is_masked else full_end
+                if META.BLOCK_SIZE_Q > 0:
+                    part_begin = 0
+                elif is_masked:
+                    part_begin = begin if part == 0 else full_end
+                    part_end = full_begin if part == 0 else end
+                dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
+                    dk0,
+                    dk1,
+                    dv0,
+                    dv1,
+                    k0,
+                    k1,
+                    v0,
+                    v1,
+                    q_base,
+                    q_step,
+                    q_offsets,
+                    dout_base,
+                    dout_step,
+                    dout_offsets,
+                    lse_log2_ptr,
+                    delta_ptr,
+                    p_scale_ptr,
+                    first_row,
+                    bias_base,
+                    rng_state_ptr,
+                    part_begin,
+                    part_end,
+                    first_column,
+                    len_q,
+                    len_kv,
+                    shift,
+                    window_left,
+                    window_right,
+                    softmax_scale,
+                    softcap,
+                    keep_scale,
+                    alibi_slope,
+                    dropout_threshold,
+                    b_h,
+                    stride_bias_m,
+                    stride_bias_n,
+                    b,
+                    h,
+                    captures,
+                    masked_ptr,
+                    num_masked if is_masked else 0,
+                    full_ptr,
+                    inside if is_masked else 0,
+                    MODS,
+                    dk_ptr is not None,
+                    dv_ptr is not None,
+                    (stage == 0) == MASKED_FIRST,
+                    META,
+                )
     is_real = (columns < len_kv)[:, None]
     if dk_ptr is not None:
         dk_pointer = dk_base + tl.cast(first_column, tl.int64) * dk_step
-        dk0 = tl.where(is_real, dk0 * softmax_scale, 0.0)
+        dk0 *= softmax_scale
+        if META.HAS_LENGTHS:
+            dk0 = tl.where(is_real, dk0, 0.0)
         store_tile(dk_pointer, dk0, dk_offsets, first_column, slot_kv, BLOCK_N, 0, QK0, META.HEAD_DIM_QK)
         if QK1 > 0:
-            dk1 = tl.where(is_real, dk1 * softmax_scale, 0.0)
+            dk1 *= softmax_scale
+            if META.HAS_LENGTHS:
+                dk1 = tl.where(is_real, dk1, 0.0)
             store_tile(dk_pointer, dk1, dk_offsets, first_column, slot_kv, BLOCK_N, QK0, QK1, META.HEAD_DIM_QK)
     if dv_ptr is not None:
         dv_pointer = dv_base + tl.cast(first_column, tl.int64) * dv_step
-        dv0 = tl.where(is_real, dv0, 0.0)
+        if META.HAS_LENGTHS:
+            dv0 = tl.where(is_real, dv0, 0.0)
         store_tile(dv_pointer, dv0, dv_offsets, first_column, slot_kv, BLOCK_N, 0, V0, META.HEAD_DIM_V)
         if V1 > 0:
-            dv1 = tl.where(is_real, dv1, 0.0)
+            if META.HAS_LENGTHS:
+                dv1 = tl.where(is_real, dv1, 0.0)
             store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, BLOCK_N, V0, V1, META.HEAD_DIM_V)
 
 
@@ -817,7 +796,7 @@ def attention_backward(
             if gradient is not None:
                 gradient.zero_()
         return
-    statistics = torch.empty((3, *lse.shape), dtype=torch.float32, device=x.device)  # lse_log2, delta, p_scale
+    statistics = new_statistics(x)
 
     tile = tile_dq or x.tile(DQ)
     meta = x.meta(tile, (out, dout, dq))

@@ -18,6 +18,7 @@ from flexattn.kernels_triton.primitives import (
     row_pointer,
     row_steps,
     score_gradient,
+    statistics_row,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
 
@@ -150,7 +151,6 @@ def _attn_bwd_dbias_kernel(
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
             b_h = b * num_heads + h
-            row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
             q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
             k_pointer = row_pointer(k_ptr, b, h // group_size, start_kv + first_column, stride_kb, stride_ks, stride_kh, META)
             v_pointer = row_pointer(v_ptr, b, h // group_size, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
@@ -170,8 +170,9 @@ def _attn_bwd_dbias_kernel(
                 dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
                 v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, True)
                 dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+            first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
             lse_log2, delta, p_scale = load_row_statistics(
-                lse_log2_ptr + row_base, delta_ptr + row_base, p_scale_ptr + row_base, rows, len_q, True, META
+                lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
             )
             keep = True
             if META.HAS_DROPOUT:

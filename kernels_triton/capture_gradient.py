@@ -23,6 +23,7 @@ from flexattn.kernels_triton.primitives import (
     row_pointer,
     row_steps,
     score_gradient,
+    statistics_row,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -117,7 +118,6 @@ def _attn_bwd_captures_kernel(
         return
     rows = first_row + tl.arange(0, BLOCK_M)
     shift = (len_kv - len_q) * bottom_right
-    row_base = tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
     q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
     dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
     k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
@@ -127,8 +127,9 @@ def _attn_bwd_captures_kernel(
     k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
     v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     lse_log2, delta, p_scale = load_row_statistics(
-        lse_log2_ptr + row_base, delta_ptr + row_base, p_scale_ptr + row_base, rows, len_q, True, META
+        lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
     )
     q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
     dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)

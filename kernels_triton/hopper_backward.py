@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,14 +30,14 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_sink, load_tile, row_pointer, row_steps
-from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.primitives import LOG2E
+from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
+from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
 _ROWS = gl.constexpr(64)
 _QUERIES = 128  # of a dq program: two warpgroups'
-_STATISTICS_TILE = Tile(128, 64, 8, 1)
 
 
 class BackwardMeta(NamedTuple):
@@ -61,81 +59,6 @@ class BackwardMeta(NamedTuple):
     STAGES0: int  # in shared memory: of k and of v for dq, of q and of dout for dk and dv
     STAGES1: int
     SPLITS_COLUMNS: bool  # of dk and dv between the warpgroups, rather than rows
-
-
-@triton.jit
-def _statistics_tile(b, h, num_heads, start_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
-    # The first tile of a sequence and head. Each sequence begins a tile of its own.
-    if META.IS_RAGGED_Q:
-        return h * tiles + (start_q + b * SIZE) // SIZE
-    else:
-        return (b * num_heads + h) * tiles
-
-
-@kernel
-def _attn_bwd_statistics_kernel(
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    dout_ptr,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    lse_ptr,
-    dlse_ptr,  # or None: 0
-    softmax_offset_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    statistics_ptr,  # [tiles, 2, SIZE]: -lse in units of log2 (-inf for a row that sees nothing or is none), and -delta
-    dsink_ptr,  # [h, b * blocks], or None
-    batch,
-    num_heads,
-    num_tokens_q,
-    max_seqlen_q,
-    tiles,
-    SIZE: tl.constexpr,
-    META: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % num_heads
-    b = tl.program_id(0) // blocks // num_heads
-    start_q, len_q, _ = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
-    )
-    first_row = block * BLOCK_M
-    if first_row >= len_q:
-        if dsink_ptr is not None:
-            tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
-        return
-    rows = first_row + tl.arange(0, BLOCK_M)
-    is_real = rows < len_q
-    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
-    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
-    _, out_offsets = row_steps(stride_os, BLOCK_M, META)
-    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
-    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-    delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
-    if META.V1 > 0:
-        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-        delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
-    row_base = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row_base + rows, mask=is_real, other=0.0)
-    lse = tl.load(lse_ptr + row_base + rows, mask=is_real, other=float("-inf"))
-    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    tile = _statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
-    pointers = statistics_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
-    in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
-    tl.store(pointers, -lse_log2, mask=in_tiles)
-    tl.store(pointers + SIZE, -delta, mask=in_tiles)
-    if dsink_ptr is not None:
-        p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
-        tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
 
 
 @gluon.jit
@@ -339,7 +262,7 @@ def _attn_bwd_dq_hopper_kernel(
     begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
     end = gl.where(first_row < len_q, end, begin)
     h_kv = h // group_size
-    first_tile = _statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, META.STATISTICS)
+    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, META.STATISTICS)
     own_statistics = statistics_ptr + first_tile.to(gl.int64) * (2 * META.STATISTICS)
     descriptors = (
         q_descriptor,
@@ -697,7 +620,7 @@ def _attn_bwd_dkdv_hopper_kernel(
     begin, end = _query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
     end = gl.where(first_row < len_kv, end, begin)
     h = h_kv * group_size
-    first_tile = _statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, BLOCK_M)
+    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, BLOCK_M)
     descriptors = (
         q_descriptor,
         dout_descriptor,
@@ -788,27 +711,7 @@ def hopper_backward(
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
     num_tokens_q = x.q.shape[-3]
-    # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
-    tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
-    num_tiles = tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
-    statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
-    portable = x.meta(_STATISTICS_TILE, (out, dout))
-    blocks = triton.cdiv(x.longest_q, _STATISTICS_TILE.block_m)
-    dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
-    launch(
-        _attn_bwd_statistics_kernel,
-        blocks * x.num_heads * x.batch,
-        x.device,
-        _STATISTICS_TILE,
-        (
-            *(out, *row_strides(out, portable)),
-            *(dout, *row_strides(dout, portable)),
-            *(lse, dlse, x.softmax_offset, x.cu_seqlens_q, x.cu_seqlens_q_padded, statistics, dsink),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
-        ),
-    )
-    if dsoftmax_offset is not None and dsink is not None:
-        torch.sum(dsink, 1, out=dsoftmax_offset)
+    statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
 
     def meta(**own: int | bool) -> BackwardMeta:
         return BackwardMeta(

@@ -81,19 +81,74 @@ def load_sink(softmax_offset_ptr, h, META: tl.constexpr):
 
 
 @triton.jit
-def load_row_statistics(lse_log2_base, delta_base, p_scale_base, rows, len_q, CHECK_ROWS: tl.constexpr, META: tl.constexpr):
-    # What the dq kernel left for the others. An lse of +inf makes every probability of its row exactly 0.
+def make_row_statistics(
+    dout0,
+    dout1,
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    lse_ptr,
+    dlse_ptr,
+    b,
+    h,
+    num_heads,
+    start_q,
+    len_q,
+    num_tokens_q,
+    first_row,
+    META: tl.constexpr,
+):
+    # Of rows whose dout is given: lse in units of log2, +inf for a row that sees nothing or is none, and sum(out * dout) - dlse.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
+    _, out_offsets = row_steps(stride_os, BLOCK_M, META)
+    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
+    if META.V1 > 0:
+        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+        delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
+    row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+    lse = tl.load(lse_ptr + row + rows, mask=rows < len_q, other=float("inf"))
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    return lse_log2, delta
+
+
+@triton.jit
+def statistics_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
+    # Where the statistics of a sequence and head begin in the backward's own buffers, whatever the kernel that left them. Those of
+    # dense tensors begin at multiples of 16 bytes, so that several are loaded at a time.
+    if META.IS_RAGGED_Q:
+        return tl.cast(h, tl.int64) * num_tokens_q + start_q
+    else:
+        return tl.cast(b * num_heads + h, tl.int64) * (tl.cdiv(num_tokens_q, 4) * 4)
+
+
+@triton.jit
+def load_row_statistics(
+    lse_log2_ptr, delta_ptr, p_scale_ptr, row, num_rows, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, META: tl.constexpr
+):
+    # Of ROWS rows from `row` on, num_rows of which there are. An lse of +inf makes every probability of its row exactly 0.
+    rows = tl.arange(0, ROWS)
+    lse_log2_ptr += row
+    delta_ptr += row
+    if not META.IS_RAGGED_Q:
+        lse_log2_ptr = tl.multiple_of(lse_log2_ptr, 16)
+        delta_ptr = tl.multiple_of(delta_ptr, 16)
     p_scale = tl.full([1], 1.0, tl.float32)
     if CHECK_ROWS:
-        lse_log2 = tl.load(lse_log2_base + rows, mask=rows < len_q, other=float("inf"))
-        delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
+        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < num_rows, other=float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
         if META.RENORMALIZE:
-            p_scale = tl.load(p_scale_base + rows, mask=rows < len_q, other=1.0)
+            p_scale = tl.load(p_scale_ptr + row + rows, mask=rows < num_rows, other=1.0)
     else:
-        lse_log2 = tl.load(lse_log2_base + rows)
-        delta = tl.load(delta_base + rows)
+        lse_log2 = tl.load(lse_log2_ptr + rows)
+        delta = tl.load(delta_ptr + rows)
         if META.RENORMALIZE:
-            p_scale = tl.load(p_scale_base + rows)
+            p_scale = tl.load(p_scale_ptr + row + rows)
     return lse_log2, delta, p_scale
 
 

@@ -14,6 +14,7 @@ from flexattn.kernels_triton import backward as backward_kernels
 from flexattn.kernels_triton import forward as forward_kernels
 from flexattn.kernels_triton import problem
 from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.statistics import new_statistics, row_statistics
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,
@@ -367,6 +368,29 @@ def test_formats_agree_to_the_bit(device: str) -> None:
         else:
             results.append(torch.cat([as_bshd(out, fmt)[b, :n] for b, n in enumerate(sizes)]))
     assert all(torch.equal(rows, results[0]) for rows in results[1:])
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "bhsd", "thd"])
+@pytest.mark.parametrize("head_dim_v", [16, 80])
+def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for statistics alone leaves what the dq kernel leaves, and nothing else."""
+    inputs = {"lengths_q": lengths(37, 0, 71), "lengths_kv": lengths(20, 9, 33), "head_dim_v": head_dim_v}
+    given = make_inputs(fmt, padding=True, gap=3, device=device, dtype=torch.bfloat16, **inputs)
+    offset = torch.tensor([-3.0, 0.0, 2.5, float("-inf")], device=device)
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "learnable", "softmax_offset": offset}
+    spec, x = make_call(given, **call)
+    out, lse, _ = triton_backend.forward(spec, x)
+    dout, dlse = make_dout(given), make_dlse(given)
+    left: list[torch.Tensor] = []
+    monkeypatch.setattr(backward_kernels, "new_statistics", lambda problem: left.append(new_statistics(problem)) or left[0])
+    gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
+    doffset = torch.empty_like(offset)
+    rows = (as_bshd(out, fmt), lse, as_bshd(dout, fmt))
+    alone = row_statistics(triton_backend._problem(spec, x), *rows, dlse, doffset)
+    # torch.empty is filled with NaN here: what is not written is equal too.
+    torch.testing.assert_close(alone[:2], left[0][:2], rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(doffset, gradients.dsoftmax_offset, rtol=1e-4, atol=1e-5)
+    assert alone[:2].isfinite().any()
 
 
 def test_lse_gradient_alone(device: str) -> None:

@@ -1,0 +1,157 @@
+"""What the backward knows of each query before it computes a score, lse in units of log2 and delta, by one small kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.launch import kernel, launch
+from flexattn.kernels_triton.primitives import (
+    load_sequence,
+    load_sink,
+    load_tile,
+    make_row_statistics,
+    row_pointer,
+    row_steps,
+    statistics_row,
+)
+from flexattn.kernels_triton.problem import Problem, row_strides
+
+_TILE = Tile(128, 64, 8, 1)
+
+
+@triton.jit
+def statistics_tile(b, h, num_heads, start_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
+    # The first tile of a sequence and head. Each sequence begins a tile of its own.
+    if META.IS_RAGGED_Q:
+        return h * tiles + (start_q + b * SIZE) // SIZE
+    else:
+        return (b * num_heads + h) * tiles
+
+
+@kernel
+def _attn_bwd_statistics_kernel(
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    lse_ptr,
+    dlse_ptr,  # or None: 0
+    softmax_offset_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    lse_log2_ptr,  # from `statistics_row` on: lse in units of log2, +inf for a row that sees nothing
+    delta_ptr,  # sum(out * dout) - dlse
+    tiles_ptr,  # or, with SIZE > 0, [tiles, 2, SIZE]: -lse in units of log2 (-inf too for a row that is none), and -delta
+    dsink_ptr,  # [h, b * blocks], or None: what each block of queries adds to the gradient of softmax_offset
+    batch,
+    num_heads,
+    num_tokens_q,
+    max_seqlen_q,
+    tiles,
+    SIZE: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    first_row = block * BLOCK_M
+    if first_row >= len_q:
+        if dsink_ptr is not None:
+            tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    is_real = rows < len_q
+    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    dout1 = dout0
+    if META.V1 > 0:
+        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+    out = (out_ptr, stride_ob, stride_os, stride_oh)
+    lse_log2, delta = make_row_statistics(
+        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, META
+    )
+    if SIZE > 0:
+        tile = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
+        pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
+        in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
+        tl.store(pointers, -lse_log2, mask=in_tiles)
+        tl.store(pointers + SIZE, -delta, mask=in_tiles)
+    else:
+        row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+        tl.store(lse_log2_ptr + row + rows, lse_log2, mask=is_real)
+        tl.store(delta_ptr + row + rows, delta, mask=is_real)
+    if dsink_ptr is not None:
+        p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
+        tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
+
+
+def new_statistics(problem: Problem) -> Tensor:
+    """For `row_statistics`, or the dq kernel, to fill: fp32 [3, rows]: lse_log2, delta, p_scale."""
+    x = problem
+    num_tokens_q = x.q.shape[-3]
+    rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * triton.cdiv(num_tokens_q, 4) * 4)
+    return torch.empty((3, rows), dtype=torch.float32, device=x.device)
+
+
+def row_statistics(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None
+) -> Tensor:
+    """`new_statistics` with lse_log2 and delta written; and the gradient of softmax_offset, unless that is None.
+
+    What the kernels for the gradients of a bias and of captures read, where no dq kernel of `backward` runs; half types only.
+    """
+    statistics = new_statistics(problem)
+    _launch(problem, out, lse, dout, dlse, dsoftmax_offset, (statistics[0], statistics[1], None, 0, 0))
+    return statistics
+
+
+def tiled_statistics(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None, size: int
+) -> tuple[Tensor, int]:
+    """The same, negated, in tiles of `size` queries: (fp32 [all tiles * 2 * size], the tiles of a head)."""
+    x = problem
+    num_tokens_q = x.q.shape[-3]
+    # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
+    tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
+    num_tiles = tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
+    statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
+    _launch(x, out, lse, dout, dlse, dsoftmax_offset, (None, None, statistics, tiles, size))
+    return statistics, tiles
+
+
+def _launch(
+    x: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dsoftmax_offset: Tensor | None,
+    target: tuple[Tensor | None, Tensor | None, Tensor | None, int, int],
+) -> None:
+    meta = x.meta(_TILE, (out, dout))
+    blocks = triton.cdiv(x.longest_q, _TILE.block_m)
+    dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
+    *places, tiles, size = target
+    arguments = (
+        *(out, *row_strides(out, meta)),
+        *(dout, *row_strides(dout, meta)),
+        *(lse, dlse, x.softmax_offset, x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
+        *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, size, meta),
+    )
+    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, _TILE, arguments)
+    if dsoftmax_offset is not None and dsink is not None:
+        torch.sum(dsink, 1, out=dsoftmax_offset)
