@@ -103,8 +103,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "cuDNN takes no gradient of lse; use backend='triton', or no lse in the loss"
     if is_backward and spec.deterministic:
         return (
-            "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose backward is always "
-            "deterministic"
+            "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose deterministic "
+            "backward does not"
         )
     return _bias_error(spec, is_backward) or _dropout_error(spec) or _softmax_error(spec)
 

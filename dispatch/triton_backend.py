@@ -96,12 +96,14 @@ def _hopper_backward(
 ) -> bool:
     if (wish := _hopper_wish(spec)) == "never":
         return False
-    from flexattn.kernels_triton import hopper_backward as hopper
+    from flexattn.kernels_triton import hopper_backward, hopper_one_pass
 
-    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out, dout) is not None:
-        return False
-    hopper.hopper_backward(problem, out, lse, dout, dlse, *gradients, doffset)
-    return True
+    kernels = ((hopper_one_pass, hopper_one_pass.one_pass_backward), (hopper_backward, hopper_backward.hopper_backward))
+    for module, run in kernels[1:] if spec.deterministic else kernels:
+        if (wish == "always" or module.is_faster(problem)) and module.refusal(problem, out, dout) is None:
+            run(problem, out, lse, dout, dlse, *gradients, doffset)
+            return True
+    return False
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:

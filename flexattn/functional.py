@@ -105,8 +105,8 @@ def attention(
         score_mod_tensors: tensors that score_mod takes after its five arguments, or by name where this is a mapping.
         block_mask: torch's BlockMask, of torch's create_block_mask or flexattn's, with its own mask_mod: blocks that nobody sees
             are skipped, and those that are seen whole are not masked. It may be for more queries and keys than there are.
-        deterministic: True makes repeated runs equal to the bit, or raises. None does as
-            torch.are_deterministic_algorithms_enabled() says.
+        deterministic: True makes repeated runs equal to the bit, or raises; with False gradients may round differently from run to
+            run where that is faster. None does as torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.
         return_max_logit: whether to return max_logit as well.
         backend: "auto", "triton", "cudnn" or "eager". A name never falls back. None takes the one of `attention_backend()`, else

@@ -253,3 +253,26 @@ HOPPER_BACKWARD = (
 
 def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int) -> HopperBackwardTile:
     return next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+
+
+class HopperOnePassTile(NamedTuple):
+    """A row for the backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v."""
+
+    head_dim: int
+    # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but the consumers, which
+    # meet at it, are measured to be 2 to 7 % faster with it at 64, and up to 9 % slower at 128.
+    dout_apart: bool
+    open_from: int  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
+    causal_from: int
+    windowed_from: int
+
+
+HOPPER_ONE_PASS = (
+    HopperOnePassTile(64, True, open_from=1024, causal_from=1024, windowed_from=2048),
+    HopperOnePassTile(128, False, open_from=1024, causal_from=1024, windowed_from=2048),
+)
+
+
+def select_hopper_one_pass_tile(head_dim_qk: int, head_dim_v: int) -> HopperOnePassTile:
+    """The narrowest row that serves the head dims, which are at most 128."""
+    return next(tile for tile in HOPPER_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -88,6 +90,13 @@ def store_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, tile)
     tma.async_copy_shared_to_global(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], tile)
 
 
+@builtin
+def reduce_add(descriptor, coordinates, tile, _semantic=None):
+    # Adds a tile to global memory. Triton has a function for it only from 3.8 on (tma.async_atomic_add), the builder has it in all.
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
+
+
 @gluon.jit
 def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
@@ -111,6 +120,24 @@ def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     assembly: gl.constexpr = _barrier_assembly("arrive", BARRIER, THREADS)
     gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _barrier_assembly_at(operation, threads):
+    return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
+
+
+# The same, with a barrier that is known only when it runs.
+@gluon.jit
+def named_barrier_sync_at(barrier, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly_at("sync", THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive_at(barrier, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly_at("arrive", THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -169,6 +196,18 @@ def key_blocks(first_row, len_kv, shift, window_left, window_right, META: gl.con
     if META.HAS_LEFT:
         begin = gl.minimum(gl.maximum(first_row + shift - window_left, 0) // META.BLOCK_N, end)
     return begin, end
+
+
+@gluon.jit
+def query_blocks(first_row, ROWS: gl.constexpr, len_q, shift, window_left, window_right, META: gl.constexpr):
+    # Blocks of queries that see some of ROWS keys from first_row on: begin <= end.
+    begin = 0
+    end = gl.cdiv(len_q, META.BLOCK_M)
+    if META.HAS_RIGHT:
+        begin = gl.minimum(gl.maximum(first_row - shift - window_right, 0) // META.BLOCK_M, end)
+    if META.HAS_LEFT:
+        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + ROWS - shift + window_left, 0), META.BLOCK_M))
+    return begin, gl.maximum(begin, end)
 
 
 @gluon.jit

@@ -1,5 +1,7 @@
 """Backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable, as `backward` is.
 
+`hopper_one_pass` is faster, but its dq does not repeat to the bit.
+
 In both a warp loads by TMA and two warpgroups compute, 64 rows of the gradient each (of dk and dv at head dim 256: half of the
 columns of 64 rows each). What `refusal` names runs on the portable kernels.
 """
@@ -26,6 +28,7 @@ from flexattn.kernels_triton.hopper import (
     mask_keys,
     named_barrier_sync,
     opaque_zero,
+    query_blocks,
     ragged_descriptor,
     sequences,
     store_rows,
@@ -306,18 +309,6 @@ def _mask_queries(s, rows, columns, shift, window_left, window_right, META: gl.c
     if META.HAS_LEFT:
         s = gl.where(columns[None, :] <= (rows - shift + window_left)[:, None], s, float("-inf"))
     return s
-
-
-@gluon.jit
-def _query_blocks(first_row, ROWS: gl.constexpr, len_q, shift, window_left, window_right, META: gl.constexpr):
-    # Blocks of queries that see some of ROWS keys from first_row on: begin <= end.
-    begin = 0
-    end = gl.cdiv(len_q, META.BLOCK_M)
-    if META.HAS_RIGHT:
-        begin = gl.minimum(gl.maximum(first_row - shift - window_right, 0) // META.BLOCK_M, end)
-    if META.HAS_LEFT:
-        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + ROWS - shift + window_left, 0), META.BLOCK_M))
-    return begin, gl.maximum(begin, end)
 
 
 @gluon.jit
@@ -617,7 +608,7 @@ def _attn_bwd_dkdv_hopper_kernel(
     )
     shift = (len_kv - len_q) * bottom_right
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    begin, end = _query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
+    begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
     end = gl.where(first_row < len_kv, end, begin)
     h = h_kv * group_size
     first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, BLOCK_M)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.configs import (
     HOPPER_FLOPS,
     HopperBackwardTile,
+    HopperOnePassTile,
     HopperTile,
     Tile,
     select_hopper_tile,
@@ -421,7 +422,7 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
     return next((error for error in errors if error), None)
 
 
-def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile) -> bool:
+def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
     """Whether the problem is long enough for its row, and for what the launch costs the host."""
     x = problem
     if x.window_left is not None:

@@ -15,6 +15,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
 from flexattn.kernels_triton import hopper_backward as backward_kernels
 from flexattn.kernels_triton import hopper_forward as forward_kernels
+from flexattn.kernels_triton import hopper_one_pass as one_pass_kernels
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.configs import HOPPER_FORWARD, select_hopper_backward_tile, select_hopper_tile
 from flexattn.kernels_triton.hopper import batch_steps, batch_steps_of, descriptor_error
@@ -62,7 +63,11 @@ def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = 
     with recorded_launches() as launches:
         forward_kernels.hopper_forward(problem, out, lse)
         backward_kernels.hopper_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
-    return {x.kernel.__name__.removesuffix("_hopper_kernel").split("_")[-1]: x for x in launches if "hopper" in x.kernel.__name__}
+        if max(head_dims) <= 128:
+            one_pass_kernels.one_pass_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+    names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
+    short = [name.removesuffix("_hopper_kernel").split("_", 3)[-1] for name in names]
+    return {s: x for s, name, x in zip(short, names, launches, strict=True) if "hopper" in name}
 
 
 # Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured.
@@ -76,6 +81,9 @@ LOOP_INSTRUCTIONS = {
     ("dkdv", 64, "open"): 262,
     ("dkdv", 64, "causal"): 348,
     ("dkdv", 64, "everything"): 414,
+    ("one_pass", 64, "open"): 402,
+    ("one_pass", 64, "causal"): 448,
+    ("one_pass", 64, "everything"): 512,
     ("fwd", 128, "open"): 465,
     ("fwd", 128, "causal"): 640,
     ("fwd", 128, "everything"): 763,
@@ -85,6 +93,9 @@ LOOP_INSTRUCTIONS = {
     ("dkdv", 128, "open"): 296,
     ("dkdv", 128, "causal"): 384,
     ("dkdv", 128, "everything"): 447,
+    ("one_pass", 128, "open"): 443,
+    ("one_pass", 128, "causal"): 487,
+    ("one_pass", 128, "everything"): 555,
     ("fwd", 192, "open"): 499,
     ("fwd", 192, "causal"): 672,
     ("fwd", 192, "everything"): 797,
@@ -117,6 +128,7 @@ def check_compiled(cases: list[tuple[str, int, str]], dtype: torch.dtype = torch
         assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
+        assert ("UTMAREDG" in report.instructions) == (case[0] == "one_pass"), case
         loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
         consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
         assert len(loops) == consumers, f"{case}: one loop for each consumer, not {loops}"
@@ -184,7 +196,8 @@ def test_which_tensors_the_copy_engine_takes() -> None:
 
 
 def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_kernels, "num_processors", lambda device: 132)
+    for module in (backward_kernels, one_pass_kernels):
+        monkeypatch.setattr(module, "num_processors", lambda device: 132)
     assert forward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
     assert forward_kernels.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
     assert not forward_kernels.is_faster(problem_of((1, 1024, 2, 128)))  # too little work for what its launch costs
@@ -198,10 +211,43 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     assert backward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
     assert not backward_kernels.is_faster(problem_of((1, 65536, 1, 32)))
     assert not backward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
+    assert one_pass_kernels.is_faster(problem_of((8, 2048, 32, 64)))
+    assert one_pass_kernels.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
+    assert not one_pass_kernels.is_faster(problem_of((64, 512, 16, 128)))
+    assert not one_pass_kernels.is_faster(problem_of((1, 8192, 2, 128)))  # too few programs
+    assert not one_pass_kernels.is_faster(problem_of((2, 4096, 16, 136)))
+    assert one_pass_kernels.is_faster(problem_of((2, 4096, 16, 128), **window))
+    assert not one_pass_kernels.is_faster(problem_of((2, 4096, 16, 128), window_left=255, window_right=0))
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
             assert d_v <= tile.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("wish", "deterministic", "chosen"), [("always", False, "one pass"), ("always", True, "split"), ("auto", False, "split")]
+)
+def test_one_pass_is_for_what_need_not_repeat(wish: str, deterministic: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both kernels are refused nothing, and the split ones alone are measured to be faster."""
+    seen = []
+    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: wish)
+    for module, name, is_faster in ((one_pass_kernels, "one_pass", False), (backward_kernels, "hopper", True)):
+        monkeypatch.setattr(module, "refusal", lambda *_: None)
+        monkeypatch.setattr(module, "is_faster", lambda *_, is_faster=is_faster: is_faster)
+        label = name.replace("hopper", "split").replace("_", " ")
+        monkeypatch.setattr(module, f"{name}_backward", lambda *_, label=label: seen.append(label))
+    spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)
+    triton_backend.backward(spec, x, x.q, torch.zeros(1, 4, 8), x.q, None)
+    assert seen == [chosen]
+
+
+def test_what_one_pass_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 90)
+    narrow, wide = problem_of((1, 64, 2, 128)), problem_of((1, 64, 2, 136))
+    assert one_pass_kernels.refusal(narrow, narrow.q, narrow.q) is None
+    assert "up to 128" in str(one_pass_kernels.refusal(wide, wide.q, wide.q))
+    modified = problem_of((1, 64, 2, 128), softcap=30.0)
+    assert "as they are" in str(one_pass_kernels.refusal(modified, modified.q, modified.q))
 
 
 @pytest.mark.parametrize("gap", [0, 5])
@@ -257,13 +303,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_kernels, backward_kernels):
+    for module in (forward_kernels, backward_kernels, one_pass_kernels):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 
 
 def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
-    """Forward and backward against the oracle."""
+    """Forward and backward against the oracle, with all the kernels there are for the backward."""
     given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     out, lse, _ = triton_backend.forward(spec, x)
@@ -271,17 +317,20 @@ def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
     for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
         check_close(name, got, want, budget)
     dout, dlse = make_dout(given), make_dlse(given)
-    gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
     wanted = reference_gradients(spec, x, dout, dlse)
     budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
-    for name, got, want, budget in zip(Gradients._fields, gradients, wanted, budgets, strict=True):
-        assert (got is None) == (want is None)
-        if got is not None:
-            check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-    assert launches == ["_attn_fwd_hopper_kernel", *BACKWARD]
+    has_one_pass = max(spec.head_dim_qk, spec.head_dim_v) <= 128
+    for deterministic in (True, False) if has_one_pass else (True,):
+        gradients = triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, dout, dlse)
+        for name, got, want, budget in zip(Gradients._fields, gradients, wanted, budgets, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(ONE_PASS if has_one_pass else [])]
 
 
-BACKWARD = ["_attn_bwd_statistics_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
+SPLIT = ["_attn_bwd_statistics_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
+ONE_PASS = ["_attn_bwd_statistics_kernel", "_attn_bwd_one_pass_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
 BANDS: list[dict[str, Any]] = [
     {},
@@ -330,9 +379,9 @@ def test_sinks(softmax_type: str, launches: list[str]) -> None:
 @on_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
-    """Who computes which block is decided as the work goes; what comes out is not."""
+    """Who computes which block is decided as the work goes; what comes out is not, of what is asked to be deterministic."""
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
-    spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
+    spec, x = make_call(given, attn_mask_type="padding_causal", deterministic=True, return_max_logit=False)
     dout = make_dout(given)
 
     def run() -> list[torch.Tensor]:
@@ -342,6 +391,24 @@ def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
     first = run()
     for _ in range(100):
         assert all(torch.equal(again, once) for again, once in zip(run(), first, strict=True))
+    assert set(launches) == {"_attn_fwd_hopper_kernel", *SPLIT}
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bits_of_one_pass_repeat_but_for_dq(dim: int, launches: list[str]) -> None:
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16, device="cuda")
+    spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
+    dout = make_dout(given)
+    out, lse, _ = triton_backend.forward(spec, x)
+    first = triton_backend.backward(spec, x, out, lse, dout, None)
+    wanted, budget = (reference_gradients(spec, x, dout, dtype=dtype).dq for dtype in (torch.float64, spec.dtype))
+    for _ in range(100):
+        again = triton_backend.backward(spec, x, out, lse, dout, None)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        check_close("dq", again.dq, wanted, budget, factor=GRADIENT_FACTOR)
+    assert set(launches) == {"_attn_fwd_hopper_kernel", *ONE_PASS}
 
 
 @on_hopper
@@ -360,6 +427,7 @@ def test_wrong_lengths_stay_inside(launches: list[str]) -> None:
             given._replace(cu_seqlens_q=wrong, cu_seqlens_kv=wrong), attn_mask_type="padding", return_max_logit=False
         )
         out, lse, _ = triton_backend.forward(spec, x)
-        triton_backend.backward(spec, x, out, lse, out, None)
+        for deterministic in (True, False):
+            triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, out, None)
     torch.cuda.synchronize()
-    assert launches == 3 * ["_attn_fwd_hopper_kernel", *BACKWARD]
+    assert launches == 3 * ["_attn_fwd_hopper_kernel", *SPLIT, *ONE_PASS]
