@@ -168,10 +168,10 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
 
 
 def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
-    """The source of what the kernels inline for a program."""
+    """The source of what the kernels inline for a program, with q, k and v in a half type."""
     from flexattn.kernels_triton.lowering import layouts, source_of
 
-    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors))
+    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
     parts = (mods.score, mods.gradient, mods.accumulate, mods.mask)
     return "\n".join(source_of(function) for function in parts if function is not None)
 
@@ -187,21 +187,21 @@ def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
     from flexattn.kernels_triton.lowering import flatten, layouts
 
     found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
-    return _lowered(program, found), flatten(found, x.mod_tensors, x.mod_numbers)
+    return _lowered(program, found, x.q.dtype is torch.float32), flatten(found, x.mod_tensors, x.mod_numbers)
 
 
 @functools.lru_cache(maxsize=256)
-def _lowered(program: Program, found: tuple[Any, ...]) -> Any:
+def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> Any:
     """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
     from flexattn.kernels_triton.lowering import lower, lower_accumulation, reads_tiles
     from flexattn.kernels_triton.problem import Mods
 
     return Mods(
-        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found),
-        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found),
-        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found),
+        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found, is_fp32),
+        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found, is_fp32),
+        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found, is_fp32),
         accumulate=(
-            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found)
+            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found, is_fp32)
             if program.derivative and program.added_to
             else None
         ),

@@ -210,6 +210,7 @@ class HopperTile(NamedTuple):
 
 HOPPER_FORWARD = (
     HopperTile(64, 64, 192, 128, 2, 160, False, open_from=2048, causal_from=8192, windowed_from=NEVER),
+    HopperTile(64, 64, 128, 128, 2, 240, False, open_from=2048, causal_from=8192, windowed_from=NEVER),
     HopperTile(128, 128, 128, 128, 2, 240, False, open_from=512, causal_from=512, windowed_from=8192),
     HopperTile(192, 128, 128, 128, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
     HopperTile(256, 256, 128, 64, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
@@ -219,9 +220,13 @@ HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used: below, their launch costs the host more time than they save the device."""
 
 
-def select_hopper_tile(head_dim_qk: int, head_dim_v: int) -> HopperTile:
-    """The narrowest row that serves the head dims, which are at most 256."""
-    return next(tile for tile in HOPPER_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+def select_hopper_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperTile:
+    """The narrowest row that serves the head dims, which are at most 256; scores that are modified need a row with registers."""
+    return next(
+        tile
+        for tile in HOPPER_FORWARD
+        if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
+    )
 
 
 class HopperBackwardTile(NamedTuple):
@@ -251,5 +256,7 @@ HOPPER_BACKWARD = (
 )
 
 
-def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int) -> HopperBackwardTile:
-    return next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperBackwardTile:
+    """As `select_hopper_tile`; for modified scores dq takes fewer keys at a time, which leaves them registers."""
+    tile = next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+    return tile._replace(block_n=64, v_stages=2) if is_modified and tile.block_n == 128 else tile
