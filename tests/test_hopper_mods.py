@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_hopper import HAS_HOPPER, on_hopper
-from test_hopper_emulated import HARMLESS
+from test_hopper import on_hopper
+from test_hopper_emulated import HARMLESS, without_gpu
 from torch import Tensor
 
 from flexattn import create_block_mask, mods
@@ -35,6 +35,8 @@ from flexattn.testing import (
 )
 
 HEADS = 4
+UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": HEADS, "num_heads_kv": 2}
+LONG = {"lengths_q": [300, 0, 1, 700, 129], "lengths_kv": [333, 50, 500, 600, 0], "num_heads": HEADS, "num_heads_kv": 2}
 SLOPES = (0.3, 0.02, 0.7, 0.11)
 
 
@@ -65,7 +67,8 @@ def _relative_bias(device: str) -> dict[str, Any]:
 
 
 def _infinite_past_the_end(device: str) -> dict[str, Any]:
-    return _traced(lambda score, b, h, q_idx, kv_idx: score / (q_idx < 140) + torch.log((q_idx < 140) * 1.0))
+    longest = max((UNEVEN if device == "cpu" else LONG)["lengths_q"])
+    return _traced(lambda score, b, h, q_idx, kv_idx: score / (q_idx < longest) + torch.log((q_idx < longest) * 1.0))
 
 
 def _softcap_and_documents(device: str) -> dict[str, Any]:
@@ -133,21 +136,21 @@ def check_emulated(seed: int, features: dict[str, Any], **inputs: Any) -> None:
     check_results(results, *case)
 
 
-UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": HEADS, "num_heads_kv": 2}
-
-
+@without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_emulated(name: str) -> None:
     seed = 2 + list(FEATURES).index(name)  # a schedule each
     check_emulated(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
 
 
+@without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_emulated_head_dims(dims: tuple[int, int]) -> None:
     features = {"attn_mask_type": "padding", "window_size": (60, 20), "softcap": 2.5, **_softcap_and_documents("cpu")}
     check_emulated(7, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
+@without_gpu
 @pytest.mark.parametrize("shape", [(4, 1, 140, 150), (1, HEADS, 1, 150), (1, 1, 140, 1)], ids=str)
 def test_emulated_biases(shape: tuple[int, ...]) -> None:
     name = "pre_scale_bias" if shape[0] == 1 else "post_scale_bias"
@@ -173,6 +176,7 @@ def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str)
     return {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
 
 
+@without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 def test_emulated_block_masks(name: str, dims: tuple[int, int]) -> None:
@@ -199,7 +203,8 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
             assert "of its own" in str(hopper_backward.block_mask_error(problem))
 
 
-LOOP_SPILLS = 0.03  # of a loop's instructions; a bias, whose loads are in flight for a whole tile: 0.08
+# As a share of a loop's instructions. A bias has its loads in flight for a whole tile, and two mods at once need the most.
+LOOP_SPILLS = {"bias": 0.08, "mod: softcap, documents": 0.16}
 
 
 @pytest.mark.parametrize(
@@ -219,19 +224,15 @@ def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
                 names.append((name, launch.kernel.__name__))
     assert len(names) == 3 * (len(FEATURES) + 1)
     for case_name, report in zip(names, compile_many(requests), strict=True):
-        assert report.loop_spill_share <= (0.08 if case_name[0] == "bias" else LOOP_SPILLS), f"{case_name}: {report}"
+        assert report.loop_spill_share <= LOOP_SPILLS.get(case_name[0], 0.03), f"{case_name}: {report}"
         assert not report.warnings, f"{case_name}: {report.warnings}"
         assert set(report.matrix_instructions) == {"HGMMA"}, case_name
-
-
-LONG = {"lengths_q": [300, 0, 1, 700, 129], "lengths_kv": [333, 50, 500, 600, 0], "num_heads": HEADS, "num_heads_kv": 2}
 
 
 @on_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", FEATURES)
 def test_on_the_device(name: str, dims: tuple[int, int]) -> None:
-    assert HAS_HOPPER
     features = {"attn_mask_type": "padding_causal", **FEATURES[name]("cuda")}
     case = make_case("cuda", features, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **LONG)
     check_results(run(*case), *case)
