@@ -206,14 +206,16 @@ class HopperTile(NamedTuple):
     open_from: int
     causal_from: int  # open on the left
     windowed_from: int
+    modified_from: int  # with a softcap, ALiBi or mods, whatever the band
+    loaded_from: int  # with a bias or a block mask
 
 
 HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, False, open_from=2048, causal_from=8192, windowed_from=NEVER),
-    HopperTile(64, 64, 128, 128, 2, 240, False, open_from=2048, causal_from=8192, windowed_from=NEVER),
-    HopperTile(128, 128, 128, 128, 2, 240, False, open_from=512, causal_from=512, windowed_from=8192),
-    HopperTile(192, 128, 128, 128, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
-    HopperTile(256, 256, 128, 64, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
+    HopperTile(64, 64, 192, 128, 2, 160, False, 2048, 8192, NEVER, NEVER, NEVER),
+    HopperTile(64, 64, 128, 128, 2, 240, False, NEVER, NEVER, NEVER, modified_from=NEVER, loaded_from=1024),
+    HopperTile(128, 128, 128, 128, 2, 240, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
+    HopperTile(192, 128, 128, 128, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
+    HopperTile(256, 256, 128, 64, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
 )
 
 HOPPER_FLOPS = 2**36
@@ -241,6 +243,8 @@ class HopperBackwardTile(NamedTuple):
     open_from: int  # as in `HopperTile`
     causal_from: int
     windowed_from: int
+    modified_from: int
+    loaded_from: int
 
     @property
     def keys(self) -> int:
@@ -249,10 +253,10 @@ class HopperBackwardTile(NamedTuple):
 
 
 HOPPER_BACKWARD = (
-    HopperBackwardTile(64, 64, 128, 2, 64, False, open_from=NEVER, causal_from=1024, windowed_from=8192),
-    HopperBackwardTile(128, 128, 128, 1, 64, False, open_from=1024, causal_from=1024, windowed_from=8192),
-    HopperBackwardTile(192, 128, 64, 2, 32, False, open_from=1024, causal_from=1024, windowed_from=NEVER),
-    HopperBackwardTile(256, 256, 64, 1, 64, True, open_from=1024, causal_from=1024, windowed_from=NEVER),
+    HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 1024, 8192, modified_from=2048, loaded_from=1024),
+    HopperBackwardTile(128, 128, 128, 1, 64, False, 1024, 1024, 8192, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(192, 128, 64, 2, 32, False, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(256, 256, 64, 1, 64, True, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
 )
 
 

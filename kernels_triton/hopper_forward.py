@@ -500,7 +500,11 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
 def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile) -> bool:
     """Whether the problem is long enough for its row, and for what the launch costs the host."""
     x = problem
-    if x.window_left is not None:
+    if x.bias is not None or x.block_mask is not None:
+        shortest, share = tile.loaded_from, 1.0
+    elif x.is_modified:
+        shortest, share = tile.modified_from, 1.0 if x.window_right is None else 0.5
+    elif x.window_left is not None:
         shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
     elif x.window_right is not None:
         shortest, share = tile.causal_from, 0.5
