@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 import flexattn
 from flexattn.bench.counts import band_of
 from flexattn.bench.environment import environment
-from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, score_mod_of
+from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, mask_mod_of, score_mod_of
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Implementation(NamedTuple):
     version: str
     prepare: Callable[[Workload, Tensors, str], Prepared]
     compiles: bool = False  # kernels, when first run, into a cache on disk
-    needs_score: bool = False  # only asked where a workload modifies scores
+    is_of_mods: bool = False  # only asked for what scores and masks are written as functions for
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -90,13 +89,17 @@ def _attention(backend: str, workload: Workload, tensors: Tensors) -> Attend:
     return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
 
 
-def _attention_with_score_mod(workload: Workload, tensors: Tensors) -> Attend:
-    """attention() with the workload's score as a traced callable; masks and lengths stay its own arguments."""
-    if "score_mod" not in inspect.signature(flexattn.attention).parameters:
-        raise Unavailable(f"attention() of flexattn {flexattn.__version__} has no score_mod argument")
-    arguments: dict[str, Any] = arguments_of(workload._replace(score=""), tensors._replace(alibi_slopes=None, bias_table=None))
-    arguments |= {"score_mod": score_mod_of(workload, tensors), "backend": "triton"}
-    return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
+def _attention_with_mods(workload: Workload, tensors: Tensors) -> Attend:
+    """attention() with the workload's score and mask as functions; of a packed batch as one sequence, with a block mask."""
+    arguments: dict[str, Any] = {"score_mod": score_mod_of(workload, tensors), "backend": "triton"}
+    mask_mod = mask_mod_of(workload, tensors)
+    if not workload.is_ragged:
+        arguments |= {"mask_mod": mask_mod, "qkv_format": workload.qkv_format}
+        return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
+    assert mask_mod is not None
+    length = sum(workload.lengths_q)
+    arguments["block_mask"] = flexattn.create_block_mask(mask_mod, None, None, length, length, tensors.q.device)
+    return lambda q, k, v: _only(flexattn.attention(q[None], k[None], v[None], **arguments))[0]
 
 
 def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -133,8 +136,8 @@ def ours(device: str) -> list[Implementation]:
         portable = _without_hopper(differentiable(functools.partial(_attention, "triton")))
         found.insert(1, Implementation(PORTABLE, version, portable, compiles=True))
     if device == "cuda":
-        prepare = differentiable(_attention_with_score_mod)
-        found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, needs_score=True))
+        prepare = differentiable(_attention_with_mods)
+        found.append(Implementation(SCORE_MOD, version, prepare, compiles=True, is_of_mods=True))
     return found
 
 

@@ -143,6 +143,8 @@ def log_normal_lengths(tokens: int = 32768, median: float = 512.0, sigma: float 
 
 
 CAUSAL = {"attn_mask_type": "causal"}
+MODS = "score_mods"
+"""The group of what FlexAttention is for: here flexattn is also given its scores and masks as functions."""
 SCALING_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 WORKLOADS: dict[str, Workload] = {
@@ -165,11 +167,12 @@ WORKLOADS: dict[str, Workload] = {
         *(dense(f"small-s{s}", "small", 1, s, (16, 16), (64, 64), **CAUSAL) for s in (128, 256, 512)),
         # What FlexAttention is for, with Llama-3-8B's dims.
         *(
-            dense(f"score-{score.replace('_', '-')}", "score_mods", 4, 4096, (16, 16), (128, 128), **CAUSAL, score=score)
+            dense(f"score-{score.replace('_', '-')}", MODS, 4, 4096, (16, 16), (128, 128), **CAUSAL, score=score)
             for score in SCORES[1:]
         ),
-        dense("score-sliding-window", "score_mods", 2, 8192, (16, 16), (128, 128), **CAUSAL, window_size=(1023, 0)),
-        ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), "score_mods"),
+        dense("score-causal", MODS, 4, 4096, (16, 16), (128, 128), **CAUSAL),
+        dense("score-sliding-window", MODS, 2, 8192, (16, 16), (128, 128), **CAUSAL, window_size=(1023, 0)),
+        ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), MODS),
         *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
         # Fixed tokens, so that what grows with s is the work, and what should not grow is the memory.
         *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
@@ -193,7 +196,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "sweep": ("sweep-*",),
     "models": ("llama3-*", "gpt-oss-*", "deepseek-*", "ragged-*"),
     "small": ("small-*", "decode-*"),
-    "score_mods": ("score-*",),
+    MODS: ("score-*",),
     "scaling": ("scaling-*",),
     "all": ("*",),
 }

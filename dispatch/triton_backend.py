@@ -107,7 +107,7 @@ def _hopper_backward(
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_triton.backward import attention_backward
+    from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
 
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
@@ -120,7 +120,9 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
-    if not _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
+    if _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
+        bias_and_capture_gradients(problem, out, lse, dout, dlse, dbias, dcaptures, spec.deterministic)
+    else:
         own = (dbias, doffset)
         attention_backward(problem, out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic)
     if doffset is not None and x.softmax_offset is not None:
@@ -170,10 +172,10 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
 
 
 def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
-    """The source of what the kernels inline for a program."""
+    """The source of what the kernels inline for a program, with q, k and v in a half type."""
     from flexattn.kernels_triton.lowering import layouts, source_of
 
-    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors))
+    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
     parts = (mods.score, mods.gradient, mods.accumulate, mods.mask)
     return "\n".join(source_of(function) for function in parts if function is not None)
 
@@ -189,21 +191,21 @@ def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
     from flexattn.kernels_triton.lowering import flatten, layouts
 
     found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
-    return _lowered(program, found), flatten(found, x.mod_tensors, x.mod_numbers)
+    return _lowered(program, found, x.q.dtype is torch.float32), flatten(found, x.mod_tensors, x.mod_numbers)
 
 
 @functools.lru_cache(maxsize=256)
-def _lowered(program: Program, found: tuple[Any, ...]) -> Any:
+def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> Any:
     """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
     from flexattn.kernels_triton.lowering import lower, lower_accumulation, reads_tiles
     from flexattn.kernels_triton.problem import Mods
 
     return Mods(
-        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found),
-        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found),
-        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found),
+        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found, is_fp32),
+        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found, is_fp32),
+        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found, is_fp32),
         accumulate=(
-            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found)
+            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found, is_fp32)
             if program.derivative and program.added_to
             else None
         ),

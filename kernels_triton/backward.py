@@ -37,7 +37,7 @@ from flexattn.kernels_triton.primitives import (
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
-from flexattn.kernels_triton.statistics import new_statistics
+from flexattn.kernels_triton.statistics import new_statistics, row_statistics
 
 
 @triton.jit
@@ -837,7 +837,29 @@ def attention_backward(
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
 
+    _bias_and_capture_gradients(x, statistics, dout, dbias, dcaptures, deterministic)
+
+
+def bias_and_capture_gradients(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dbias: Tensor | None,
+    dcaptures: Sequence[Tensor],
+    deterministic: bool,
+) -> None:
+    """The part of `attention_backward` that is left where other kernels made dq, dk and dv; half types only."""
+    if dbias is not None or dcaptures:
+        statistics = row_statistics(problem, out, lse, dout, dlse, None)
+        _bias_and_capture_gradients(problem, statistics, dout, dbias, dcaptures, deterministic)
+
+
+def _bias_and_capture_gradients(
+    problem: Problem, statistics: Tensor, dout: Tensor, dbias: Tensor | None, dcaptures: Sequence[Tensor], deterministic: bool
+) -> None:
     if dbias is not None:
-        bias_gradient(x, statistics, dout, dbias)
+        bias_gradient(problem, statistics, dout, dbias)
     if dcaptures:
-        capture_gradients(x, statistics, dout, dcaptures, deterministic)
+        capture_gradients(problem, statistics, dout, dcaptures, deterministic)

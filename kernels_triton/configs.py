@@ -105,7 +105,7 @@ DQ: Table = {
     ),
     (90, 2): (
         Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), open=Tile(128, 64, 8, 3), short=Tile(64, 32, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(64, 32, 4, 3)),
         Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
     ),
     (100, 2): (
@@ -206,22 +206,29 @@ class HopperTile(NamedTuple):
     open_from: int
     causal_from: int  # open on the left
     windowed_from: int
+    modified_from: int  # with a softcap, ALiBi or mods, whatever the band
+    loaded_from: int  # with a bias or a block mask
 
 
 HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, False, open_from=2048, causal_from=8192, windowed_from=NEVER),
-    HopperTile(128, 128, 128, 128, 2, 240, False, open_from=512, causal_from=512, windowed_from=8192),
-    HopperTile(192, 128, 128, 128, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
-    HopperTile(256, 256, 128, 64, 2, 240, True, open_from=512, causal_from=512, windowed_from=NEVER),
+    HopperTile(64, 64, 192, 128, 2, 160, False, 2048, 8192, NEVER, NEVER, NEVER),
+    HopperTile(64, 64, 128, 128, 2, 240, False, NEVER, NEVER, NEVER, modified_from=NEVER, loaded_from=1024),
+    HopperTile(128, 128, 128, 128, 2, 240, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
+    HopperTile(192, 128, 128, 128, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
+    HopperTile(256, 256, 128, 64, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
 )
 
 HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used: below, their launch costs the host more time than they save the device."""
 
 
-def select_hopper_tile(head_dim_qk: int, head_dim_v: int) -> HopperTile:
-    """The narrowest row that serves the head dims, which are at most 256."""
-    return next(tile for tile in HOPPER_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+def select_hopper_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperTile:
+    """The narrowest row that serves the head dims, which are at most 256; scores that are modified need a row with registers."""
+    return next(
+        tile
+        for tile in HOPPER_FORWARD
+        if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
+    )
 
 
 class HopperBackwardTile(NamedTuple):
@@ -236,6 +243,8 @@ class HopperBackwardTile(NamedTuple):
     open_from: int  # as in `HopperTile`
     causal_from: int
     windowed_from: int
+    modified_from: int
+    loaded_from: int
 
     @property
     def keys(self) -> int:
@@ -244,15 +253,17 @@ class HopperBackwardTile(NamedTuple):
 
 
 HOPPER_BACKWARD = (
-    HopperBackwardTile(64, 64, 128, 2, 64, False, open_from=NEVER, causal_from=1024, windowed_from=8192),
-    HopperBackwardTile(128, 128, 128, 1, 64, False, open_from=1024, causal_from=1024, windowed_from=8192),
-    HopperBackwardTile(192, 128, 64, 2, 32, False, open_from=1024, causal_from=1024, windowed_from=NEVER),
-    HopperBackwardTile(256, 256, 64, 1, 64, True, open_from=1024, causal_from=1024, windowed_from=NEVER),
+    HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 1024, 8192, modified_from=2048, loaded_from=1024),
+    HopperBackwardTile(128, 128, 128, 1, 64, False, 1024, 1024, 8192, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(192, 128, 64, 2, 32, False, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(256, 256, 64, 1, 64, True, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
 )
 
 
-def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int) -> HopperBackwardTile:
-    return next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperBackwardTile:
+    """As `select_hopper_tile`; for modified scores dq takes fewer keys at a time, which leaves them registers."""
+    tile = next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+    return tile._replace(block_n=64, v_stages=2) if is_modified and tile.block_n == 128 else tile
 
 
 class HopperOnePassTile(NamedTuple):

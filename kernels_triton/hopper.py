@@ -11,7 +11,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.primitives import load_sequence
+from flexattn.kernels_triton.primitives import listed_tile, load_block_list, load_sequence, logits
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -219,3 +219,118 @@ def mask_keys(qk, rows, columns, len_kv, shift, window_left, window_right, META:
     if META.HAS_LEFT:
         visible = visible & (columns[None, :] >= (rows + shift - window_left)[:, None])
     return gl.where(visible, qk, float("-inf"))
+
+
+@gluon.jit
+def _listed_blocks(lists, b, h, first, length, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr):
+    # Of a block mask with blocks of SIZE tokens, of which `first` is one: (how many tiles of BLOCK tokens of the other side, whose
+    # blocks have OTHER and whose length this is, they see; what `_listed_block` finds them by).
+    counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, stride_b, stride_h, list_length = lists
+    row = b * stride_b + h * stride_h + first // SIZE
+    masked_ptr, num_masked, _ = load_block_list(counts_ptr, indices_ptr, row, list_length, length, OTHER)
+    full_ptr, num_full, _ = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, length, OTHER)
+    return (num_masked + num_full) * (OTHER // BLOCK), (masked_ptr, num_masked, full_ptr)
+
+
+@gluon.jit
+def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
+    # (the first token of tile t, whether the mask_mod need not be asked)
+    masked_ptr, num_masked, full_ptr = found
+    return listed_tile(t, masked_ptr, num_masked, full_ptr, 0, OTHER, BLOCK)
+
+
+@gluon.jit
+def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr):
+    # (how many blocks of keys some of BLOCK_M queries from first_row on see, what `key_block` finds them by)
+    if META.BLOCK_SIZE_Q > 0:
+        return _listed_blocks(lists, b, h, first_row, len_kv, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)
+    else:
+        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+        return end - begin, begin
+
+
+@gluon.jit
+def key_block(t, found, META: gl.constexpr):
+    # (the first key of block t, whether it is full to a block mask)
+    if META.BLOCK_SIZE_Q > 0:
+        return _listed_block(t, found, META.BLOCK_SIZE_KV, META.BLOCK_N)
+    else:
+        return (found + t) * META.BLOCK_N, False
+
+
+@gluon.jit
+def blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META: gl.constexpr):
+    # (how many blocks of queries see some of BLOCK_N keys from first_row on, what `query_block` finds them by)
+    if META.BLOCK_SIZE_Q > 0:
+        return _listed_blocks(lists, b, h, first_row, len_q, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M)
+    else:
+        begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
+        return end - begin, begin
+
+
+@gluon.jit
+def query_block(t, found, META: gl.constexpr):
+    # (the first query of block t, whether it is full to a block mask)
+    if META.BLOCK_SIZE_Q > 0:
+        return _listed_block(t, found, META.BLOCK_SIZE_Q, META.BLOCK_M)
+    else:
+        return (found + t) * META.BLOCK_M, False
+
+
+@gluon.jit
+def modified(qk, i, j, place, scores, head, MODS: gl.constexpr, META: gl.constexpr):
+    # `primitives.logits` of one head's tile, in either order
+    len_q, len_kv, shift, b, h = place
+    softmax_scale, softcap, stride_bias_m, stride_bias_n, captures = scores
+    bias_base, alibi_slope = head
+    return logits(
+        qk,
+        i,
+        j,
+        len_q,
+        len_kv,
+        shift,
+        softmax_scale,
+        softcap,
+        bias_base,
+        stride_bias_m,
+        stride_bias_n,
+        alibi_slope,
+        b,
+        h,
+        captures,
+        MODS,
+        META,
+    )
+
+
+@gluon.jit
+def mask_by_mod(s, i, j, is_full, place, captures, MODS: gl.constexpr, META: gl.constexpr):
+    # -inf where the mask_mod hides, which blocks that a block mask calls full do not ask
+    _, _, _, b, h = place
+    if META.HAS_MASK_MOD:
+        if META.BLOCK_SIZE_Q > 0:
+            if not is_full:
+                s = gl.where(MODS.mask(b, h, i, j, captures), s, float("-inf"))
+        else:
+            s = gl.where(MODS.mask(b, h, i, j, captures), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def mask_queries(s, rows, columns, shift, window_left, window_right, META: gl.constexpr):
+    # s is transposed: rows are keys, columns queries.
+    if META.HAS_RIGHT:
+        s = gl.where(columns[None, :] >= (rows - shift - window_right)[:, None], s, float("-inf"))
+    if META.HAS_LEFT:
+        s = gl.where(columns[None, :] <= (rows - shift + window_left)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def hide_queries_past_the_end(s, row, columns, len_q, META: gl.constexpr):
+    # A score_mod may make the scores of a query past the end infinite.
+    if META.HAS_SCORE_MOD:  # noqa: SIM102  # this is known when it is compiled, that at run time
+        if row + META.BLOCK_M > len_q:
+            s = gl.where((columns < len_q)[None, :], s, float("-inf"))
+    return s

@@ -22,19 +22,25 @@ from flexattn.kernels_triton.configs import HopperBackwardTile, Tile, select_hop
 from flexattn.kernels_triton.hopper import (
     allocate_barriers,
     batch_steps_of,
+    blocks_of_keys,
+    blocks_of_queries,
     descriptor_error,
-    key_blocks,
+    hide_queries_past_the_end,
+    key_block,
     load_rows,
+    mask_by_mod,
     mask_keys,
+    mask_queries,
+    modified,
     named_barrier_sync,
     opaque_zero,
-    query_blocks,
+    query_block,
     ragged_descriptor,
     sequences,
     store_rows,
 )
 from flexattn.kernels_triton.launch import hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LOG2E
+from flexattn.kernels_triton.primitives import load_head, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -53,6 +59,16 @@ class BackwardMeta(NamedTuple):
     HAS_GAPS_KV: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
     BLOCK_M: int
     BLOCK_N: int
     STATISTICS: int  # queries of a tile of statistics
@@ -85,7 +101,7 @@ def _block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.c
 
 
 @gluon.jit
-def _dq_load(descriptors, tiles, barriers, places, begin, end, META: gl.constexpr):
+def _dq_load(descriptors, tiles, barriers, places, num_blocks, found, META: gl.constexpr):
     q_descriptor, dout_descriptor, k_descriptor, v_descriptor, q1_descriptor, k1_descriptor, dq_descriptor, dq1_descriptor = (
         descriptors
     )
@@ -102,9 +118,8 @@ def _dq_load(descriptors, tiles, barriers, places, begin, end, META: gl.constexp
         if META.QK1 > 0:
             load_rows(q1_descriptor, q_place[0], len_q, row, q_place[1], QK0, full, q1_tiles.index(consumer))
         load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1], 0, full, dout_tiles.index(consumer))
-    for n in range(begin, end):
-        turn = n - begin
-        row = n * META.BLOCK_N
+    for turn in range(num_blocks):
+        row = key_block(turn, found, META)[0]
         slot = turn % META.STAGES0
         full = k_full.index(slot)
         mbarrier.wait(k_empty.index(slot), ((turn // META.STAGES0) & 1) ^ 1)
@@ -126,11 +141,22 @@ def _dq_load(descriptors, tiles, barriers, places, begin, end, META: gl.constexp
 
 
 @gluon.jit
-def _dq_compute(tiles, barriers, band, scales, statistics_ptr, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _dq_compute(
+    tiles,
+    barriers,
+    common,
+    statistics_ptr,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
     q_tiles, dout_tiles, k_tiles, v_tiles, q1_tiles, k1_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty, dq_full = barriers
-    first_row, len_q, len_kv, shift, window_left, window_right = band
-    softmax_scale, scale_log2 = scales
+    first_row, window_left, window_right, scores, head, place = common
+    len_q, len_kv, shift, b, h = place
+    softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
@@ -155,8 +181,9 @@ def _dq_compute(tiles, barriers, band, scales, statistics_ptr, begin, end, CONSU
     if META.HAS_RIGHT:
         last_seen_by_all = gl.minimum(len_kv, own_row + shift + window_right + 1)
     mbarrier.wait(q_full.index(0), 0)
-    for n in range(begin, end):
-        turn = n - begin
+    for turn in range(num_blocks):
+        column, is_full = key_block(turn, found, META)
+        columns = column + block_columns
         own = CONSUMER + opaque_zero(turn)
         k_slot = turn % META.STAGES0
         v_slot = turn % META.STAGES1
@@ -169,16 +196,20 @@ def _dq_compute(tiles, barriers, band, scales, statistics_ptr, begin, end, CONSU
         mbarrier.wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
         v0 = v_tiles.index(v_slot).reshape([BLOCK_N, V0])
         dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[qk])
-        is_cut = (n + 1) * BLOCK_N > last_seen_by_all
+        qk = warpgroup_mma_wait(1, deps=[qk])
+        s, factor, slope, score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+        is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
-            is_cut = is_cut | (n * BLOCK_N < own_row + _ROWS - 1 + shift - window_left)
+            is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
         if is_cut:
-            s = mask_keys(s, rows, n * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
-        p = gl.exp2(s * scale_log2 + minus_lse[:, None])
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+        p = gl.exp2(s * factor + minus_lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_slot), count=1)
-        ds = gl.convert_layout((p * (dp + minus_delta[:, None])).to(DTYPE), DS)
+        dlogit = p * (dp + minus_delta[:, None])
+        dscore = through_mods(dlogit, slope, score, b, h, rows[:, None], columns[None, :], captures, MODS, META)
+        ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
         if QK1 > 0:
             sum_of_k1 = warpgroup_mma(ds, k1, dq1, is_async=True)
@@ -211,7 +242,6 @@ def _attn_bwd_dq_hopper_kernel(
     cu_seqlens_q_padded_ptr,
     cu_seqlens_kv_padded_ptr,
     softmax_scale,
-    scale_log2,
     batch,
     num_heads,
     group_size,
@@ -233,6 +263,23 @@ def _attn_bwd_dq_hopper_kernel(
     step_vh,
     step_dqs,
     step_dqh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
@@ -262,8 +309,9 @@ def _attn_bwd_dq_hopper_kernel(
     )
     shift = (len_kv - len_q) * bottom_right
     first_row = gl.minimum(block * META.BLOCK_M, len_q)
-    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
-    end = gl.where(first_row < len_q, end, begin)
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+    num_blocks = gl.where(first_row < len_q, num_blocks, 0)
     h_kv = h // group_size
     first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, META.STATISTICS)
     own_statistics = statistics_ptr + first_tile.to(gl.int64) * (2 * META.STATISTICS)
@@ -288,13 +336,14 @@ def _attn_bwd_dq_hopper_kernel(
         (start_kv + b * step_vs, h_kv + b * step_vh),
         (start_q + b * step_dqs, h + b * step_dqh),
     )
-    band = (first_row, len_q, len_kv, shift, window_left, window_right)
-    scales = (softmax_scale, scale_log2)
+    head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+    common = (first_row, window_left, window_right, scores, head, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
-            (_dq_compute, (tiles, barriers, band, scales, own_statistics, begin, end, 0, META)),
-            (_dq_compute, (tiles, barriers, band, scales, own_statistics, begin, end, 1, META)),
-            (_dq_load, (descriptors, tiles, barriers, places, begin, end, META)),
+            (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 0, MODS, META)),
+            (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 1, MODS, META)),
+            (_dq_load, (descriptors, tiles, barriers, places, num_blocks, found, META)),
         ],
         [4, 1],
         [240, 24],
@@ -302,17 +351,7 @@ def _attn_bwd_dq_hopper_kernel(
 
 
 @gluon.jit
-def _mask_queries(s, rows, columns, shift, window_left, window_right, META: gl.constexpr):
-    # s is transposed: rows are keys, columns queries.
-    if META.HAS_RIGHT:
-        s = gl.where(columns[None, :] >= (rows - shift - window_right)[:, None], s, float("-inf"))
-    if META.HAS_LEFT:
-        s = gl.where(columns[None, :] <= (rows - shift + window_left)[:, None], s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _dkdv_load(descriptors, tiles, barriers, places, group_size, begin, end, META: gl.constexpr):
+def _dkdv_load(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
     (
         q_descriptor,
         dout_descriptor,
@@ -341,10 +380,10 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, begin, end, MET
             load_rows(k1_descriptor, k_place[0], len_kv, row, k_place[1], QK0, full, k1_tiles.index(part))
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
     Q_BYTES: gl.constexpr = q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0)
-    m = begin
+    t = 0
     head = 0
-    for turn in range((end - begin) * group_size):
-        row = m * META.BLOCK_M
+    for turn in range(num_blocks * group_size):
+        row = query_block(t, found, META)[0]
         slot = turn % META.STAGES0
         full = q_full.index(slot)
         mbarrier.wait(q_empty.index(slot), ((turn // META.STAGES0) & 1) ^ 1)
@@ -352,7 +391,7 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, begin, end, MET
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
         if META.QK1 > 0:
             load_rows(q1_descriptor, q_place[0], len_q, row, q_place[1] + head, QK0, full, q1_tiles.index(slot))
-        at = (first_tile + head * tiles_of_a_head + m) * (2 * META.BLOCK_M)
+        at = (first_tile + head * tiles_of_a_head + row // META.BLOCK_M) * (2 * META.BLOCK_M)
         tma.async_copy_global_to_shared(statistics_descriptor, [at], full, statistics_tiles.index(slot))
         slot = turn % META.STAGES1
         mbarrier.wait(dout_empty.index(slot), ((turn // META.STAGES1) & 1) ^ 1)
@@ -360,9 +399,9 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, begin, end, MET
         load_rows(
             dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, dout_full.index(slot), dout_tiles.index(slot)
         )
-        m += 1
-        if m == end:
-            m = begin
+        t += 1
+        if t == num_blocks:
+            t = 0
             head += 1
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(PARTS):
@@ -375,11 +414,28 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, begin, end, MET
 
 
 @gluon.jit
-def _dkdv_compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _head_of(bias, b, h, META: gl.constexpr):
+    bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b = bias
+    return load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+
+
+@gluon.jit
+def _dkdv_compute(
+    tiles,
+    barriers,
+    common,
+    group_size,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
-    first_row, shift, window_left, window_right = band
-    softmax_scale, scale_log2 = scales
+    first_row, window_left, window_right, scores, bias, place = common
+    len_q, len_kv, shift, b, first_head = place
+    softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     QK0: gl.constexpr = META.QK0
@@ -401,8 +457,12 @@ def _dkdv_compute(tiles, barriers, band, scales, group_size, begin, end, CONSUME
     rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     mbarrier.wait(kv_full.index(0), 0)
-    m = begin
-    for turn in range((end - begin) * group_size):
+    t = 0
+    h = first_head
+    head = _head_of(bias, b, h, META)
+    for turn in range(num_blocks * group_size):
+        row, is_full = query_block(t, found, META)
+        columns = row + block_columns
         own = CONSUMER + opaque_zero(turn)
         q_slot = turn % META.STAGES0
         dout_slot = turn % META.STAGES1
@@ -415,20 +475,26 @@ def _dkdv_compute(tiles, barriers, band, scales, group_size, begin, end, CONSUME
             kq = warpgroup_mma(k1_tiles.index(own).reshape([_ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
         mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[kq])
+        kq = warpgroup_mma_wait(1, deps=[kq])
+        place = (len_q, len_kv, shift, b, h)
+        s, factor, slope, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
-                is_cut = m * BLOCK_M < own_row + _ROWS - 1 - shift - window_right
+                is_cut = row < own_row + _ROWS - 1 - shift - window_right
             if META.HAS_LEFT:
-                is_cut = is_cut | ((m + 1) * BLOCK_M > own_row - shift + window_left + 1)
+                is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
-                s = _mask_queries(s, rows, m * BLOCK_M + block_columns, shift, window_left, window_right, META)
+                s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, META)
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
-        p = gl.exp2(s * scale_log2 + minus_lse[None, :])
+        p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = gl.convert_layout((p * (dp + minus_delta[None, :])).to(DTYPE), DS)
+        dlogit = p * (dp + minus_delta[None, :])
+        dscore = through_mods(dlogit, slope, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        ds = gl.convert_layout(dscore.to(DTYPE), DS)
         p16 = gl.convert_layout(p.to(DTYPE), P)
         sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
         sum_of_q = warpgroup_mma(ds, q0, dk, is_async=True)
@@ -442,9 +508,11 @@ def _dkdv_compute(tiles, barriers, band, scales, group_size, begin, end, CONSUME
             mbarrier.arrive(dout_empty.index(dout_slot), count=1)
             dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
         mbarrier.arrive(q_empty.index(q_slot), count=1)
-        m += 1
-        if m == end:
-            m = begin
+        t += 1
+        if t == num_blocks:
+            t = 0
+            h += 1
+            head = _head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
@@ -455,13 +523,24 @@ def _dkdv_compute(tiles, barriers, band, scales, group_size, begin, end, CONSUME
 
 @gluon.jit
 def _dkdv_compute_columns(
-    tiles, shared_p, shared_ds, barriers, band, scales, group_size, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr
+    tiles,
+    exchanges,
+    barriers,
+    common,
+    group_size,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
 ):
     # Each warpgroup computes the scores of half of the queries, and half of the columns of dk and dv from all of them.
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
+    shared_p, shared_ds = exchanges
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
-    first_row, shift, window_left, window_right = band
-    softmax_scale, scale_log2 = scales
+    first_row, window_left, window_right, scores, bias, place = common
+    len_q, len_kv, shift, b, first_head = place
+    softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HALF: gl.constexpr = META.BLOCK_M // 2
@@ -479,8 +558,12 @@ def _dkdv_compute_columns(
     rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     mbarrier.wait(kv_full.index(0), 0)
-    m = begin
-    for turn in range((end - begin) * group_size):
+    t = 0
+    h = first_head
+    head = _head_of(bias, b, h, META)
+    for turn in range(num_blocks * group_size):
+        row, is_full = query_block(t, found, META)
+        columns = row + block_columns
         zero = opaque_zero(turn)
         q_slot = turn % META.STAGES0
         dout_slot = turn % META.STAGES1
@@ -493,16 +576,20 @@ def _dkdv_compute_columns(
         own_dout = dout0.slice(FIRST, HALF, 0).permute([1, 0])
         dp = warpgroup_mma(v_tiles.index(zero).reshape([_ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
         minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
-        s = warpgroup_mma_wait(1, deps=[kq])
+        kq = warpgroup_mma_wait(1, deps=[kq])
+        place = (len_q, len_kv, shift, b, h)
+        s, factor, slope, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
-                is_cut = m * BLOCK_M < first_row + _ROWS - 1 - shift - window_right
+                is_cut = row < first_row + _ROWS - 1 - shift - window_right
             if META.HAS_LEFT:
-                is_cut = is_cut | ((m + 1) * BLOCK_M > first_row - shift + window_left + 1)
+                is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
-                s = _mask_queries(s, rows, m * BLOCK_M + block_columns, shift, window_left, window_right, META)
-        p = gl.exp2(s * scale_log2 + minus_lse[None, :])
+                s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, META)
+        p = gl.exp2(s * factor + minus_lse[None, :])
         buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
         shared_p.index(buffer + CONSUMER).store(p.to(DTYPE))
         fence_async_shared()
@@ -513,7 +600,9 @@ def _dkdv_compute_columns(
         for half in gl.static_range(2):
             part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
-        shared_ds.index(buffer + CONSUMER).store((p * (dp + minus_delta[None, :])).to(DTYPE))
+        dlogit = p * (dp + minus_delta[None, :])
+        dscore = through_mods(dlogit, slope, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(10, BOTH)
         sum_of_q = dk
@@ -524,9 +613,11 @@ def _dkdv_compute_columns(
         mbarrier.arrive(dout_empty.index(dout_slot), count=1)
         dk = warpgroup_mma_wait(0, deps=[sum_of_q])
         mbarrier.arrive(q_empty.index(q_slot), count=1)
-        m += 1
-        if m == end:
-            m = begin
+        t += 1
+        if t == num_blocks:
+            t = 0
+            h += 1
+            head = _head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
     fence_async_shared()
@@ -552,7 +643,6 @@ def _attn_bwd_dkdv_hopper_kernel(
     cu_seqlens_q_padded_ptr,
     cu_seqlens_kv_padded_ptr,
     softmax_scale,
-    scale_log2,
     batch,
     num_heads,
     group_size,
@@ -576,6 +666,23 @@ def _attn_bwd_dkdv_hopper_kernel(
     step_dkh,
     step_dvs,
     step_dvh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of query blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
@@ -608,9 +715,10 @@ def _attn_bwd_dkdv_hopper_kernel(
     )
     shift = (len_kv - len_q) * bottom_right
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
-    end = gl.where(first_row < len_kv, end, begin)
     h = h_kv * group_size
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
+    num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
     first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, BLOCK_M)
     descriptors = (
         q_descriptor,
@@ -637,18 +745,26 @@ def _attn_bwd_dkdv_hopper_kernel(
         (start_kv + b * step_dvs, h_kv + b * step_dvh),
         (first_tile, tiles_of_statistics),
     )
-    band = (first_row, shift, window_left, window_right)
-    scales = (softmax_scale, scale_log2)
+    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
+    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
     if META.SPLITS_COLUMNS:
         HALF: gl.constexpr = META.BLOCK_M // 2
         EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], DTYPE)
         shared_p = gl.allocate_shared_memory(DTYPE, [4, 64, HALF], EXCHANGE)
         shared_ds = gl.allocate_shared_memory(DTYPE, [4, 64, HALF], EXCHANGE)
+        exchanges = (shared_p, shared_ds)
         gl.warp_specialize(
             [
-                (_dkdv_compute_columns, (tiles, shared_p, shared_ds, barriers, band, scales, group_size, begin, end, 0, META)),
-                (_dkdv_compute_columns, (tiles, shared_p, shared_ds, barriers, band, scales, group_size, begin, end, 1, META)),
-                (_dkdv_load, (descriptors, tiles, barriers, places, group_size, begin, end, META)),
+                (
+                    _dkdv_compute_columns,
+                    (tiles, exchanges, barriers, common, group_size, num_blocks, found, 0, MODS, META),
+                ),
+                (
+                    _dkdv_compute_columns,
+                    (tiles, exchanges, barriers, common, group_size, num_blocks, found, 1, MODS, META),
+                ),
+                (_dkdv_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
             ],
             [4, 1],
             [240, 24],
@@ -656,18 +772,30 @@ def _attn_bwd_dkdv_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_dkdv_compute, (tiles, barriers, band, scales, group_size, begin, end, 0, META)),
-                (_dkdv_compute, (tiles, barriers, band, scales, group_size, begin, end, 1, META)),
-                (_dkdv_load, (descriptors, tiles, barriers, places, group_size, begin, end, META)),
+                (_dkdv_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+                (_dkdv_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+                (_dkdv_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
             ],
             [4, 1],
             [240, 24],
         )
 
 
+def block_mask_error(problem: Problem) -> str | None:
+    """None if the kernels take the problem's block mask, if it has one, else why not."""
+    x = problem
+    if x.block_mask is None:
+        return None
+    if x.group_size > 1 and x.block_mask.kv_num_blocks.shape[1] > 1:
+        return "query heads that share a key head have each a block mask of its own"
+    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
+    tiles = ((_QUERIES, tile.block_n), (tile.block_m, tile.keys))
+    return next((error for error in (hopper_forward.block_mask_error(x, t) for t in tiles) if error), None)
+
+
 def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """None if the kernels run this problem's backward, else why the portable ones do."""
-    error = hopper_forward.refusal(problem, out) or descriptor_error("dout", dout)
+    error = hopper_forward.refusal(problem, out) or descriptor_error("dout", dout) or block_mask_error(problem)
     if error is None and problem.num_heads * (problem.q.shape[-3] + 256) * problem.batch >= 2**29:
         return "its statistics are more than the copy engine's coordinates reach"
     return error
@@ -676,7 +804,7 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 def is_faster(problem: Problem) -> bool:
     """Whether a problem is one of those that were measured to be faster here than with the portable kernels."""
     x = problem
-    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1])
+    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
     tokens_kv = x.k.numel() // x.k.shape[-1]
     return tokens_kv >= tile.keys * num_processors(x.device) and hopper_forward.is_measured(x, tile)
@@ -694,9 +822,12 @@ def hopper_backward(
     dsoftmax_offset: Tensor | None = None,
     tile: HopperBackwardTile | None = None,
 ) -> None:
-    """`backward.attention_backward` for a problem that `refusal` has no objection to; dq, dk and dv are contiguous."""
+    """dq, dk, dv and dsoftmax_offset of `backward.attention_backward`, for a problem that `refusal` has no objection to.
+
+    dq, dk and dv are contiguous. A bias and captures get their gradients by `backward.bias_and_capture_gradients`.
+    """
     x = problem
-    tile = tile or select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1])
+    tile = tile or select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v
     size = tile.block_m
@@ -713,6 +844,7 @@ def hopper_backward(
             HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
             HAS_LEFT=x.window_left is not None,
             HAS_RIGHT=x.window_right is not None,
+            **x.score_meta(),
             STATISTICS=size,
             QK0=qk0,
             QK1=qk1,
@@ -724,7 +856,6 @@ def hopper_backward(
         return [ragged_descriptor(t, rows, width) for t, width in tensors]
 
     lengths = (x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded)
-    scales = (float(x.softmax_scale), x.softmax_scale * LOG2E.value)
     sizes = (num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right))
 
     for rows, side in ((_QUERIES, "q"), (tile.keys, "kv")):
@@ -732,13 +863,15 @@ def hopper_backward(
         blocks = triton.cdiv(longest, rows)
         table = work_table(x, rows, side) if has_lengths else None
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
-        head = (tiles, table, *lengths, *scales, x.batch, x.num_heads, x.group_size, blocks, *sizes)
+        head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, *sizes)
+        inlined = (*x.score_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
         if side == "q":
             own = descriptors(64, (x.q, qk0), (dout, v0)) + descriptors(tile.block_n, (x.k, qk0), (x.v, v0))
             second = [ragged_descriptor(x.q, 64, qk1), ragged_descriptor(x.k, tile.block_n, qk1)] if qk1 else own[:2]
             grads = descriptors(64, (dq, qk0)), descriptors(64, (dq, qk1)) if qk1 else own[:1]
             kind = meta(BLOCK_M=_QUERIES, BLOCK_N=tile.block_n, STAGES0=2, STAGES1=tile.v_stages, SPLITS_COLUMNS=False)
-            arguments = (*own, *grads[0], *second, *grads[1], statistics, *head, *batch_steps_of(x.q, dout, x.k, x.v, dq), kind)
+            steps = batch_steps_of(x.q, dout, x.k, x.v, dq)
+            arguments = (*own, *grads[0], *second, *grads[1], statistics, *head, *steps, *inlined, kind)
             launch(_attn_bwd_dq_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
             gradients = (dq,)
         else:
@@ -748,7 +881,8 @@ def hopper_backward(
             second = [ragged_descriptor(x.q, tile.block_m, qk1), ragged_descriptor(x.k, 64, qk1)] if qk1 else own[:2]
             grads = descriptors(64, (dk, qk0), (dv, v0)), descriptors(64, (dk, qk1)) if qk1 else own[:1]
             kind = meta(BLOCK_M=tile.block_m, BLOCK_N=tile.keys, STAGES0=2, STAGES1=2, SPLITS_COLUMNS=tile.splits_columns)
-            arguments = (*own, *grads[0], *second, *grads[1], *head, *batch_steps_of(x.q, dout, x.k, x.v, dk, dv), kind)
+            steps = batch_steps_of(x.q, dout, x.k, x.v, dk, dv)
+            arguments = (*own, *grads[0], *second, *grads[1], *head, *steps, *inlined, kind)
             launch(_attn_bwd_dkdv_hopper_kernel, programs, x.device, Tile(tile.block_m, tile.keys, 4, 2), arguments)
             gradients = (dk, dv)
         if has_lengths:

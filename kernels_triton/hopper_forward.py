@@ -30,11 +30,14 @@ from flexattn.kernels_triton.hopper import (
     DTYPES,
     allocate_barriers,
     batch_steps_of,
+    blocks_of_keys,
     descriptor_error,
     keep_pairs,
-    key_blocks,
+    key_block,
     load_rows,
+    mask_by_mod,
     mask_keys,
+    modified,
     named_barrier_arrive,
     named_barrier_sync,
     pack_pairs,
@@ -44,7 +47,7 @@ from flexattn.kernels_triton.hopper import (
     unpack_pairs,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E
+from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
@@ -65,6 +68,16 @@ class ForwardMeta(NamedTuple):
     HAS_RIGHT: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
     BLOCK_M: int
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
@@ -104,7 +117,7 @@ def _piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, ME
 
 @gluon.jit
 def _load_partition(common, META: gl.constexpr):
-    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr = common
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
@@ -124,7 +137,7 @@ def _load_partition(common, META: gl.constexpr):
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
         shift = (len_kv - len_q) * bottom_right
-        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * _ROWS
@@ -135,8 +148,8 @@ def _load_partition(common, META: gl.constexpr):
             load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(consumer))
             if META.QK1 > 0:
                 load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(consumer))
-        for block in range(end - begin):
-            row = (end - 1 - block) * META.BLOCK_N
+        for t in range(num_blocks):
+            row = key_block(num_blocks - 1 - t, found, META)[0]
             slot = loaded % META.STAGES
             phase = (loaded // META.STAGES) & 1
             token, head = start_kv + b * step_ks, h_kv + b * step_kh
@@ -185,8 +198,12 @@ def _softmax(qk, row_max, row_sum, scale_log2, DTYPE: gl.constexpr, META: gl.con
 
 
 @gluon.jit
-def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER: gl.constexpr, META: gl.constexpr):
-    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr = common
+def _compute_partition(
+    common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+):
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
+    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
     _, _, _, out_descriptor, _, _ = descriptors
     q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
@@ -213,7 +230,10 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
         first_row, h, b = _piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
-        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        place = (len_q, len_kv, shift, b, h)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
         rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
@@ -225,7 +245,7 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
             row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if end > begin:
+        if num_blocks > 0:
             slot = loaded % META.STAGES
             mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
             if META.TAKES_TURNS:
@@ -235,10 +255,14 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            qk = mask_keys(qk, rows, (end - 1) * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
-            pairs, row_max, row_sum, decay = _softmax(qk, row_max, row_sum, scale_log2, DTYPE, META)
+            column, is_full = key_block(num_blocks - 1, found, META)
+            columns = column + block_columns
+            s, factor, _slope, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
             loaded += 1
-            for n in range(end - 2, begin - 1, -1):
+            for t in range(1, num_blocks):
                 slot = loaded % META.STAGES
                 last_slot = (loaded - 1) % META.STAGES
                 # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
@@ -253,15 +277,21 @@ def _compute_partition(common, softmax_offset_ptr, scale_log2, lse_ptr, CONSUMER
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                if META.HAS_LEFT or META.HAS_RIGHT:  # a scalar branch: only blocks on an edge of the band pay for the mask
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                columns = column + block_columns
+                s, factor, _slope, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
                     is_cut = False
+                    if META.BLOCK_SIZE_Q > 0:
+                        is_cut = column + BLOCK_N > len_kv
                     if META.HAS_RIGHT:
-                        is_cut = (n + 1) * BLOCK_N > first_row + 1 + shift + window_right
+                        is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
                     if META.HAS_LEFT:
-                        is_cut = is_cut | (n * BLOCK_N < first_row + META.BLOCK_M - 1 + shift - window_left)
+                        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
                     if is_cut:
-                        qk = mask_keys(qk, rows, n * BLOCK_N + block_columns, len_kv, shift, window_left, window_right, META)
-                new_pairs, row_max, row_sum, decay = _softmax(qk, row_max, row_sum, scale_log2, DTYPE, META)
+                        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
                 pairs = new_pairs
@@ -316,7 +346,7 @@ def _attn_fwd_hopper_kernel(
     cu_seqlens_q_padded_ptr,
     cu_seqlens_kv_padded_ptr,
     table_ptr,  # `ragged.work_table`'s; without lengths its counter alone
-    scale_log2,
+    softmax_scale,
     batch,
     num_heads,
     group_size,
@@ -337,6 +367,23 @@ def _attn_fwd_hopper_kernel(
     step_vh,
     step_os,
     step_oh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
@@ -373,12 +420,15 @@ def _attn_fwd_hopper_kernel(
     steps = (step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, step_os, step_oh)
     scalars = (num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
-    common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr)
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
+    mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [
-                (_compute_partition, (common, softmax_offset_ptr, scale_log2, lse_ptr, 0, META)),
-                (_compute_partition, (common, softmax_offset_ptr, scale_log2, lse_ptr, 1, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
                 (_load_partition, (common, META)),
             ],
             [4, 1],
@@ -388,9 +438,9 @@ def _attn_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_load_partition, (common, META)),
-                (_compute_partition, (common, softmax_offset_ptr, scale_log2, lse_ptr, 0, META)),
-                (_compute_partition, (common, softmax_offset_ptr, scale_log2, lse_ptr, 1, META)),
-                (_compute_partition, (common, softmax_offset_ptr, scale_log2, lse_ptr, 2, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 2, MODS, META)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -405,11 +455,6 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     for has, name in (
-        (x.mods is not None, "score_mod and mask_mod"),
-        (x.block_mask is not None, "a block mask"),
-        (x.bias is not None, "a bias"),
-        (x.alibi_slopes is not None, "ALiBi"),
-        (x.softcap > 0, "a softcap"),
         (x.dropout_p > 0, "dropout"),
         (return_max_logit, "max_logit"),
         (x.softmax_scale == 0, "a softmax_scale of 0"),
@@ -419,13 +464,28 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
-    return next((error for error in errors if error), None)
+    error = next((error for error in errors if error), None)
+    return error or block_mask_error(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)[2:4])
+
+
+def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
+    """None if the blocks of the problem's block mask are multiples of a tile (queries, keys), else why it can't be used."""
+    if problem.block_mask is None:
+        return None
+    sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
+    if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
+        return None
+    return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
 def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
     """Whether the problem is long enough for its row, and for what the launch costs the host."""
     x = problem
-    if x.window_left is not None:
+    if x.bias is not None or x.block_mask is not None:
+        shortest, share = tile.loaded_from, 1.0
+    elif x.is_modified:
+        shortest, share = tile.modified_from, 1.0 if x.window_right is None else 0.5
+    elif x.window_left is not None:
         shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
     elif x.window_right is not None:
         shortest, share = tile.causal_from, 0.5
@@ -438,13 +498,14 @@ def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | Hopper
 
 def is_faster(problem: Problem) -> bool:
     """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
-    return is_measured(problem, select_hopper_tile(problem.q.shape[-1], problem.v.shape[-1]))
+    x = problem
+    return is_measured(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified))
 
 
 def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None) -> None:
     """`forward.attention_forward` for a problem that `refusal` has no objection to."""
     x = problem
-    tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1])
+    tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
     blocks = triton.cdiv(x.longest_q, tile.block_m)
@@ -459,6 +520,7 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         HAS_RIGHT=x.window_right is not None,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
+        **x.score_meta(),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         QK0=qk0,
@@ -497,7 +559,7 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             x.cu_seqlens_q_padded,
             x.cu_seqlens_kv_padded,
             table,
-            x.softmax_scale * LOG2E.value,
+            float(x.softmax_scale),
             x.batch,
             x.num_heads,
             x.group_size,
@@ -510,6 +572,9 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             *x.window,
             int(x.bottom_right),
             *batch_steps_of(*tensors),
+            *x.score_arguments(),
+            *x.list_arguments("kv"),
+            x.mods,
             meta,
         ),
     )

@@ -428,7 +428,7 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
-    if x.softcap > 0 or any(t is not None for t in (x.bias, x.alibi_slopes, x.mods, x.block_mask)):
+    if x.is_modified:
         return "it takes scores as they are"
     return hopper_backward.refusal(x, out, dout)
 

@@ -86,17 +86,18 @@ def reads_tiles(graph: Graph | None) -> bool:
     return any({"q_idx", "kv_idx"} <= _dependencies(node) for node in nodes)
 
 
-def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
+def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
     """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
 
-    Raises NotImplementedError for an op that is not in `OPS`.
+    is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. Raises NotImplementedError
+    for an op that is not in `OPS`.
     """
-    return _named(name, _Lowering(graph, captures).source(name, arguments))
+    return _named(name, _Lowering(graph, captures, is_fp32).source(name, arguments))
 
 
-def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout]) -> Any:
+def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
     """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
-    return _named("accumulate", _Lowering(graph, captures).source("accumulate", arguments, accumulates=True))
+    return _named("accumulate", _Lowering(graph, captures, is_fp32).source("accumulate", arguments, accumulates=True))
 
 
 def _named(name: str, source: str) -> Any:
@@ -125,6 +126,11 @@ def source_of(function: Any) -> str:
     return "".join(linecache.getlines(function.fn.__code__.co_filename))
 
 
+def _whole_tile(value: str) -> str:
+    # Gluon, which inlines mods too, has no tile without a layout: this one takes the score's.
+    return f"tl.where(score == score, {value}, {value})"
+
+
 class _Value(NamedTuple):
     text: str
     kind: str  # "float", "int" or "bool"
@@ -143,8 +149,9 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, captures: Sequence[Layout]) -> None:
+    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool) -> None:
         self.graph = graph
+        self.is_fp32 = is_fp32
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
         self.values: dict[Node, _Value] = {}
@@ -206,12 +213,12 @@ class _Lowering:
     def _result(self, first: Any) -> str:
         """The one output, as a tile of its own even where the graph ignores the score."""
         if first is None:
-            return "tl.zeros(score.shape, tl.float32)"
+            return _whole_tile("0.0")
         value = self._operand(first)
         if value.kind == "bool":
             return value.text
         depends = _dependencies(first)
-        return value.text if depends & {"score", "dscore"} else f"tl.zeros(score.shape, tl.float32) + {value.text}"
+        return value.text if depends & {"score", "dscore"} else _whole_tile(value.text)
 
     def _operand(self, x: Any) -> _Value:
         if isinstance(x, Node):
@@ -249,6 +256,8 @@ class _Lowering:
             _bounds(op, [operand.bounds if operand.kind == "int" else (0, 1) for operand in operands]) if kind == "int" else INT64
         )
         operands = self._promoted(op, kind, bounds, operands)
+        if op == "tanh" and not self.is_fp32:
+            lowered = _function("mod_math.tanh_in_half")
         if op == "div" and isinstance(node.args[1], Node) and not _dependencies(node.args[1]) & _VARYING:
             operands[1] = operands[1]._replace(text=f"(1.0 / {operands[1].text})")  # once for a whole tile, outside the loop
             op, lowered = "mul", OPS["mul"]

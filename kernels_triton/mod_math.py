@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.primitives import tanh
+from flexattn.kernels_triton.primitives import tanh, tanh_in_half
 
-__all__ = ["tanh"]
+__all__ = ["tanh", "tanh_in_half"]
 
 
 @triton.jit

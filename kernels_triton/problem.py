@@ -76,6 +76,7 @@ class Meta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
+    IS_FP32: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_DROPOUT: bool
@@ -163,6 +164,12 @@ class Problem:
         return self.bias is not None or self.dropout_p > 0 or (self.mods is not None and self.mods.reads_tiles)
 
     @property
+    def is_modified(self) -> bool:
+        """Whether a logit is more than a scaled score in a band."""
+        given = (self.bias, self.alibi_slopes, self.mods, self.block_mask)
+        return self.softcap > 0 or any(x is not None for x in given)
+
+    @property
     def device(self) -> torch.device:
         return self.q.device
 
@@ -210,18 +217,10 @@ class Problem:
             IS_GROUPED=self.group_size > 1,
             HAS_LEFT=self.window_left is not None,
             HAS_RIGHT=self.window_right is not None,
-            HAS_PRE_SCALE_BIAS=self.bias is not None and self.bias_is_pre_scale,
-            HAS_POST_SCALE_BIAS=self.bias is not None and not self.bias_is_pre_scale,
-            IS_BIAS_CONTIGUOUS=self.bias is not None and _strides(self.bias, 4)[3] == 1,
-            HAS_ALIBI=self.alibi_slopes is not None,
-            HAS_SOFTCAP=self.softcap > 0,
+            **self.score_meta(),
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
             HAS_DROPOUT=self.dropout_p > 0,
-            HAS_SCORE_MOD=self.mods is not None and self.mods.score is not None,
-            HAS_MASK_MOD=self.mods is not None and self.mods.mask is not None,
-            BLOCK_SIZE_Q=0 if self.block_mask is None else self.block_mask.block_size_q,
-            BLOCK_SIZE_KV=0 if self.block_mask is None else self.block_mask.block_size_kv,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,
@@ -236,20 +235,44 @@ class Problem:
             BLOCK_N=tile.block_n,
         )
 
+    def score_meta(self) -> dict[str, Any]:
+        """The part of `Meta` that says how a score becomes a logit, and what beside the band hides it."""
+        return {
+            "HAS_PRE_SCALE_BIAS": self.bias is not None and self.bias_is_pre_scale,
+            "HAS_POST_SCALE_BIAS": self.bias is not None and not self.bias_is_pre_scale,
+            "IS_BIAS_CONTIGUOUS": self.bias is not None and _strides(self.bias, 4)[3] == 1,
+            "HAS_ALIBI": self.alibi_slopes is not None,
+            "HAS_SOFTCAP": self.softcap > 0,
+            "IS_FP32": self.q.dtype is torch.float32,
+            "HAS_SCORE_MOD": self.mods is not None and self.mods.score is not None,
+            "HAS_MASK_MOD": self.mods is not None and self.mods.mask is not None,
+            "BLOCK_SIZE_Q": 0 if self.block_mask is None else self.block_mask.block_size_q,
+            "BLOCK_SIZE_KV": 0 if self.block_mask is None else self.block_mask.block_size_kv,
+        }
+
+    def score_arguments(self) -> tuple[Any, ...]:
+        """What a kernel reads for that: bias, its strides, ALiBi slopes, their batch stride, softcap, captures."""
+        bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
+        slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
+        return (self.bias, *bias_strides, self.alibi_slopes, slopes_stride, float(self.softcap), self.captures)
+
+    def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
+        """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""
+        return (None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)
+
     def arguments(self, meta: Meta, blocks: Literal["kv", "q", "kinds"] = "kv") -> tuple[Any, ...]:
         """The arguments that every kernel begins with, in this order.
 
         blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
         """
-        bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
-        slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
+        bias, stride_b, stride_h, stride_m, stride_n, slopes, slopes_stride, softcap, captures = self.score_arguments()
         threshold = round(self.dropout_p * 2**32)
         return (
             self.q,
             self.k,
             self.v,
-            self.bias,
-            self.alibi_slopes,
+            bias,
+            slopes,
             self.softmax_offset,
             self.rng_state,
             self.cu_seqlens_q,
@@ -257,7 +280,7 @@ class Problem:
             self.cu_seqlens_q_padded,
             self.cu_seqlens_kv_padded,
             float(self.softmax_scale),
-            float(self.softcap),
+            softcap,
             1.0 / (1.0 - self.dropout_p),
             threshold - 2**32 if threshold >= 2**31 else threshold,  # the same 32 bits as an int32
             self.batch,
@@ -269,13 +292,13 @@ class Problem:
             self.longest_kv,
             *self.window,
             int(self.bottom_right),
-            *bias_strides,
+            *(stride_b, stride_h, stride_m, stride_n),
             slopes_stride,
             *row_strides(self.q, meta),
             *row_strides(self.k, meta),
             *row_strides(self.v, meta),
-            self.captures,
-            *((None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)),
+            captures,
+            *self.list_arguments(blocks),
         )
 
 

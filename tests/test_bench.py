@@ -33,7 +33,7 @@ from flexattn.bench.implementations import Implementation, Prepared, Unavailable
 from flexattn.bench.inputs import Tensors, make_tensors
 from flexattn.bench.measure import Calls, Samples, measure, time_on_cpu, time_on_device
 from flexattn.bench.record import Ceilings, Record, Row
-from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, Workload, dense, log_normal_lengths, select, sweep
+from flexattn.bench.shapes import DIRECTIONS, MODS, PRESETS, WORKLOADS, Workload, dense, log_normal_lengths, select, sweep
 from flexattn.bench.tables import figure, refusals, standings, tables, verdict
 from flexattn.dispatch.spec import Band, make_band
 
@@ -323,6 +323,16 @@ def test_flex_attention_gets_the_same_masks_and_scores(name: str, monkeypatch: p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.group == MODS])
+def test_scores_and_masks_as_functions(name: str) -> None:
+    shape = WORKLOADS[name].shortened(40, 2, 4)
+    tensors = make_tensors(shape, "cpu")
+    prepare = implementations.differentiable(implementations._attention_with_mods)
+    for direction in shape.directions:
+        Checker(shape, tensors).check(direction, prepare(shape, tensors, direction).results())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents"])
 def test_our_launchers_and_each_kernel_alone(name: str) -> None:
     """The Triton path as on a GPU, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
@@ -437,10 +447,10 @@ def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
     assert not list(out.parent.glob("*.partial"))
 
 
-def test_a_score_mod_is_asked_only_where_there_is_one() -> None:
-    plain, scored = plan(None).workloads[0], plan(None).workloads[1]._replace(score="softcap")
+def test_mods_are_asked_only_for_what_is_written_with_them() -> None:
+    plain, scored = plan(None).workloads[0], plan(None).workloads[1]._replace(group=MODS)
     both = plan(None)._replace(workloads=[plain, scored], directions=["forward"])
-    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("mod", "1", missing, needs_score=True)]
+    candidates = [Implementation("flexattn eager", "1", sdpa()), Implementation("mod", "1", missing, is_of_mods=True)]
     done = run.run(both._replace(implementations=candidates), show=lambda _: None, timer=FakeTimer())
     assert [(r.workload, r.implementation) for r in done.rows] == [
         ("s16", "flexattn eager"),

@@ -155,9 +155,6 @@ def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype =
     ("more", "reason"),
     [
         ({"dtype": torch.float32}, "bf16 and fp16, not float32"),
-        ({"bias": torch.empty(1, 1, 1, 1)}, "a bias"),
-        ({"alibi_slopes": torch.empty(16)}, "ALiBi"),
-        ({"softcap": 30.0}, "a softcap"),
         ({"dropout_p": 0.1}, "dropout"),
         ({"softmax_scale": 0.0}, "softmax_scale of 0"),
         ({"shape": (2, 0, 16, 128)}, "nothing to load"),

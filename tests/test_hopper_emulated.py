@@ -35,6 +35,7 @@ from flexattn.testing import (
 HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_one_pass)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
 
 
 def run(seed: int, call: dict[str, Any], kernels: tuple[ModuleType, ...] = KERNELS, **inputs: Any) -> dict[str, emulator.Report]:
@@ -92,6 +93,7 @@ BANDS: list[dict[str, Any]] = [
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
 
+@without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
@@ -99,6 +101,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
         check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
+@without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
 def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
@@ -107,6 +110,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, **inputs)
 
 
+@without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_dense(mask: str, dims: tuple[int, int]) -> None:
@@ -116,6 +120,7 @@ def test_dense(mask: str, dims: tuple[int, int]) -> None:
         check(seed, call, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@without_gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_twenty_schedules(dims: tuple[int, int]) -> None:
@@ -233,6 +238,7 @@ def edited(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
     return planted
 
 
+@without_gpu
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     where, old, new = PLANTED[name]
@@ -243,6 +249,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
 
 
+@without_gpu
 def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     for kernel in ("forward", "dkdv"):
         assert play.main([kernel, "--emulate", "--shape", "gpt-oss-window-s8192", "--seeds", "2"]) == 0

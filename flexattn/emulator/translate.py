@@ -56,7 +56,7 @@ def function_for(function: FunctionType) -> Function:
 def translate(value: Any, name: str) -> Any:
     """The emulation of what a kernel refers to as `name`."""
     if isinstance(value, ModuleType):
-        return _Module(value) if value.__name__.startswith("triton") else value
+        return _Module(value)
     if isinstance(value, JITFunction | InterpretedFunction):
         if value.fn.__module__.startswith("triton."):
             return language.FUNCTIONS.get(value.fn.__name__) or _unknown(value.fn.__name__)
@@ -96,7 +96,7 @@ def _unknown(name: str) -> Callable[..., NoReturn]:
 
 
 class _Module:
-    """A module of Triton, whose attributes are translated when they are used."""
+    """A module, Triton's or one of jit functions, whose attributes are translated when they are used."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
