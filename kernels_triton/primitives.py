@@ -330,9 +330,9 @@ def tanh(x):
     # 1 - 2 / (1 + e^2x) is exact to 1e-7 absolute, with what rounding x * 2 log2(e) loses of the exponent put back and a division
     # that rounds; that is no longer small beside x near 0, where the Taylor series is exact.
     exponent = x * (2 * LOG2E)
-    lost = tl.where(tl.abs(x) < 20.0, tl.fma(x, 2 * LOG2E, -exponent), 0.0)
     power = tl.exp2(exponent)
-    far = 1 - tl.div_rn(2.0, 1 + (power + power * (lost * LN2)))
+    lost = tl.where(tl.abs(x) < 20.0, power * (tl.fma(x, 2 * LOG2E, -exponent) * LN2), 0.0)
+    far = 1 - tl.div_rn(2.0, 1 + (power + lost))
     x2 = x * x
     near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
     return tl.where(x2 < 0.0625, near, far)

@@ -16,6 +16,7 @@ from flexattn.dispatch.spec import Gradients
 from flexattn.kernels_triton import hopper_backward as backward_kernels
 from flexattn.kernels_triton import hopper_forward as forward_kernels
 from flexattn.kernels_triton import hopper_one_pass as one_pass_kernels
+from flexattn.kernels_triton import statistics
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.configs import HOPPER_FORWARD, select_hopper_backward_tile, select_hopper_tile
 from flexattn.kernels_triton.hopper import batch_steps, batch_steps_of, descriptor_error
@@ -300,7 +301,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_kernels, backward_kernels, one_pass_kernels):
+    for module in (forward_kernels, backward_kernels, one_pass_kernels, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 

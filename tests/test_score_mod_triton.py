@@ -314,7 +314,7 @@ def with_gradients(device: str) -> tuple[Any, Any]:
     unused = rand(3, device=device).requires_grad_()
 
     def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        score = cap * torch.tanh(score / cap) - slopes[h] * (i - j).abs() * 0.1 + dense[0, h, i, j]
+        score = cap * torch.tanh(score / cap) - slopes[h] * (i - j).abs() * 0.01 + dense[0, h, i, j]
         score = score + table[h, (i - j).clamp(-10, 10) + 10] * table[0, 3] + column[b, j] + column[b, -1 - i // 2] * score
         return score + torch.round(unused[0])
 
