@@ -139,7 +139,7 @@ def build(x: Sdpa, target: Target) -> Any:
         device_property=target.properties,
         sm_version=target.sm_version,
     )
-    callbacks = _callbacks(graph, x)
+    callbacks = make_callbacks(graph, x)
     if x.direction == "forward":
         _forward(graph, x, callbacks)
     else:
@@ -256,7 +256,8 @@ def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[s
     return arguments
 
 
-def _callbacks(graph: Any, x: Sdpa) -> Callbacks | None:
+def make_callbacks(graph: Any, x: Sdpa) -> Callbacks | None:
+    """The mods of `x`, with the tensors that they read in `graph`."""
     if x.mods is None:
         return None
     inputs = []

@@ -21,7 +21,13 @@ INT64 = (-(2**63), 2**63 - 1)
 LONGEST = 2**26  # queries or keys: with it, few expressions of positions can pass 32 bits
 POSITION = (0, LONGEST)
 ROWS = 2  # tensors with a value for each query that a backward takes: with a third, cuDNN 9.19 and 9.24 have no plan
-_BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-(2**15), 2**15 - 1), torch.int32: INT32, torch.bool: (0, 1)}
+_BOUNDS = {
+    torch.int8: (-128, 127),
+    torch.uint8: (0, 255),
+    torch.int16: (-(2**15), 2**15 - 1),
+    torch.int32: INT32,
+    torch.bool: (0, 1),
+}
 _POSITIONS = ("b", "h", "q_idx", "kv_idx")
 _SCORES = ("score", "dscore")
 
@@ -628,6 +634,10 @@ _OPS: dict[str, _Lowered] = {
     "log1p": _composed(lambda apply, number, x: apply("log", apply("add", x, number(1.0)))),
     "expm1": _composed(lambda apply, number, x: apply("sub", apply("exp", x), number(1.0))),
     "erfc": _composed(lambda apply, number, x: apply("add", apply("neg", apply("erf", x)), number(1.0))),
-    "cosh": _composed(lambda apply, number, x: apply("mul", apply("add", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))),
-    "sinh": _composed(lambda apply, number, x: apply("mul", apply("sub", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))),
+    "cosh": _composed(
+        lambda apply, number, x: apply("mul", apply("add", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))
+    ),
+    "sinh": _composed(
+        lambda apply, number, x: apply("mul", apply("sub", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))
+    ),
 }
