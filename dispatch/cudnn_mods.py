@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch.program import Program, evaluate
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
-from flexattn.kernels_cudnn.lowering import LONGEST, Mods, NotExpressible, Recipe, lower
+
+if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.lowering import Mods, Recipe
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 _ALIGNMENT = 16  # bytes
@@ -25,6 +27,8 @@ class Lowered(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def lowered(program: Program, direction: Direction) -> Lowered | str:
     """The program for cuDNN, or why it cannot be: what of it no graph can say."""
+    from flexattn.kernels_cudnn.lowering import NotExpressible, lower
+
     captures = [(c.name, c.dtype, c.ndim) for c in program.captures]
     gradient = program.derivative if direction == "backward" else None
     try:
@@ -35,6 +39,8 @@ def lowered(program: Program, direction: Direction) -> Lowered | str:
 
 def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """Why the mods of `spec` cannot run on cuDNN, if they cannot."""
+    from flexattn.kernels_cudnn.lowering import LONGEST
+
     program = spec.mods
     assert program is not None
     if direction == "backward" and any(program.tensor_needs_grad):
@@ -48,6 +54,7 @@ def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@torch.no_grad()
 def mod_inputs(
     program: Program, recipes: Sequence[Recipe], x: Operands, num_heads: int, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, ...]:
@@ -141,7 +148,7 @@ def _with_plain_strides(t: Tensor) -> Tensor:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised, the rows of several keys, and the batch entries of several queries, on 16-byte boundaries."""
     unit = _ALIGNMENT // dtype.itemsize
-    batch, heads, rows, columns = shape
+    _, heads, rows, columns = shape
     row = -(-columns // unit) * unit if columns > 1 else 1
     head = rows * row if columns > 1 or rows == 1 else -(-rows // unit) * unit
     return torch.empty_strided(shape, (heads * head, head, row, 1), dtype=dtype, device=device)

@@ -346,7 +346,7 @@ def _statistics(x: Problem, lse: Tensor) -> Tensor:
 
 def _readable_statistics(x: Problem, lse: Tensor, blind: Tensor | None) -> Tensor:
     first, last = (0, x.longest_q) if x.has_padding else blind_rows(x)
-    if blind is not None or (first, last) != (0, x.longest_q):
+    if blind is not None or x.mods is not None or (first, last) != (0, x.longest_q):
         lse = torch.where(lse == NEG_INF, NEVER, lse)
     return _by_token(lse).contiguous() if x.is_ragged else lse.contiguous()
 

@@ -1,7 +1,7 @@
 """From a mod's FX graphs to steps that are cuDNN's pointwise nodes, and the inputs that they read.
 
-cuDNN's graphs have no gather, and compute integers in 32 bits. So what does not depend on the score, nor on query and key both, is no
-step but an input: a number, or a tensor with a value for each batch entry, head, query or key, which the caller computes before
+cuDNN's graphs have no gather, and compute integers in 32 bits. So what does not depend on the score, nor on query and key both, is
+no step but an input: a number, or a tensor with a value for each batch entry, head, query or key, which the caller computes before
 the kernel, reads at computed indices included. A tensor with a value for each query and key is read as it lies.
 
     mods, recipes = lower(score, mask, gradient, captures)   # FX graphs of aten ops on scalars; what each captured tensor is
@@ -9,12 +9,13 @@ the kernel, reads at computed indices included. A tensor with a value for each q
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.fx import Graph, Node
+
+from flexattn.kernels_cudnn.lowering_ops import CHEAP, DIVISIONS, INTERVALS, OPS, RISKY
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
@@ -37,7 +38,7 @@ class NotExpressible(Exception):
 
 
 class Step(NamedTuple):
-    """One value: op is "score", "dscore", "q_idx", "kv_idx", "input" (args: its number), or a node of cuDNN's graph on earlier steps.
+    """One value: op is "score", "dscore", "q_idx", "kv_idx", "input" (args: its number), or a node of the graph on earlier steps.
 
     Truth values are of kind "bool", and in the graph 32-bit integers, 0 or 1.
     """
@@ -74,7 +75,7 @@ class Recipe(NamedTuple):
     at: tuple[str | int, ...] = ()
 
 
-class _Expression(NamedTuple):
+class Expression(NamedTuple):
     op: str
     args: tuple[Any, ...]  # numbers of expressions, or constants as ("const", value)
     kind: str
@@ -94,7 +95,7 @@ def lower(
 
     Raises NotExpressible.
     """
-    lowering = _Lowering(captures)
+    lowering = Lowering(captures)
     results: dict[str, int | None] = {}
     for name, graph in (("score_mod", score), ("mask_mod", mask), ("the derivative of score_mod", gradient)):
         results[name] = None
@@ -117,7 +118,7 @@ def lower(
     return mods, tuple(lowering.recipes)
 
 
-class _Lowering:
+class Lowering:
     def __init__(self, captures: Sequence[tuple[str, torch.dtype, int]]) -> None:
         self.captures = {name: (dtype, ndim) for name, dtype, ndim in captures}
         self.steps: list[Step] = []
@@ -125,7 +126,7 @@ class _Lowering:
         self.is_guarded = False
         self._numbers: dict[Step, int] = {}
         self._inputs: dict[Any, int] = {}
-        self._expressions: list[_Expression] = []
+        self._expressions: list[Expression] = []
         self._known: dict[Any, int] = {}
         self._values: dict[int, int] = {}
         self._role = ""
@@ -141,17 +142,17 @@ class _Lowering:
         wanted = numbers[output]
         if role.startswith("the derivative"):
             self.is_guarded = any(self._is_risky(self._expressions[n]) for n in self._ancestors(wanted))
-        return self._as(self._value(wanted), "bool" if role == "mask_mod" else "float")
+        return self.as_kind(self._value(wanted), "bool" if role == "mask_mod" else "float")
 
     def _expression(self, node: Node, numbers: Mapping[Node, int]) -> int:
         if node.op == "placeholder":
             name = str(node.target)
             key: Any = ("placeholder", name)
             if key not in self._known:
-                dtype, ndim = self.captures.get(name, (node.meta["dtype"], -1))
+                dtype, _ = self.captures.get(name, (node.meta["dtype"], -1))
                 bounds = POSITION if name in _POSITIONS else _BOUNDS.get(dtype, INT64)
                 is_cheap = name in ("q_idx", "kv_idx")
-                self._add(key, _Expression("placeholder", (name,), _kind(dtype), frozenset((name,)), bounds, node, is_cheap))
+                self._add(key, Expression("placeholder", (name,), _kind(dtype), frozenset((name,)), bounds, node, is_cheap))
             return self._known[key]
         op = _op_name(node)
         dtype = node.meta["dtype"]
@@ -171,10 +172,10 @@ class _Lowering:
             operands = [self._expressions[n] for n in args if n is not None]
             depends = frozenset().union(*(x.depends for x in operands))
             bounds = self._bounds(op, dtype, args) if kind != "float" else INT64
-            is_cheap = op in _CHEAP and kind != "float" and _fits(bounds) and all(x.is_cheap for x in operands)
+            is_cheap = op in CHEAP and kind != "float" and _fits(bounds) and all(x.is_cheap for x in operands)
             if dtype in (torch.float16, torch.bfloat16) and not self._is_hoisted(depends):
-                self._refuse(node, f"it computes in {str(dtype).removeprefix('torch.')}, and the graphs in float32")
-            self._add(key, _Expression(op, args, kind, depends, bounds, node, is_cheap))
+                self.refuse(node, f"it computes in {str(dtype).removeprefix('torch.')}, and the graphs in float32")
+            self._add(key, Expression(op, args, kind, depends, bounds, node, is_cheap))
         return self._known[key]
 
     def _constant(self, value: Any, node: Node) -> int:
@@ -182,10 +183,10 @@ class _Lowering:
         if key not in self._known:
             kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
             bounds = (int(value), int(value)) if kind != "float" else INT64
-            self._add(key, _Expression("constant", (value,), kind, frozenset(), bounds, None, kind != "float" and _fits(bounds)))
+            self._add(key, Expression("constant", (value,), kind, frozenset(), bounds, None, kind != "float" and _fits(bounds)))
         return self._known[key]
 
-    def _add(self, key: Any, expression: _Expression) -> None:
+    def _add(self, key: Any, expression: Expression) -> None:
         self._known[key] = len(self._expressions)
         self._expressions.append(expression)
 
@@ -201,10 +202,10 @@ class _Lowering:
                     todo.append(x)
         return seen
 
-    def _is_risky(self, x: _Expression) -> bool:
-        if x.op in _DIVISIONS:  # by one number for many scores, which is not 0
+    def _is_risky(self, x: Expression) -> bool:
+        if x.op in DIVISIONS:  # by one number for many scores, which is not 0
             return not self._is_hoisted(self._expressions[x.args[1]].depends)
-        return x.op in _RISKY and not self._is_hoisted(x.depends)
+        return x.op in RISKY and not self._is_hoisted(x.depends)
 
     def _bounds(self, op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[int, int]:
         """Of an integer result; where the operands are not integers, or the op is not known here, those of the dtype."""
@@ -216,7 +217,7 @@ class _Lowering:
         operands = [None if n is None else self._expressions[n] for n in args]
         if any(x is not None and x.kind == "float" for x in operands):
             return _BOUNDS.get(dtype, INT64)
-        function = _INTERVALS.get(op)
+        function = INTERVALS.get(op)
         if function is None:
             return _BOUNDS.get(dtype, INT64)
         low, high = function(*(None if x is None else x.bounds for x in operands))
@@ -243,7 +244,7 @@ class _Lowering:
         if x.op == "placeholder" and x.args[0] in (*_SCORES, "q_idx", "kv_idx"):
             return self.step(x.args[0], x.kind)
         if x.op == "constant":
-            return self._number(x.args[0])
+            return self.number(x.args[0])
         if not x.is_cheap and self._is_hoisted(x.depends):
             return self._hoisted(number)
         if x.op == "index":
@@ -251,18 +252,18 @@ class _Lowering:
         operands = [None if n is None else self._expressions[n] for n in x.args]
         values = [None if n is None else self._value(n) for n in x.args]
         if x.kind == "int" and not _fits(x.bounds):
-            self._refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
+            self.refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
         if x.op == "_to_copy":
             return self._converted(x, values[0])
-        lowered = _OPS.get(x.op)
+        lowered = OPS.get(x.op)
         if lowered is None:
-            self._refuse(x.node, f"cuDNN has no node for {x.op}")
+            self.refuse(x.node, f"cuDNN has no node for {x.op}")
         return lowered(self, x, operands, values)
 
     def _is_hoisted(self, depends: frozenset[str]) -> bool:
         return depends.isdisjoint(_SCORES) and not {"q_idx", "kv_idx"} <= depends
 
-    def _number(self, value: float | int | bool) -> int:
+    def number(self, value: float | int | bool) -> int:
         kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
         if kind == "int" and not INT32[0] <= value <= INT32[1]:
             raise NotExpressible(f"{self._role} has the number {value}, and cuDNN computes whole numbers in 32 bits")
@@ -278,7 +279,7 @@ class _Lowering:
     def _hoisted(self, number: int) -> int:
         x = self._expressions[number]
         if x.kind == "int" and not _fits(x.bounds):
-            self._refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
+            self.refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
         b, h, q, kv = (name in x.depends for name in _POSITIONS)
         tensors = any(name in self.captures and self.captures[name][1] >= 0 for name in x.depends)
         # What varies over the batch alone counts against ROWS, unless it is spread over the heads too.
@@ -299,13 +300,13 @@ class _Lowering:
             elif index.op == "constant":
                 at.append(int(index.args[0]))
             else:
-                self._refuse(x.node, f"cuDNN has no gather, and the index {self._text(i)} is computed for each query and key")
+                self.refuse(x.node, f"cuDNN has no gather, and the index {self._text(i)} is computed for each query and key")
         if x.kind == "int" and not _fits(x.bounds):
-            self._refuse(x.node, f"{name} is of 64-bit integers, and cuDNN computes in 32; capture an int32 tensor")
+            self.refuse(x.node, f"{name} is of 64-bit integers, and cuDNN computes in 32; capture an int32 tensor")
         spans = tuple(position in at for position in _POSITIONS)
         return self._input(("read", name, tuple(at)), Recipe(x.kind, spans, False, read=name, at=tuple(at)))  # type: ignore[arg-type]
 
-    def _as(self, value: int, kind: str) -> int:
+    def as_kind(self, value: int, kind: str) -> int:
         """A value in another kind: a truth value is 0 or 1."""
         step = self.steps[value]
         if step.kind == kind:
@@ -314,18 +315,18 @@ class _Lowering:
             recipe = self.recipes[step.args[0]]
             if recipe.constant is not None:
                 plain = recipe.constant
-                return self._number(bool(plain) if kind == "bool" else float(plain) if kind == "float" else int(plain))
+                return self.number(bool(plain) if kind == "bool" else float(plain) if kind == "float" else int(plain))
         if kind == "bool":
-            return self.step("cmp_neq", "bool", value, self._as(self._number(0), step.kind))
+            return self.step("cmp_neq", "bool", value, self.as_kind(self.number(0), step.kind))
         return self.step("identity", kind, value)
 
-    def _converted(self, x: _Expression, value: Any) -> int:
+    def _converted(self, x: Expression, value: Any) -> int:
         kind = self.steps[value].kind
         if x.kind == "int" and kind == "float":
-            self._refuse(x.node, "cuDNN's rounding of a score to a whole number is not known")
-        return self._as(value, x.kind)
+            self.refuse(x.node, "cuDNN's rounding of a score to a whole number is not known")
+        return self.as_kind(value, x.kind)
 
-    def _refuse(self, node: Node | None, why: str) -> NoReturn:
+    def refuse(self, node: Node | None, why: str) -> NoReturn:
         text = "" if node is None else f" `{_shown(node)}`"
         raise NotExpressible(f"{self._role} has{text}: {why}")
 
@@ -409,235 +410,3 @@ def _shown(node: Node) -> str:
         if len(shown) <= _MOST_TEXT:
             break
     return shown.removeprefix("(").removesuffix(")") if shown.startswith("(") else shown
-
-
-# Bounds of integer results from those of the operands.
-
-
-def _corners(*values: int) -> tuple[int, int]:
-    return min(values), max(values)
-
-
-def _clamp_interval(x: Any, low: Any = None, high: Any = None) -> tuple[int, int]:
-    a, b = x
-    if low is not None:
-        a, b = max(a, low[0]), max(b, low[1])
-    if high is not None:
-        a, b = min(a, high[0]), min(b, high[1])
-    return a, b
-
-
-def _remainder_interval(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
-    return (min(y[0] + 1, 0), max(y[1] - 1, 0))
-
-
-_INTERVALS: dict[str, Callable[..., tuple[int, int]]] = {
-    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
-    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
-    "mul": lambda x, y: _corners(*(a * b for a in x for b in y)),
-    "neg": lambda x: (-x[1], -x[0]),
-    "abs": lambda x: (0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1])), max(abs(x[0]), abs(x[1]))),
-    "maximum": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
-    "minimum": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
-    "clamp": _clamp_interval,
-    "where": lambda c, x, y: (min(x[0], y[0]), max(x[1], y[1])),
-    "remainder": _remainder_interval,
-    "fmod": lambda x, y: (0 if x[0] >= 0 else -max(abs(y[0]), abs(y[1])), max(abs(y[0]), abs(y[1]))),
-    "floor_divide": lambda x, y: _corners(*x, *(-a for a in x), 0),
-    "trunc_divide": lambda x, y: _corners(*x, *(-a for a in x), 0),
-    "_to_copy": lambda x: x,
-    "relu": lambda x: (max(x[0], 0), max(x[1], 0)),
-    "sign": lambda x: (-1, 1),
-}
-
-
-# From an expression's op to steps: functions of (lowering, expression, its operands, their values).
-
-_Lowered = Callable[[_Lowering, _Expression, list[Any], list[Any]], int]
-
-_CHEAP = frozenset(
-    ("add", "sub", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "mul", "logical_not")
-    + ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor")
-)
-# What can be infinite in a derivative.
-_DIVISIONS = frozenset(("div", "floor_divide", "trunc_divide", "remainder", "fmod"))
-_RISKY = frozenset(
-    ("reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "pow", "tan", "cosh", "sinh")
-)
-
-
-def _node(op: str) -> _Lowered:
-    """A node on floats or integers, whichever the result is of."""
-
-    def lowered(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-        kind = "int" if x.kind == "bool" else x.kind
-        return to.step(op, kind, *(to._as(v, kind) for v in values))
-
-    return lowered
-
-
-def _float_node(op: str) -> _Lowered:
-    return lambda to, x, operands, values: to.step(op, "float", *(to._as(v, "float") for v in values))
-
-
-def _comparison(op: str) -> _Lowered:
-    def lowered(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-        kind = "float" if "float" in {operand.kind for operand in operands} else "int"
-        a, b = (to._as(v, kind) for v in values)
-        return to.step(f"cmp_{op}", "bool", a, b)
-
-    return lowered
-
-
-def _logical(op: str) -> _Lowered:
-    def lowered(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-        if x.kind != "bool":
-            to._refuse(x.node, "cuDNN has no node for the bits of whole numbers")
-        return to.step(op, "bool", *(to._as(v, "bool") for v in values))
-
-    return lowered
-
-
-def _where(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    kind = "int" if x.kind == "bool" else x.kind
-    result = to.step("binary_select", kind, to._as(values[1], kind), to._as(values[2], kind), to._as(values[0], "bool"))
-    return to._as(result, x.kind)
-
-
-def _clamp(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    result = to._as(values[0], x.kind)
-    for value, op in zip(values[1:], ("max", "min"), strict=False):
-        if value is not None:
-            result = to.step(op, x.kind, result, to._as(value, x.kind))
-    return result
-
-
-def _remainder(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    a, b = (to._as(v, x.kind) for v in values)
-    if x.kind == "float":  # the sign of the divisor
-        whole = to.step("floor", "float", to.step("div", "float", a, b))
-        return to.step("sub", "float", a, to.step("mul", "float", whole, b))
-    if operands[1].bounds[0] <= 0:
-        to._refuse(x.node, "cuDNN's remainder by what may be negative is not known")
-    rest = to.step("mod", "int", a, b)
-    if operands[0].bounds[0] < 0:
-        rest = to.step("mod", "int", to.step("add", "int", rest, b), b)
-    return rest
-
-
-def _fmod(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    if x.kind == "int" and (operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0):
-        to._refuse(x.node, "cuDNN's remainder of what may be negative is not known")
-    return to.step("mod", x.kind, *(to._as(v, x.kind) for v in values))
-
-
-def _whole_division(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    a, b = (to._as(v, x.kind) for v in values)
-    if x.kind == "float":
-        if x.op == "trunc_divide":
-            return _truncated(to, to.step("div", "float", a, b))
-        return to.step("floor", "float", to.step("div", "float", a, b))
-    if operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0:
-        to._refuse(x.node, "cuDNN's whole division of what may be negative is not known")
-    # Less the remainder the division is exact, whichever way cuDNN rounds.
-    return to.step("div", "int", to.step("sub", "int", a, to.step("mod", "int", a, b)), b)
-
-
-def _truncated(to: _Lowering, value: int) -> int:
-    below = to.step("cmp_lt", "bool", value, to._number(0.0))
-    return to.step("binary_select", "float", to.step("ceil", "float", value), to.step("floor", "float", value), below)
-
-
-def _sign(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    value = to._as(values[0], x.kind)
-    zero = to._as(to._number(0), x.kind)
-    above, below = (to._as(to.step(op, "bool", value, zero), x.kind) for op in ("cmp_gt", "cmp_lt"))
-    return to.step("sub", x.kind, above, below)
-
-
-def _power(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    exponent = operands[1].args[0] if operands[1].op == "constant" else None
-    value = to._as(values[0], x.kind)
-    if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
-        if exponent == 0:
-            return to._as(to._number(1), x.kind)
-        result = value
-        for _ in range(int(exponent) - 1):
-            result = to.step("mul", x.kind, result, value)
-        return result
-    if x.kind == "float" and exponent in (0.5, -0.5, -1.0, -2.0):
-        if exponent in (0.5, -0.5):
-            return to.step("sqrt" if exponent == 0.5 else "rsqrt", "float", value)
-        return to.step("reciprocal", "float", value if exponent == -1.0 else to.step("mul", "float", value, value))
-    to._refuse(x.node, "the graphs take whole powers from 0 to 8, -2, -1, -0.5 and 0.5")
-
-
-def _composed(function: Callable[..., int]) -> _Lowered:
-    """An op on floats from others: function(apply, number, value), apply(op, *values), number(constant)."""
-
-    def lowered(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-        def apply(op: str, *args: int) -> int:
-            return to.step(op, "float", *args)
-
-        return function(apply, to._number, *(to._as(v, "float") for v in values))
-
-    return lowered
-
-
-def _whole(op: str) -> _Lowered:
-    """A rounding, which leaves whole numbers as they are."""
-
-    def lowered(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-        if x.kind == "int":
-            return to._as(values[0], "int")
-        return _truncated(to, values[0]) if op == "trunc" else to.step(op, "float", values[0])
-
-    return lowered
-
-
-def _is_nan(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    value = to._as(values[0], "float")
-    return to.step("cmp_neq", "bool", value, value)
-
-
-def _is_inf(to: _Lowering, x: _Expression, operands: list[Any], values: list[Any]) -> int:
-    return to.step("cmp_eq", "bool", to.step("abs", "float", to._as(values[0], "float")), to._number(math.inf))
-
-
-_OPS: dict[str, _Lowered] = {
-    **{op: _node(node) for op, node in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("neg", "neg"), ("abs", "abs"))},
-    "maximum": _node("max"),
-    "minimum": _node("min"),
-    "relu": lambda to, x, operands, values: to.step("max", x.kind, to._as(values[0], x.kind), to._as(to._number(0), x.kind)),
-    "div": _float_node("div"),
-    **{op: _float_node(op) for op in ("exp", "log", "cos", "sin", "tan", "erf", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh")},
-    **{op: _comparison(op if op != "ne" else "neq") for op in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{op: _logical(node) for op, node in (("bitwise_and", "logical_and"), ("bitwise_or", "logical_or"))},
-    **{op: _logical(op) for op in ("logical_and", "logical_or", "logical_not")},
-    "bitwise_not": _logical("logical_not"),
-    "bitwise_xor": _logical("cmp_neq"),
-    "logical_xor": _logical("cmp_neq"),
-    "where": _where,
-    "clamp": _clamp,
-    "remainder": _remainder,
-    "fmod": _fmod,
-    "floor_divide": _whole_division,
-    "trunc_divide": _whole_division,
-    "sign": _sign,
-    "pow": _power,
-    **{op: _whole(op) for op in ("floor", "ceil", "trunc")},
-    "isnan": _is_nan,
-    "isinf": _is_inf,
-    "exp2": _composed(lambda apply, number, x: apply("exp", apply("mul", x, number(math.log(2.0))))),
-    "log2": _composed(lambda apply, number, x: apply("mul", apply("log", x), number(1.0 / math.log(2.0)))),
-    "log10": _composed(lambda apply, number, x: apply("mul", apply("log", x), number(1.0 / math.log(10.0)))),
-    "log1p": _composed(lambda apply, number, x: apply("log", apply("add", x, number(1.0)))),
-    "expm1": _composed(lambda apply, number, x: apply("sub", apply("exp", x), number(1.0))),
-    "erfc": _composed(lambda apply, number, x: apply("add", apply("neg", apply("erf", x)), number(1.0))),
-    "cosh": _composed(
-        lambda apply, number, x: apply("mul", apply("add", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))
-    ),
-    "sinh": _composed(
-        lambda apply, number, x: apply("mul", apply("sub", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))
-    ),
-}

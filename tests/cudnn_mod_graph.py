@@ -1,4 +1,4 @@
-"""The graph that a plan's mods are written into, computed at once in plain torch: what its nodes give, and whether cuDNN takes them."""
+"""The graph that a plan's mods are written into, in plain torch: what its nodes give, and whether cuDNN takes them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
