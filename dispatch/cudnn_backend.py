@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error
+from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.refusals import Refused
@@ -307,9 +307,11 @@ def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
     """Whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
 
     A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
-    shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides,
-    and a sink's gradient over packed sequences is wrong (`known_bad`), so these have exact plans alone.
+    shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has
+    a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), so these have exact plans alone.
     """
+    if spec.mods is not None and reads_tables(spec.mods):
+        return False
     if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)

@@ -54,6 +54,12 @@ def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def reads_tables(program: Program) -> bool:
+    """Whether the mods read a tensor with a value for each query and key; it would be copied for a plan of rounded-up sizes."""
+    found = lowered(program, "forward")
+    return isinstance(found, Lowered) and any(recipe.read is not None for recipe in found.recipes)
+
+
 @torch.no_grad()
 def mod_inputs(
     program: Program, recipes: Sequence[Recipe], x: Operands, num_heads: int, sizes: tuple[int, int, int]

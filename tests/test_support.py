@@ -152,7 +152,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "softcap": Row(call={"softcap": 0.5, "softmax_scale": 1.0}),
     },
     "Mods": {
-        "score_mod": Row(call={"score_mod": score_mod, "softcap": 5.0}),
+        "score_mod": Row(call={"score_mod": score_mod, "softcap": 5.0}, cudnn=Row(call={"score_mod": score_mod})),
+        "score_mod that no cuDNN graph can say": Row(
+            call={"score_mod": lambda score, b, h, i, j: score + torch.round((i - j) * 0.25)}
+        ),
         "score_mod that ignores the score": Row(PACKED, {"score_mod": lambda score, b, h, i, j: (i + 2 * j) % 5 * 0.25}),
         "mask_mod": mask("padding_causal", PACKED, mask_mod=lambda b, h, i, j: (i + j) % 3 != h),
         "mask_mod that is a band": Row(STRIDED, {"mask_mod": lambda b, h, i, j: (i - j <= 9) & (i >= j)}),
