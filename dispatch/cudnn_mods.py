@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 _ALIGNMENT = 16  # bytes
+FORM_OF_COLUMNS = "table"
+FORM_OF_BATCH = "table"
 
 
 class Lowered(NamedTuple):
@@ -92,14 +94,22 @@ def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], devic
     names = {str(node.target) for node in recipe.graph.nodes if node.op == "placeholder"}
     if recipe.is_host:
         return evaluate(recipe.graph, {name: captures[name] for name in names}, torch.float32).to(dtype)  # type: ignore[no-any-return]
-    target = _empty(shape, dtype, device)
+    batch, heads, rows, columns = recipe.spans
+    form = FORM_OF_COLUMNS if columns else FORM_OF_BATCH if batch and not rows else "plain"
+    if form == "table":
+        target = _empty((shape[0], shape[1], 1, full[3]), dtype, device)
+    elif form == "row":
+        target = _empty((shape[0], shape[1], full[2], 1), dtype, device)
+    else:
+        target = _empty(shape, dtype, device)
     if device.type == "meta":
-        return target
+        return target.expand(shape[0], shape[1], *full[2:]) if form == "table" else target
     inputs = {name: captures[name] for name in names if name in captures}
     for dim, name in enumerate(INDICES):
         if name in names:
             inputs[name] = torch.arange(full[dim], device=device).reshape(*(-1 if d == dim else 1 for d in range(4)))
-    return target.copy_(evaluate(recipe.graph, inputs, torch.float32))
+    target.copy_(evaluate(recipe.graph, inputs, torch.float32))
+    return target.expand(shape[0], shape[1], *full[2:]) if form == "table" else target
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_cudnn.execute import execute, host_scalar
-from flexattn.kernels_cudnn.graphs import FIRST_INPUT, ModInput, Sdpa, Uid, frame_numbers, frame_uids, is_in_memory
+from flexattn.kernels_cudnn.graphs import FIRST_INPUT, ModInput, Sdpa, Uid, frame_layout, frame_numbers, frame_uids, is_in_memory
 from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, sides
 from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
@@ -271,8 +271,7 @@ def _known_of(given: Tensor) -> ModInput:
 
 
 def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]:
-    """Lengths, and the sides of a band that follow them, as the mods' graph reads them: spread over the heads, as cuDNN's backward
-    takes no more than two tensors that differ between sequences alone."""
+    """Lengths, and the sides of a band that follow them, as the mods' graph reads them."""
     wanted = [uid for uid in frame_uids(sdpa) if is_in_memory(sdpa, uid)]
     if not wanted:
         return {}
@@ -283,8 +282,12 @@ def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]
         Uid.LEFT: len_kv - len_q - min(sdpa.window_left or 0, 2**30),
         Uid.RIGHT: len_kv - len_q + min(sdpa.window_right or 0, 2**30),
     }
-    shape = (sdpa.batch, sdpa.num_heads, 1, 1)
-    return {uid: values[uid][:, None, None, None].expand(shape).contiguous() for uid in wanted}
+    dims, strides = frame_layout(sdpa)
+    found: dict[int, Tensor] = {}
+    for uid in wanted:
+        row = values[uid][:, None].expand(sdpa.batch, strides[0]).contiguous()
+        found[uid] = row.as_strided(dims, strides)
+    return found
 
 
 def _has_lengths(x: Problem, is_backward: bool) -> bool:

@@ -270,7 +270,7 @@ def make_callbacks(graph: Any, x: Sdpa) -> Callbacks | None:
     frame = {name: _number(graph, uid, torch.float32) for name, uid in (("hidden", Uid.HIDDEN), ("zero", Uid.ZERO))}
     for uid in frame_uids(x):
         if is_in_memory(x, uid):
-            frame[uid.name.lower()] = _tensor(graph, uid, (x.batch, x.num_heads, 1, 1), (x.num_heads, 1, 1, 1), torch.int32)
+            frame[uid.name.lower()] = _tensor(graph, uid, *frame_layout(x), torch.int32)
         else:
             frame[uid.name.lower()] = _number(graph, uid, torch.int32)
     return Callbacks(x.mods, inputs, frame)
@@ -285,6 +285,17 @@ def frame_uids(x: Sdpa) -> list[Uid]:
 def is_in_memory(x: Sdpa, uid: Uid) -> bool:
     """Whether one of `frame_uids` differs between sequences."""
     return x.has_lengths and (uid in (Uid.QUERIES, Uid.KEYS) or x.bottom_right)
+
+
+SPREAD_LENGTHS = True
+
+
+def frame_layout(x: Sdpa) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(dims, strides) of what differs between sequences."""
+    if not SPREAD_LENGTHS:
+        return (x.batch, 1, 1, 1), (1, 1, 1, 1)
+    row = -(-x.len_kv // 4) * 4
+    return (x.batch, 1, x.len_q, x.len_kv), (row, row, 0, 1)
 
 
 def frame_numbers(x: Sdpa) -> dict[int, float | int]:

@@ -280,12 +280,10 @@ class Lowering:
         x = self._expressions[number]
         if x.kind == "int" and not _fits(x.bounds):
             self.refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
-        b, h, q, kv = (name in x.depends for name in _POSITIONS)
+        spans = tuple(name in x.depends for name in _POSITIONS)
         tensors = any(name in self.captures and self.captures[name][1] >= 0 for name in x.depends)
-        # What varies over the batch alone counts against ROWS, unless it is spread over the heads too.
-        spans = (b, h or (b and not q and not kv), q, kv)
         assert x.node is not None
-        recipe = Recipe(x.kind, spans, not tensors and not any(spans), graph=_cut(x.node))
+        recipe = Recipe(x.kind, spans, not tensors and not any(spans), graph=_cut(x.node))  # type: ignore[arg-type]
         return self._input(("hoisted", number), recipe)
 
     def _read(self, number: int) -> int:
