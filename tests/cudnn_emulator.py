@@ -53,6 +53,8 @@ def _forward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: in
     s, keep, _, _ = _scores(x, buffers, b, len_q, len_kv)
     v = _heads(x, _read(x, buffers, Uid.V, b, len_kv))
     peak = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
+    if x.has_sink and x.mods is not None:  # a hidden score is finite then, and the sink alone may be above all
+        peak = torch.maximum(peak, _per_head(buffers[Uid.SINK]))
     total = torch.exp(s - peak[..., None]).sum(-1)  # NaN where nothing is visible
     if x.has_sink:
         total = total + torch.exp(_per_head(buffers[Uid.SINK]) - peak)
