@@ -33,6 +33,8 @@ def lowered(program: Program, direction: Direction) -> Lowered | str:
 
     captures = [(c.name, c.dtype, c.ndim) for c in program.captures]
     gradient = program.derivative if direction == "backward" else None
+    if direction == "backward" and program.score is not None and gradient is None:
+        return "the score_mod was traced for a call without gradients, and has no backward"
     try:
         return Lowered(*lower(program.score, program.mask, gradient, captures))
     except NotExpressible as e:
@@ -94,7 +96,7 @@ def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], devic
     names = {str(node.target) for node in recipe.graph.nodes if node.op == "placeholder"}
     if recipe.is_host:
         return evaluate(recipe.graph, {name: captures[name] for name in names}, torch.float32).to(dtype)  # type: ignore[no-any-return]
-    batch, heads, rows, columns = recipe.spans
+    batch, _, rows, columns = recipe.spans
     form = FORM_OF_COLUMNS if columns else FORM_OF_BATCH if batch and not rows else "plain"
     if form == "table":
         target = _empty((shape[0], shape[1], 1, full[3]), dtype, device)

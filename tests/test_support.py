@@ -193,7 +193,9 @@ def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
 
 def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
     """The row as `attention` would bring it to cuDNN on an H200."""
-    x, settings = bind_call(**make_case(row_for("cudnn", row), "cpu").arguments, return_lse=True)
+    arguments = make_case(row_for("cudnn", row), "cpu").arguments
+    arguments["q"].requires_grad_()
+    x, settings = bind_call(**arguments, return_lse=True)
     spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
     return spec, x
 
@@ -263,7 +265,7 @@ def make_case(row: Row, device: str) -> Case:
         oracle["mask_mod"] = call["block_mask"].mask_mod
     mods = {name: oracle.pop(name) for name in ("score_mod", "mask_mod") if name in oracle}
     if mods:
-        oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"))
+        oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
     spec, operands = make_call(inputs, **oracle)
     return Case(inputs._asdict() | call, inputs, spec, operands, make_dout(inputs), make_dlse(inputs) if row.dlse else None)
 
