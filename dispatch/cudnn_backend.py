@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import threading
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
+from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
+from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
@@ -90,8 +93,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
     if spec.softcap:
         return "the graphs have no softcap; use backend='triton'"
-    if spec.mods is not None or spec.block_size is not None:
-        return "score_mod, mask_mod and block masks are not lowered to cuDNN graphs yet; use backend='triton'"
+    if spec.block_size is not None:
+        return "cuDNN has no block masks; pass what it hides as a mask_mod alone, or use backend='triton'"
     if spec.length_kv == 1:
         return "there is one key, which cuDNN's kernels are not made for; use backend='triton'"
     if is_backward and spec.length_q == 1:
@@ -106,7 +109,12 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
             "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose deterministic "
             "backward does not"
         )
-    return _bias_error(spec, is_backward) or _dropout_error(spec) or _softmax_error(spec)
+    return (
+        _bias_error(spec, is_backward)
+        or _dropout_error(spec)
+        or _softmax_error(spec)
+        or (mods_error(spec, direction) if spec.mods is not None else None)
+    )
 
 
 _TOP_LEFT = (
@@ -168,7 +176,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, max_logit = empty_outputs(spec, x)
     wanted = max_logit if spec.return_max_logit else None
     with _refusals():
-        attention_forward(_problem(spec, x), as_bshd(out, spec.q_format), lse, wanted, options.plan_directory())
+        attention_forward(_problem(spec, x, "forward"), as_bshd(out, spec.q_format), lse, wanted, options.plan_directory())
     return out, lse, max_logit
 
 
@@ -180,7 +188,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     gradients = _empty_gradients(spec, x)
     with _refusals():
         attention_backward(
-            _problem(spec, x),
+            _problem(spec, x, "backward"),
             as_bshd(out, spec.q_format),
             lse,
             as_bshd(dout, spec.q_format),
@@ -200,13 +208,14 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     from flexattn.kernels_cudnn.problem import without_data
 
     device = x.q.device
-    key = (spec, direction, device, x.max_seqlen_q, x.max_seqlen_kv, x.dropout_p, *map(_look, (x.q, x.k, x.v, x.bias)))
+    tensors = (x.q, x.k, x.v, x.bias, *x.mod_tensors)
+    key = (spec, direction, device, x.max_seqlen_q, x.max_seqlen_kv, x.dropout_p, *map(_look, tensors))
     if key in _prepared:
         return
     shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
-    tensors: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
-    meta = x._replace(**tensors)
-    problem = _problem(spec, meta, _is_bucketed(spec, x))
+    named: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
+    meta = x._replace(**named, mod_tensors=[without_mod_data(t) for t in x.mod_tensors])
+    problem = _problem(spec, meta, direction, _is_bucketed(spec, x))
     if problem.is_empty:
         return
     out, lse, max_logit = empty_outputs(spec, meta)
@@ -255,10 +264,12 @@ def _launcher_views(spec: AttentionSpec, gradients: Gradients):  # type: ignore[
     return Written(as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format), dbias, doffset)
 
 
-def _problem(spec: AttentionSpec, x: Operands, is_bucketed: bool | None = None):  # type: ignore[no-untyped-def]  # imports cudnn
+def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
+    spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: bool | None = None
+):
     from flexattn.kernels_cudnn.problem import Problem
 
-    return Problem(
+    problem = Problem(
         q=as_bshd(x.q, spec.q_format),
         k=as_bshd(x.k, spec.kv_format),
         v=as_bshd(x.v, spec.kv_format),
@@ -279,6 +290,12 @@ def _problem(spec: AttentionSpec, x: Operands, is_bucketed: bool | None = None):
         max_seqlen_kv=x.max_seqlen_kv,
         is_bucketed=_is_bucketed(spec, x) if is_bucketed is None else is_bucketed,
     )
+    if spec.mods is None or problem.is_empty:
+        return problem
+    found = lowered(spec.mods, direction)
+    assert isinstance(found, Lowered), found
+    inputs = mod_inputs(spec.mods, found.recipes, x, spec.num_heads, problem.sizes)
+    return dataclasses.replace(problem, mods=found.mods, mod_inputs=inputs)
 
 
 _exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size]]] = OrderedDict()
@@ -290,9 +307,11 @@ def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
     """Whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
 
     A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
-    shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides,
-    and a sink's gradient over packed sequences is wrong (`known_bad`), so these have exact plans alone.
+    shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has
+    a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), so these have exact plans alone.
     """
+    if spec.mods is not None and reads_tables(spec.mods):
+        return False
     if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)

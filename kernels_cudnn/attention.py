@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_cudnn.execute import execute, host_scalar
-from flexattn.kernels_cudnn.graphs import Sdpa, Uid
+from flexattn.kernels_cudnn.graphs import FIRST_INPUT, ModInput, Sdpa, Uid, frame_layout, frame_numbers, frame_uids, is_in_memory
 from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, sides
+from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.kernels_cudnn.problem import (
     Problem,
@@ -118,12 +119,18 @@ def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor |
         if max_logit is not None:
             sums = buffers[Uid.SUM_EXP]
             _hide(x, stats_of, padding.blind, NEG_INF)
+            if x.mods is not None:
+                stats_of.masked_fill_(stats_of < BLIND, NEG_INF)
             torch.amax(stats_of.flatten(0, -2), 0, out=max_logit)
             lse_of.copy_(stats_of + (sums if x.is_ragged else _by_token(sums)).log())
         elif x.is_ragged:
             lse_of.copy_(stats_of)
         if written is not out:
             out.copy_(written)
+        if x.mods is not None:  # which queries see no key, only the mods know
+            blind = lse_of < BLIND
+            lse_of.masked_fill_(blind, NEG_INF)
+            out.masked_fill_(blind[..., None], 0.0)
         _hide(x, out, padding.blind)
         _hide(x, lse_of, padding.blind, _sink(x) if x.has_sink else NEG_INF)
         if x.has_sink and padding.q is not None:
@@ -200,6 +207,8 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         assert x.rng_state is not None
         state = x.rng_state[:, None].repeat(1, 2)  # a row of 16 bytes for each, as cuDNN wants its pointers aligned
         buffers |= {Uid.SEED: state[0], Uid.OFFSET: state[1]}
+    for i, given in enumerate(x.mod_inputs):
+        buffers[FIRST_INPUT + i] = given.reshape(1, 1, 1, 1) if _is_host(given) else given
     strides = {}
     sides_of = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
     sides_of |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
@@ -217,7 +226,7 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
             steps = tuple(dict.fromkeys(step for _, step in mine))
             rows = dict(zip(steps, side.offsets(steps), strict=True))
             buffers |= {uid: rows[step] for uid, step in mine}
-    return Sdpa(
+    sdpa = Sdpa(
         direction=direction,
         dtype=x.q.dtype,
         batch=batch,
@@ -240,8 +249,45 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         has_dbias=Uid.DBIAS in buffers,
         has_sink=x.has_sink,
         dropout_p=x.dropout_p,
+        mods=x.mods,
+        mod_inputs=tuple(_known_of(given) for given in x.mod_inputs),
         **strides,
     )
+    if x.mods is not None:
+        for uid, number in frame_numbers(sdpa).items():
+            buffers[uid] = host_scalar(number, torch.int32 if isinstance(number, int) else torch.float32)
+        buffers |= _frame_tensors(sdpa, side_q, side_kv)
+    return sdpa
+
+
+def _is_host(given: Tensor) -> bool:
+    return given.dim() == 0
+
+
+def _known_of(given: Tensor) -> ModInput:
+    if _is_host(given):
+        return ModInput((1, 1, 1, 1), (1, 1, 1, 1), given.dtype, True)
+    return ModInput(tuple(given.shape), given.stride(), given.dtype, False)
+
+
+def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]:
+    """Lengths, and the sides of a band that follow them, as the mods' graph reads them."""
+    wanted = [uid for uid in frame_uids(sdpa) if is_in_memory(sdpa, uid)]
+    if not wanted:
+        return {}
+    len_q, len_kv = (side.lengths[: sdpa.batch] for side in (side_q, side_kv))
+    values = {
+        Uid.QUERIES: len_q,
+        Uid.KEYS: len_kv,
+        Uid.LEFT: len_kv - len_q - min(sdpa.window_left or 0, 2**30),
+        Uid.RIGHT: len_kv - len_q + min(sdpa.window_right or 0, 2**30),
+    }
+    dims, strides = frame_layout(sdpa)
+    found: dict[int, Tensor] = {}
+    for uid in wanted:
+        row = values[uid][:, None].expand(sdpa.batch, strides[0]).contiguous()
+        found[uid] = row.as_strided(dims, strides)
+    return found
 
 
 def _has_lengths(x: Problem, is_backward: bool) -> bool:
@@ -253,6 +299,8 @@ def _has_lengths(x: Problem, is_backward: bool) -> bool:
     """
     if x.is_ragged or x.has_padding:
         return True
+    if x.mods is not None:  # their nodes hide what lies past the lengths
+        return False
     if x.longest_q > x.longest_kv and (x.window_left is not None or (x.bottom_right and x.window_right is not None)):
         return True
     return (is_backward or x.dropout_p > 0) and x.longest_kv % KEY_TILE != 0
@@ -301,7 +349,7 @@ def _statistics(x: Problem, lse: Tensor) -> Tensor:
 
 def _readable_statistics(x: Problem, lse: Tensor, blind: Tensor | None) -> Tensor:
     first, last = (0, x.longest_q) if x.has_padding else blind_rows(x)
-    if blind is not None or (first, last) != (0, x.longest_q):
+    if blind is not None or x.mods is not None or (first, last) != (0, x.longest_q):
         lse = torch.where(lse == NEG_INF, NEVER, lse)
     return _by_token(lse).contiguous() if x.is_ragged else lse.contiguous()
 

@@ -25,7 +25,7 @@ def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> Non
 
 
 @functools.lru_cache(maxsize=256)
-def host_scalar(value: float) -> Tensor:
+def host_scalar(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """A number as cuDNN takes what is passed by value."""
     with torch.inference_mode(False):
-        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cpu")
+        return torch.full((1, 1, 1, 1), value, dtype=dtype, device="cpu")

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import cudnn
 import torch
 
+from flexattn.kernels_cudnn.lowering import Mods
+from flexattn.kernels_cudnn.mod_nodes import HIDDEN, Callbacks
+
 Strides = tuple[int, int, int]  # of b, h and s, in elements; the last dim is contiguous
 
 DTYPES = {
@@ -53,6 +56,25 @@ class Uid(enum.IntEnum):
     STARTS_DQ = 27
     STARTS_DK = 28
     STARTS_DV = 29
+    # Of a plan with mods, which has them in place of cuDNN's own masks:
+    HIDDEN = 30  # the score of what is hidden
+    ZERO = 31
+    QUERIES = 32  # lengths, int32: one for all sequences, or [b, h, 1, 1]
+    KEYS = 33
+    LEFT = 34  # the least of kv_idx - q_idx that is seen, in the same forms
+    RIGHT = 35  # and the most
+
+
+FIRST_INPUT = 1000  # the uid of the first input of the mods; the others follow
+
+
+class ModInput(NamedTuple):
+    """What a plan knows of an input of its mods."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_host: bool  # passed by value
 
 
 class Sdpa(NamedTuple):
@@ -90,6 +112,8 @@ class Sdpa(NamedTuple):
     dropout_p: float = 0.0  # compiled in, unlike the seed
     wants_max: bool = False  # forward: MAX and SUM_EXP instead of STATS
     deterministic: bool = False
+    mods: Mods | None = None  # then band and lengths are pointwise nodes too
+    mod_inputs: tuple[ModInput, ...] = ()
 
 
 class Target(NamedTuple):
@@ -115,15 +139,20 @@ def build(x: Sdpa, target: Target) -> Any:
         device_property=target.properties,
         sm_version=target.sm_version,
     )
+    callbacks = make_callbacks(graph, x)
     if x.direction == "forward":
-        _forward(graph, x)
+        _forward(graph, x, callbacks)
     else:
-        _backward(graph, x)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
+        _backward(graph, x, callbacks)
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+    finally:
+        if callbacks is not None:
+            callbacks.release()
     return graph
 
 
@@ -145,9 +174,9 @@ def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> d
     return arguments
 
 
-def _forward(graph: Any, x: Sdpa) -> None:
+def _forward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
     q, k, v = _inputs(graph, x)
-    arguments = _score_arguments(graph, x)
+    arguments = _score_arguments(graph, x, callbacks)
     if x.wants_max:
         for name, uid in (("score_max", Uid.MAX), ("score_sum_exp", Uid.SUM_EXP)):
             statistic = _statistics(graph, x, uid)
@@ -161,9 +190,11 @@ def _forward(graph: Any, x: Sdpa) -> None:
             stats.set_ragged_offset(_starts(graph, x, Uid.STARTS_STATS))
 
 
-def _backward(graph: Any, x: Sdpa) -> None:
+def _backward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
     q, k, v = _inputs(graph, x)
-    arguments = _score_arguments(graph, x)
+    arguments = _score_arguments(graph, x, callbacks)
+    if callbacks is not None:
+        arguments["score_mod_bprop"] = callbacks.score_mod_bprop
     if x.is_ragged:
         arguments |= {"max_total_seq_len_q": x.tokens_q, "max_total_seq_len_kv": x.tokens_kv}
     if x.has_dbias:
@@ -201,21 +232,18 @@ def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
     )
 
 
-def _score_arguments(graph: Any, x: Sdpa) -> dict[str, Any]:
+def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[str, Any]:
     """What turns q k^T into weights, which is the same in both directions: all that modifies scores enters here."""
     arguments: dict[str, Any] = {
-        "attn_scale": graph.tensor(
-            name="scale",
-            dim=[1, 1, 1, 1],
-            stride=[1, 1, 1, 1],
-            data_type=cudnn.data_type.FLOAT,
-            is_pass_by_value=True,
-            uid=Uid.SCALE,
-        ),
-        **band_arguments(x.window_left, x.window_right, x.bottom_right),
+        "attn_scale": _number(graph, Uid.SCALE, torch.float32),
     }
+    if callbacks is not None:
+        arguments["score_mod"] = callbacks.score_mod
+    else:
+        arguments |= band_arguments(x.window_left, x.window_right, x.bottom_right)
     if x.has_lengths:
-        arguments["use_padding_mask"] = True
+        if callbacks is None:
+            arguments["use_padding_mask"] = True
         for name, uid in (("seq_len_q", Uid.LENGTHS_Q), ("seq_len_kv", Uid.LENGTHS_KV)):
             arguments[name] = _tensor(graph, uid, (x.batch, 1, 1, 1), (1, 1, 1, 1), torch.int32)
     if x.bias_shape is not None:
@@ -226,6 +254,62 @@ def _score_arguments(graph: Any, x: Sdpa) -> dict[str, Any]:
         seed, offset = (_tensor(graph, uid, (1, 1, 1, 1), (1, 1, 1, 1), torch.int64) for uid in (Uid.SEED, Uid.OFFSET))
         arguments["dropout"] = (x.dropout_p, seed, offset)
     return arguments
+
+
+def make_callbacks(graph: Any, x: Sdpa) -> Callbacks | None:
+    """The mods of `x`, with the tensors that they read in `graph`."""
+    if x.mods is None:
+        return None
+    inputs = []
+    for i, known in enumerate(x.mod_inputs):
+        uid = FIRST_INPUT + i
+        if known.is_host:
+            inputs.append(_number(graph, uid, known.dtype))
+        else:
+            inputs.append(_tensor(graph, uid, known.shape, known.strides, known.dtype))
+    frame = {name: _number(graph, uid, torch.float32) for name, uid in (("hidden", Uid.HIDDEN), ("zero", Uid.ZERO))}
+    for uid in frame_uids(x):
+        if is_in_memory(x, uid):
+            frame[uid.name.lower()] = _tensor(graph, uid, *frame_layout(x), torch.int32)
+        else:
+            frame[uid.name.lower()] = _number(graph, uid, torch.int32)
+    return Callbacks(x.mods, inputs, frame)
+
+
+def frame_uids(x: Sdpa) -> list[Uid]:
+    """The lengths, and the sides of the band that there are, of a plan with mods."""
+    sides = ((Uid.LEFT, x.window_left), (Uid.RIGHT, x.window_right))
+    return [Uid.QUERIES, Uid.KEYS, *(uid for uid, side in sides if side is not None)]
+
+
+def is_in_memory(x: Sdpa, uid: Uid) -> bool:
+    """Whether one of `frame_uids` differs between sequences."""
+    return x.has_lengths and (uid in (Uid.QUERIES, Uid.KEYS) or x.bottom_right)
+
+
+SPREAD_LENGTHS = True
+
+
+def frame_layout(x: Sdpa) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(dims, strides) of what differs between sequences."""
+    if not SPREAD_LENGTHS:
+        return (x.batch, 1, 1, 1), (1, 1, 1, 1)
+    row = -(-x.len_kv // 4) * 4
+    return (x.batch, 1, x.len_q, x.len_kv), (row, row, 0, 1)
+
+
+def frame_numbers(x: Sdpa) -> dict[int, float | int]:
+    """What a plan with mods is passed by value of what surrounds them."""
+    shift = x.len_kv - x.len_q if x.bottom_right else 0
+    numbers: dict[int, float | int] = {Uid.HIDDEN: HIDDEN, Uid.ZERO: 0.0}
+    whole = {Uid.QUERIES: x.len_q, Uid.KEYS: x.len_kv}
+    whole |= {Uid.LEFT: shift - min(x.window_left or 0, 2**30), Uid.RIGHT: shift + min(x.window_right or 0, 2**30)}
+    return numbers | {uid: whole[uid] for uid in frame_uids(x) if not is_in_memory(x, uid)}
+
+
+def _number(graph: Any, uid: int, dtype: torch.dtype) -> Any:
+    ones = [1, 1, 1, 1]
+    return graph.tensor(name=_name(uid), dim=ones, stride=ones, data_type=_data_type(dtype), is_pass_by_value=True, uid=uid)
 
 
 def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> Any:
@@ -271,6 +355,13 @@ def _per_head(graph: Any, x: Sdpa, uid: Uid) -> Any:
 _OTHER_DTYPES = {torch.int32: cudnn.data_type.INT32, torch.int64: cudnn.data_type.INT64}
 
 
-def _tensor(graph: Any, uid: Uid, dims: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None) -> Any:
-    data_type = DTYPES.get(dtype) or _OTHER_DTYPES[dtype]
-    return graph.tensor(name=uid.name.lower(), dim=list(dims), stride=list(strides), data_type=data_type, uid=uid)
+def _tensor(graph: Any, uid: int, dims: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None) -> Any:
+    return graph.tensor(name=_name(uid), dim=list(dims), stride=list(strides), data_type=_data_type(dtype), uid=uid)
+
+
+def _data_type(dtype: torch.dtype | None) -> Any:
+    return DTYPES.get(dtype) or _OTHER_DTYPES[dtype]  # type: ignore[arg-type, index]
+
+
+def _name(uid: int) -> str:
+    return Uid(uid).name.lower() if uid < FIRST_INPUT else f"input{uid - FIRST_INPUT}"

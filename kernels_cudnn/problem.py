@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_cudnn.graphs import ALIGNMENT, Strides
+from flexattn.kernels_cudnn.lowering import Mods
 
 _LONG = 32768  # from here on, lengths are rounded up to multiples of this
 
@@ -41,6 +42,9 @@ class Problem:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
     max_seqlen_kv: int = 0
+    mods: Mods | None = None  # score_mod and mask_mod
+    # What they read, in their order: numbers as 0-d tensors on the CPU, else [b | 1, h | 1, sq | 1, skv | 1] of `sizes`.
+    mod_inputs: tuple[Tensor, ...] = ()
     is_bucketed: bool = False  # a dense problem that runs on a plan for rounded-up sizes, as [total, h, d] always does
 
     @functools.cached_property

@@ -8,10 +8,12 @@ by 0 rather than leave it out, writes nothing past a sequence's end, and gives N
 from __future__ import annotations
 
 import torch
+from cudnn_mod_graph import ModGraph, Value
 from torch import Tensor
 
 from flexattn.dispatch.philox import dropout_keep
-from flexattn.kernels_cudnn.graphs import Sdpa, Uid
+from flexattn.kernels_cudnn.graphs import Sdpa, Uid, make_callbacks
+from flexattn.kernels_cudnn.mod_nodes import Callbacks
 from flexattn.kernels_cudnn.plans import Plan
 
 TILE = 128
@@ -48,9 +50,11 @@ def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> Non
 
 
 def _forward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> None:
-    s, keep = _scores(x, buffers, b, len_q, len_kv)
+    s, keep, _, _ = _scores(x, buffers, b, len_q, len_kv)
     v = _heads(x, _read(x, buffers, Uid.V, b, len_kv))
     peak = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
+    if x.has_sink and x.mods is not None:  # a hidden score is finite then, and the sink alone may be above all
+        peak = torch.maximum(peak, _per_head(buffers[Uid.SINK]))
     total = torch.exp(s - peak[..., None]).sum(-1)  # NaN where nothing is visible
     if x.has_sink:
         total = total + torch.exp(_per_head(buffers[Uid.SINK]) - peak)
@@ -64,14 +68,17 @@ def _forward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: in
 
 
 def _backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> None:
-    s, keep = _scores(x, buffers, b, len_q, len_kv)
+    s, keep, graph, callbacks = _scores(x, buffers, b, len_q, len_kv)
     q, dout, out = (_read(x, buffers, uid, b, len_q) for uid in (Uid.Q, Uid.DOUT, Uid.OUT))
     k, v = (_heads(x, _read(x, buffers, uid, b, len_kv)) for uid in (Uid.K, Uid.V))
     stats = _read(x, buffers, Uid.STATS, b, len_q)
     delta = (dout * out).sum(-1, keepdim=True)
     p = torch.exp(s - stats)
-    p[:, len_q:] = 0.0
+    if callbacks is None:  # a padding mask of cuDNN's own leaves out such rows
+        p[:, len_q:] = 0.0
     ds = p * (keep * (dout @ v.transpose(-1, -2)) - delta)
+    if callbacks is not None:
+        ds = callbacks.score_mod_bprop(graph, Value(ds, is_given=False)).value.expand(ds.shape)
     scale = float(buffers[Uid.SCALE])
     _view(x, buffers, Uid.DQ, b, len_q).copy_((ds @ k * scale)[:, :len_q])
     for uid, grad in ((Uid.DK, ds.transpose(-1, -2) @ q * scale), (Uid.DV, (p * keep).transpose(-1, -2) @ dout)):
@@ -93,11 +100,19 @@ def _backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: i
         target -= (sink * delta[..., 0])[:, :len_q].sum(-1).to(target.dtype)
 
 
-def _scores(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> tuple[Tensor, Tensor]:
-    """Masked scores [h, r, c] and what dropout multiplies weights by, for whole tiles of rows and columns."""
+def _scores(
+    x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int
+) -> tuple[Tensor, Tensor, ModGraph | None, Callbacks | None]:
+    """Masked scores [h, r, c], what dropout multiplies weights by, for whole tiles of rows and columns, and the mods' graph."""
     q, k = _read(x, buffers, Uid.Q, b, len_q), _heads(x, _read(x, buffers, Uid.K, b, len_kv))
     s = q @ k.transpose(-1, -2) * float(buffers[Uid.SCALE])
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    graph, callbacks = None, None
+    if x.mods is not None:
+        graph = ModGraph(x, buffers, b, q.shape[1], k.shape[1])
+        callbacks = make_callbacks(graph, x)
+        assert callbacks is not None
+        s = callbacks.score_mod(graph, Value(s, is_given=False)).value.expand(s.shape)
     if x.bias_shape is not None:
         bias = buffers[Uid.BIAS]
         bias = bias[b if bias.shape[0] > 1 else 0].to(s.dtype).expand(x.num_heads, x.len_q, x.len_kv)
@@ -117,7 +132,7 @@ def _scores(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int
         state = torch.stack([buffers[uid].flatten()[0] for uid in (Uid.SEED, Uid.OFFSET)])
         head = b * x.num_heads + torch.arange(x.num_heads)
         keep = dropout_keep(state, x.dropout_p, head, range(s.shape[1]), range(s.shape[2])) / (1.0 - x.dropout_p)
-    return torch.where(visible, s, NEG_INF), keep
+    return (s if callbacks is not None else torch.where(visible, s, NEG_INF)), keep, graph, callbacks
 
 
 def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:

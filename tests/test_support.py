@@ -152,7 +152,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "softcap": Row(call={"softcap": 0.5, "softmax_scale": 1.0}),
     },
     "Mods": {
-        "score_mod": Row(call={"score_mod": score_mod, "softcap": 5.0}),
+        "score_mod": Row(call={"score_mod": score_mod, "softcap": 5.0}, cudnn=Row(call={"score_mod": score_mod})),
+        "score_mod that no cuDNN graph can say": Row(
+            call={"score_mod": lambda score, b, h, i, j: score + torch.round((i - j) * 0.25)}
+        ),
         "score_mod that ignores the score": Row(PACKED, {"score_mod": lambda score, b, h, i, j: (i + 2 * j) % 5 * 0.25}),
         "mask_mod": mask("padding_causal", PACKED, mask_mod=lambda b, h, i, j: (i + j) % 3 != h),
         "mask_mod that is a band": Row(STRIDED, {"mask_mod": lambda b, h, i, j: (i - j <= 9) & (i >= j)}),
@@ -190,7 +193,9 @@ def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
 
 def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
     """The row as `attention` would bring it to cuDNN on an H200."""
-    x, settings = bind_call(**make_case(row_for("cudnn", row), "cpu").arguments, return_lse=True)
+    arguments = make_case(row_for("cudnn", row), "cpu").arguments
+    arguments["q"].requires_grad_()
+    x, settings = bind_call(**arguments, return_lse=True)
     spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
     return spec, x
 
@@ -260,7 +265,7 @@ def make_case(row: Row, device: str) -> Case:
         oracle["mask_mod"] = call["block_mask"].mask_mod
     mods = {name: oracle.pop(name) for name in ("score_mod", "mask_mod") if name in oracle}
     if mods:
-        oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"))
+        oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
     spec, operands = make_call(inputs, **oracle)
     return Case(inputs._asdict() | call, inputs, spec, operands, make_dout(inputs), make_dlse(inputs) if row.dlse else None)
 

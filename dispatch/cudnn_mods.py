@@ -1,0 +1,172 @@
+"""From a program to what cuDNN's graphs take of it: the mods as pointwise nodes, and the tensors and numbers that these read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.program import Program, evaluate
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+
+if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.lowering import Mods, Recipe
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+_ALIGNMENT = 16  # bytes
+FORM_OF_COLUMNS = "table"
+FORM_OF_BATCH = "table"
+
+
+class Lowered(NamedTuple):
+    mods: Mods
+    recipes: tuple[Recipe, ...]  # of the inputs of the mods, in their order
+
+
+@functools.lru_cache(maxsize=256)
+def lowered(program: Program, direction: Direction) -> Lowered | str:
+    """The program for cuDNN, or why it cannot be: what of it no graph can say."""
+    from flexattn.kernels_cudnn.lowering import NotExpressible, lower
+
+    captures = [(c.name, c.dtype, c.ndim) for c in program.captures]
+    gradient = program.derivative if direction == "backward" else None
+    if direction == "backward" and program.score is not None and gradient is None:
+        return "the score_mod was traced for a call without gradients, and has no backward"
+    try:
+        return Lowered(*lower(program.score, program.mask, gradient, captures))
+    except NotExpressible as e:
+        return f"{e}; use backend='triton'"
+
+
+def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    """Why the mods of `spec` cannot run on cuDNN, if they cannot."""
+    from flexattn.kernels_cudnn.lowering import LONGEST
+
+    program = spec.mods
+    assert program is not None
+    if direction == "backward" and any(program.tensor_needs_grad):
+        names = ", ".join(c.name for c in program.captures if c.needs_grad)
+        return f"cuDNN gives no gradient of what a score_mod captures, and {names} requires one; detach it, or use backend='triton'"
+    if direction == "backward" and spec.needs_bias_grad:
+        return "cuDNN gives no gradient of a bias beside a score_mod or mask_mod; detach it, or use backend='triton'"
+    if max(spec.length_q, spec.length_kv) > LONGEST:
+        return f"sequences with a score_mod or mask_mod may have up to {LONGEST} tokens on cuDNN; use backend='triton'"
+    found = lowered(program, direction)
+    return found if isinstance(found, str) else None
+
+
+def reads_tables(program: Program) -> bool:
+    """Whether the mods read a tensor with a value for each query and key; it would be copied for a plan of rounded-up sizes."""
+    found = lowered(program, "forward")
+    return isinstance(found, Lowered) and any(recipe.read is not None for recipe in found.recipes)
+
+
+@torch.no_grad()
+def mod_inputs(
+    program: Program, recipes: Sequence[Recipe], x: Operands, num_heads: int, sizes: tuple[int, int, int]
+) -> tuple[Tensor, ...]:
+    """The inputs of the mods: numbers as 0-d tensors on the CPU, else [b | 1, h | 1, sq | 1, skv | 1] for the plan's `sizes`.
+
+    Nothing here waits for the device. On the meta device the tensors only look as they will.
+    """
+    batch, len_q, len_kv = sizes
+    full = (batch, num_heads, len_q, len_kv)
+    captures = program.inputs(x.mod_tensors, x.mod_numbers)
+    return tuple(_made(recipe, captures, full, x.q.device) for recipe in recipes)
+
+
+def without_data(t: Tensor) -> Tensor:
+    """A captured tensor on the meta device, which lies on 16-byte boundaries where `t` does."""
+    start = t.data_ptr() % _ALIGNMENT // t.element_size()
+    span = start + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+    return torch.empty(span if t.numel() else 0, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), start)
+
+
+def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], device: torch.device) -> Tensor:
+    shape = tuple(size if spanned else 1 for size, spanned in zip(full, recipe.spans, strict=True))
+    dtype = torch.float32 if recipe.kind == "float" else torch.int32
+    if recipe.constant is not None:
+        return _constant(recipe.constant, dtype)
+    if recipe.read is not None:
+        return _readable(_aligned_view(captures[recipe.read], recipe, shape), dtype)
+    assert recipe.graph is not None
+    names = {str(node.target) for node in recipe.graph.nodes if node.op == "placeholder"}
+    if recipe.is_host:
+        return evaluate(recipe.graph, {name: captures[name] for name in names}, torch.float32).to(dtype)  # type: ignore[no-any-return]
+    batch, _, rows, columns = recipe.spans
+    form = FORM_OF_COLUMNS if columns else FORM_OF_BATCH if batch and not rows else "plain"
+    if form == "table":
+        target = _empty((shape[0], shape[1], 1, full[3]), dtype, device)
+    elif form == "row":
+        target = _empty((shape[0], shape[1], full[2], 1), dtype, device)
+    else:
+        target = _empty(shape, dtype, device)
+    if device.type == "meta":
+        return target.expand(shape[0], shape[1], *full[2:]) if form == "table" else target
+    inputs = {name: captures[name] for name in names if name in captures}
+    for dim, name in enumerate(INDICES):
+        if name in names:
+            inputs[name] = torch.arange(full[dim], device=device).reshape(*(-1 if d == dim else 1 for d in range(4)))
+    target.copy_(evaluate(recipe.graph, inputs, torch.float32))
+    return target.expand(shape[0], shape[1], *full[2:]) if form == "table" else target
+
+
+@functools.lru_cache(maxsize=1024)
+def _constant(value: float | int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
+
+
+def _aligned_view(t: Tensor, recipe: Recipe, shape: tuple[int, ...]) -> Tensor:
+    """A capture as [b | 1, h | 1, sq, skv], 0 where it is smaller, as a read outside of it gives 0."""
+    dims: list[str] = []
+    for index in recipe.at:
+        if isinstance(index, str):
+            dims.append(index)
+            continue
+        dim, size = len(dims), t.shape[len(dims)]
+        index = index + size if index < 0 else index
+        t = t.select(dim, index) if 0 <= index < size else t.new_zeros((*t.shape[:dim], *t.shape[dim + 1 :]))
+    t = t.permute(*(dims.index(name) for name in INDICES if name in dims))
+    for dim, name in enumerate(INDICES):
+        if name not in dims:
+            t = t.unsqueeze(dim)
+            continue
+        t = t.narrow(dim, 0, min(t.shape[dim], shape[dim]))
+    missing = [size - have for size, have in zip(shape, t.shape, strict=True)]
+    if any(missing):
+        t = torch.nn.functional.pad(t, [n for short in reversed(missing) for n in (0, short)])
+    return t
+
+
+def _readable(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t`, or a copy, as cuDNN can read it: rows contiguous, all on 16-byte boundaries, and of a dtype that it takes."""
+    kept = t.dtype if t.dtype in (torch.float16, torch.bfloat16) and dtype is torch.float32 else dtype
+    unit = _ALIGNMENT // t.element_size()
+    steps = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    fits = all(n == 1 or (step > 0 and step % unit == 0) for n, step in steps) and t.stride(-1) == 1
+    start = t.storage_offset() * t.element_size() if t.device.type == "meta" else t.data_ptr()
+    if t.dtype is kept and fits and start % _ALIGNMENT == 0:
+        return _with_plain_strides(t)
+    return _empty(tuple(t.shape), kept, t.device).copy_(t)
+
+
+def _with_plain_strides(t: Tensor) -> Tensor:
+    """The stride of a dim of size 1, which is never used, as a compact tensor has it: so that there is one plan for all."""
+    strides = list(t.stride())
+    for dim in (2, 1, 0):
+        if t.shape[dim] == 1:
+            strides[dim] = t.shape[dim + 1] * strides[dim + 1]
+    return t.as_strided(t.shape, strides)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised, the rows of several keys, and the batch entries of several queries, on 16-byte boundaries."""
+    unit = _ALIGNMENT // dtype.itemsize
+    _, heads, rows, columns = shape
+    row = -(-columns // unit) * unit if columns > 1 else 1
+    head = rows * row if columns > 1 or rows == 1 else -(-rows // unit) * unit
+    return torch.empty_strided(shape, (heads * head, head, row, 1), dtype=dtype, device=device)

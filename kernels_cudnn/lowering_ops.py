@@ -1,0 +1,241 @@
+"""How each op of a mod's graph becomes nodes of cuDNN's, and what bounds its whole numbers have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.lowering import Expression, Lowering
+
+# Bounds of integer results from those of the operands.
+
+
+def _corners(*values: int) -> tuple[int, int]:
+    return min(values), max(values)
+
+
+def _clamp_interval(x: Any, low: Any = None, high: Any = None) -> tuple[int, int]:
+    a, b = x
+    if low is not None:
+        a, b = max(a, low[0]), max(b, low[1])
+    if high is not None:
+        a, b = min(a, high[0]), min(b, high[1])
+    return a, b
+
+
+def _remainder_interval(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
+    return (min(y[0] + 1, 0), max(y[1] - 1, 0))
+
+
+INTERVALS: dict[str, Callable[..., tuple[int, int]]] = {
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "mul": lambda x, y: _corners(*(a * b for a in x for b in y)),
+    "neg": lambda x: (-x[1], -x[0]),
+    "abs": lambda x: (0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1])), max(abs(x[0]), abs(x[1]))),
+    "maximum": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
+    "minimum": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
+    "clamp": _clamp_interval,
+    "where": lambda c, x, y: (min(x[0], y[0]), max(x[1], y[1])),
+    "remainder": _remainder_interval,
+    "fmod": lambda x, y: (0 if x[0] >= 0 else -max(abs(y[0]), abs(y[1])), max(abs(y[0]), abs(y[1]))),
+    "floor_divide": lambda x, y: _corners(*x, *(-a for a in x), 0),
+    "trunc_divide": lambda x, y: _corners(*x, *(-a for a in x), 0),
+    "_to_copy": lambda x: x,
+    "relu": lambda x: (max(x[0], 0), max(x[1], 0)),
+    "sign": lambda x: (-1, 1),
+}
+
+
+# From an expression's op to steps: functions of (lowering, expression, its operands, their values).
+
+Lowered = Callable[["Lowering", "Expression", list[Any], list[Any]], int]
+
+CHEAP = frozenset(
+    ("add", "sub", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "mul", "logical_not")
+    + ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor")
+)
+# What can be infinite in a derivative.
+DIVISIONS = frozenset(("div", "floor_divide", "trunc_divide", "remainder", "fmod"))
+RISKY = frozenset(
+    ("reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "pow", "tan", "cosh", "sinh")
+)
+
+
+def _node(op: str) -> Lowered:
+    """A node on floats or integers, whichever the result is of."""
+
+    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+        kind = "int" if x.kind == "bool" else x.kind
+        return to.step(op, kind, *(to.as_kind(v, kind) for v in values))
+
+    return lowered
+
+
+def _float_node(op: str) -> Lowered:
+    return lambda to, x, operands, values: to.step(op, "float", *(to.as_kind(v, "float") for v in values))
+
+
+def _comparison(op: str) -> Lowered:
+    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+        kind = "float" if "float" in {operand.kind for operand in operands} else "int"
+        a, b = (to.as_kind(v, kind) for v in values)
+        return to.step(f"cmp_{op}", "bool", a, b)
+
+    return lowered
+
+
+def _logical(op: str) -> Lowered:
+    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+        if x.kind != "bool":
+            to.refuse(x.node, "cuDNN has no node for the bits of whole numbers")
+        return to.step(op, "bool", *(to.as_kind(v, "bool") for v in values))
+
+    return lowered
+
+
+def _where(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    kind = "int" if x.kind == "bool" else x.kind
+    result = to.step("binary_select", kind, to.as_kind(values[1], kind), to.as_kind(values[2], kind), to.as_kind(values[0], "bool"))
+    return to.as_kind(result, x.kind)
+
+
+def _clamp(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    result = to.as_kind(values[0], x.kind)
+    for value, op in zip(values[1:], ("max", "min"), strict=False):
+        if value is not None:
+            result = to.step(op, x.kind, result, to.as_kind(value, x.kind))
+    return result
+
+
+def _remainder(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    a, b = (to.as_kind(v, x.kind) for v in values)
+    if x.kind == "float":  # the sign of the divisor
+        whole = to.step("floor", "float", to.step("div", "float", a, b))
+        return to.step("sub", "float", a, to.step("mul", "float", whole, b))
+    if operands[1].bounds[0] <= 0:
+        to.refuse(x.node, "cuDNN's remainder by what may be negative is not known")
+    rest = to.step("mod", "int", a, b)
+    if operands[0].bounds[0] < 0:
+        rest = to.step("mod", "int", to.step("add", "int", rest, b), b)
+    return rest
+
+
+def _fmod(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    if x.kind == "int" and (operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0):
+        to.refuse(x.node, "cuDNN's remainder of what may be negative is not known")
+    return to.step("mod", x.kind, *(to.as_kind(v, x.kind) for v in values))
+
+
+def _whole_division(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    a, b = (to.as_kind(v, x.kind) for v in values)
+    if x.kind == "float":
+        if x.op == "trunc_divide":
+            return _truncated(to, to.step("div", "float", a, b))
+        return to.step("floor", "float", to.step("div", "float", a, b))
+    if operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0:
+        to.refuse(x.node, "cuDNN's whole division of what may be negative is not known")
+    # Less the remainder the division is exact, whichever way cuDNN rounds.
+    return to.step("div", "int", to.step("sub", "int", a, to.step("mod", "int", a, b)), b)
+
+
+def _truncated(to: Lowering, value: int) -> int:
+    below = to.step("cmp_lt", "bool", value, to.number(0.0))
+    return to.step("binary_select", "float", to.step("ceil", "float", value), to.step("floor", "float", value), below)
+
+
+def _sign(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    value = to.as_kind(values[0], x.kind)
+    zero = to.as_kind(to.number(0), x.kind)
+    above, below = (to.as_kind(to.step(op, "bool", value, zero), x.kind) for op in ("cmp_gt", "cmp_lt"))
+    return to.step("sub", x.kind, above, below)
+
+
+def _power(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    exponent = operands[1].args[0] if operands[1].op == "constant" else None
+    value = to.as_kind(values[0], x.kind)
+    if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
+        if exponent == 0:
+            return to.as_kind(to.number(1), x.kind)
+        result = value
+        for _ in range(int(exponent) - 1):
+            result = to.step("mul", x.kind, result, value)
+        return result
+    if x.kind == "float" and exponent in (0.5, -0.5, -1.0, -2.0):
+        if exponent in (0.5, -0.5):
+            return to.step("sqrt" if exponent == 0.5 else "rsqrt", "float", value)
+        return to.step("reciprocal", "float", value if exponent == -1.0 else to.step("mul", "float", value, value))
+    return to.refuse(x.node, "the graphs take whole powers from 0 to 8, -2, -1, -0.5 and 0.5")
+
+
+def _composed(function: Callable[..., int]) -> Lowered:
+    """An op on floats from others: function(apply, number, value), apply(op, *values), number(constant)."""
+
+    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+        def apply(op: str, *args: int) -> int:
+            return to.step(op, "float", *args)
+
+        return function(apply, to.number, *(to.as_kind(v, "float") for v in values))
+
+    return lowered
+
+
+def _whole(op: str) -> Lowered:
+    """A rounding, which leaves whole numbers as they are."""
+
+    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+        if x.kind == "int":
+            return to.as_kind(values[0], "int")
+        return _truncated(to, values[0]) if op == "trunc" else to.step(op, "float", values[0])
+
+    return lowered
+
+
+def _is_nan(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    value = to.as_kind(values[0], "float")
+    return to.step("cmp_neq", "bool", value, value)
+
+
+def _is_inf(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    return to.step("cmp_eq", "bool", to.step("abs", "float", to.as_kind(values[0], "float")), to.number(math.inf))
+
+
+OPS: dict[str, Lowered] = {
+    **{op: _node(node) for op, node in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("neg", "neg"), ("abs", "abs"))},
+    "maximum": _node("max"),
+    "minimum": _node("min"),
+    "relu": lambda to, x, operands, values: to.step("max", x.kind, to.as_kind(values[0], x.kind), to.as_kind(to.number(0), x.kind)),
+    "div": _float_node("div"),
+    **{op: _float_node(op) for op in ("exp", "log", "cos", "sin", "tan", "erf", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh")},
+    **{op: _comparison(op if op != "ne" else "neq") for op in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{op: _logical(node) for op, node in (("bitwise_and", "logical_and"), ("bitwise_or", "logical_or"))},
+    **{op: _logical(op) for op in ("logical_and", "logical_or", "logical_not")},
+    "bitwise_not": _logical("logical_not"),
+    "bitwise_xor": _logical("cmp_neq"),
+    "logical_xor": _logical("cmp_neq"),
+    "where": _where,
+    "clamp": _clamp,
+    "remainder": _remainder,
+    "fmod": _fmod,
+    "floor_divide": _whole_division,
+    "trunc_divide": _whole_division,
+    "sign": _sign,
+    "pow": _power,
+    **{op: _whole(op) for op in ("floor", "ceil", "trunc")},
+    "isnan": _is_nan,
+    "isinf": _is_inf,
+    "exp2": _composed(lambda apply, number, x: apply("exp", apply("mul", x, number(math.log(2.0))))),
+    "log2": _composed(lambda apply, number, x: apply("mul", apply("log", x), number(1.0 / math.log(2.0)))),
+    "log10": _composed(lambda apply, number, x: apply("mul", apply("log", x), number(1.0 / math.log(10.0)))),
+    "log1p": _composed(lambda apply, number, x: apply("log", apply("add", x, number(1.0)))),
+    "expm1": _composed(lambda apply, number, x: apply("sub", apply("exp", x), number(1.0))),
+    "erfc": _composed(lambda apply, number, x: apply("add", apply("neg", apply("erf", x)), number(1.0))),
+    "cosh": _composed(
+        lambda apply, number, x: apply("mul", apply("add", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))
+    ),
+    "sinh": _composed(
+        lambda apply, number, x: apply("mul", apply("sub", apply("exp", x), apply("exp", apply("neg", x))), number(0.5))
+    ),
+}
