@@ -403,7 +403,7 @@ def _attn_bwd_dkdv_loop(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
-    first_row,  # of the sequence's statistics
+    first_statistic,
     bias_base,
     rng_state_ptr,
     begin,
@@ -452,7 +452,7 @@ def _attn_bwd_dkdv_loop(
         q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         statistics = (lse_log2_ptr, delta_ptr, p_scale_ptr)
-        lse_log2, delta, p_scale = load_row_statistics(*statistics, first_row + m, len_q - m, BLOCK_M, IS_MASKED, META)
+        lse_log2, delta, p_scale = load_row_statistics(*statistics, first_statistic + m, len_q - m, BLOCK_M, IS_MASKED, META)
         kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
@@ -584,7 +584,7 @@ def _attn_bwd_dkdv_kernel(
     QK1: tl.constexpr = META.QK1
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
-    MASKED_FIRST: tl.constexpr = META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0
+    FIRST_PHASE: tl.constexpr = 1 if META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0 else 0
     blocks = tl.cdiv(max_seqlen_kv, BLOCK_N)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -660,13 +660,13 @@ def _attn_bwd_dkdv_kernel(
     for head in range(num_heads_here):
         h = first_head + head
         b_h = b * num_heads + h
-        first_row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+        first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
-        # right side these come first: ptxas serializes wgmma after a loop that may be skipped with nothing accumulated yet.
+        # right side the latter come first: after a loop that may have been skipped, ptxas serializes wgmma.
         masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
         if META.BLOCK_SIZE_Q > 0:
             row = b * stride_list_b + h * stride_list_h + first_column // META.BLOCK_SIZE_KV
@@ -682,19 +682,19 @@ def _attn_bwd_dkdv_kernel(
                 META.BLOCK_M,
                 META,
             )
-        for stage in tl.static_range(2):
-            is_masked = (stage == 0) == MASKED_FIRST
-            last_part = 2
-            if is_masked and META.BLOCK_SIZE_Q == 0:
-                last_part = 1 + tl.cast(full_end < end, tl.int32)
-            for part in range(0 if is_masked and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1, last_part):
-                part_begin = full_end if is_masked else full_begin
-                part_end = end if is_masked else full_end
+        for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the one that is cut
+            first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
+            last_part = 1 + tl.cast(full_end < end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
+            for part in range(first_part, last_part):
                 if META.BLOCK_SIZE_Q > 0:
                     part_begin = 0
-                elif is_masked:
+                    part_end = end if phase == 1 else full_end
+                elif phase == 1:
                     part_begin = begin if part == 0 else full_end
                     part_end = full_begin if part == 0 else end
+                else:
+                    part_begin = full_begin
+                    part_end = full_end
                 dk0, dk1, dv0, dv1 = _attn_bwd_dkdv_loop(
                     dk0,
                     dk1,
@@ -713,7 +713,7 @@ def _attn_bwd_dkdv_kernel(
                     lse_log2_ptr,
                     delta_ptr,
                     p_scale_ptr,
-                    first_row,
+                    first_statistic,
                     bias_base,
                     rng_state_ptr,
                     part_begin,
@@ -736,13 +736,13 @@ def _attn_bwd_dkdv_kernel(
                     h,
                     captures,
                     masked_ptr,
-                    num_masked if is_masked else 0,
+                    num_masked if phase == 1 else 0,
                     full_ptr,
-                    inside if is_masked else 0,
+                    inside if phase == 1 else 0,
                     MODS,
                     dk_ptr is not None,
                     dv_ptr is not None,
-                    (stage == 0) == MASKED_FIRST,
+                    phase == 1,
                     META,
                 )
     is_real = (columns < len_kv)[:, None]
