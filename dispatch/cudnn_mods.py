@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 _ALIGNMENT = 16  # bytes
-FORM_OF_COLUMNS = "table"
-FORM_OF_BATCH = "table"
 
 
 class Lowered(NamedTuple):
@@ -51,7 +49,7 @@ def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
         names = ", ".join(c.name for c in program.captures if c.needs_grad)
         return f"cuDNN gives no gradient of what a score_mod captures, and {names} requires one; detach it, or use backend='triton'"
     if direction == "backward" and spec.needs_bias_grad:
-        return "cuDNN gives no gradient of a bias beside a score_mod or mask_mod; detach it, or use backend='triton'"
+        return "the graphs give no gradient of a bias beside a score_mod or mask_mod; detach it, or use backend='triton'"
     if max(spec.length_q, spec.length_kv) > LONGEST:
         return f"sequences with a score_mod or mask_mod may have up to {LONGEST} tokens on cuDNN; use backend='triton'"
     found = lowered(program, direction)
@@ -97,21 +95,19 @@ def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], devic
     if recipe.is_host:
         return evaluate(recipe.graph, {name: captures[name] for name in names}, torch.float32).to(dtype)  # type: ignore[no-any-return]
     batch, _, rows, columns = recipe.spans
-    form = FORM_OF_COLUMNS if columns else FORM_OF_BATCH if batch and not rows else "plain"
-    if form == "table":
-        target = _empty((shape[0], shape[1], 1, full[3]), dtype, device)
-    elif form == "row":
-        target = _empty((shape[0], shape[1], full[2], 1), dtype, device)
-    else:
-        target = _empty(shape, dtype, device)
+    is_spread = columns or (batch and not rows)
+    target = _empty((*shape[:3], full[3]) if is_spread else shape, dtype, device)
+    # cuDNN 9.19 reads [., ., 1, skv] wrongly in a backward and [b, h, 1, 1] in a forward: seen on an NVIDIA H200, where it reads
+    # the same memory right as [., ., sq, skv], without a step from query to query.
+    view = target.expand(*shape[:2], *full[2:]) if is_spread else target
     if device.type == "meta":
-        return target.expand(shape[0], shape[1], *full[2:]) if form == "table" else target
+        return view
     inputs = {name: captures[name] for name in names if name in captures}
     for dim, name in enumerate(INDICES):
         if name in names:
             inputs[name] = torch.arange(full[dim], device=device).reshape(*(-1 if d == dim else 1 for d in range(4)))
     target.copy_(evaluate(recipe.graph, inputs, torch.float32))
-    return target.expand(shape[0], shape[1], *full[2:]) if form == "table" else target
+    return view
 
 
 @functools.lru_cache(maxsize=1024)

@@ -287,13 +287,8 @@ def is_in_memory(x: Sdpa, uid: Uid) -> bool:
     return x.has_lengths and (uid in (Uid.QUERIES, Uid.KEYS) or x.bottom_right)
 
 
-SPREAD_LENGTHS = True
-
-
 def frame_layout(x: Sdpa) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(dims, strides) of what differs between sequences."""
-    if not SPREAD_LENGTHS:
-        return (x.batch, 1, 1, 1), (1, 1, 1, 1)
+    """(dims, strides) of what differs between sequences: a value for each key, as forms without one are read wrongly."""
     row = -(-x.len_kv // 4) * 4
     return (x.batch, 1, x.len_q, x.len_kv), (row, row, 0, 1)
 

@@ -16,7 +16,6 @@ from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.kernels_cudnn import lowering
 from flexattn.kernels_cudnn.plans import PLANS, PlanCache
-from flexattn.score_mod import trace_mods
 
 
 def on_h200(case: Case, shape: Shape) -> tuple[AttentionSpec, Operands]:
@@ -123,15 +122,12 @@ def test_a_stream_of_shapes_stops_building_unless_a_table_is_read() -> None:
 
 
 def test_a_gradient_of_a_bias_is_refused() -> None:
-    traced = trace_mods(capped(2.0), None, needs_grad=True)
     bias = torch.zeros(1, 6, 133, 152)
     shape = Shape("bshd", "these", {"bias_type": "post_scale_bias", "bias": bias})
     spec, x, _ = mods_call(CASES["softcap"], shape, {"these": ([133] * 2, [152] * 2)}, "cpu")
     spec = spec._replace(device_type="cuda", capability=(9, 0))
     assert "no gradient of a bias" in str(cudnn_backend.support_error(spec, "backward"))
-    assert cudnns_answer(spec, x, "backward") is not None
     spec = spec._replace(needs_bias_grad=False)
     for direction in DIRECTIONS:
         assert cudnn_backend.support_error(spec, direction) is None
         assert cudnns_answer(spec, x, direction) is None
-    assert traced.program == spec.mods
