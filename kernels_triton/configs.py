@@ -253,8 +253,8 @@ class HopperBackwardTile(NamedTuple):
 
 
 HOPPER_BACKWARD = (
-    HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 1024, 8192, modified_from=2048, loaded_from=1024),
-    HopperBackwardTile(128, 128, 128, 1, 64, False, 1024, 1024, 8192, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 2048, 8192, modified_from=2048, loaded_from=1024),
+    HopperBackwardTile(128, 128, 128, 1, 64, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
     HopperBackwardTile(192, 128, 64, 2, 32, False, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
     HopperBackwardTile(256, 256, 64, 1, 64, True, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
 )
@@ -279,8 +279,8 @@ class HopperOnePassTile(NamedTuple):
 
 
 HOPPER_ONE_PASS = (
-    HopperOnePassTile(64, True, open_from=1024, causal_from=1024, windowed_from=2048),
-    HopperOnePassTile(128, False, open_from=1024, causal_from=1024, windowed_from=2048),
+    HopperOnePassTile(64, True, open_from=4096, causal_from=2048, windowed_from=2048),
+    HopperOnePassTile(128, False, open_from=512, causal_from=1024, windowed_from=2048),
 )
 
 

@@ -436,7 +436,8 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 def is_faster(problem: Problem) -> bool:
     """Whether a problem is one of those that were measured to be faster here than with the other kernels."""
     x = problem
-    if max(x.q.shape[-1], x.v.shape[-1]) > 128 or (x.window_left is not None and x.window_left < _NARROWEST - 1):
+    is_narrow = x.window_left is not None and x.window_left < _NARROWEST - 1
+    if x.is_modified or is_narrow or max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return False
     tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
     tokens_kv = x.k.numel() // x.k.shape[-1]

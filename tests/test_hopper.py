@@ -209,13 +209,20 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     assert backward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
     assert not backward_kernels.is_faster(problem_of((1, 65536, 1, 32)))
     assert not backward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
-    assert one_pass_kernels.is_faster(problem_of((8, 2048, 32, 64)))
+    assert one_pass_kernels.is_faster(problem_of((4, 4096, 32, 64)))
+    assert not one_pass_kernels.is_faster(problem_of((8, 2048, 32, 64)))
     assert one_pass_kernels.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
-    assert not one_pass_kernels.is_faster(problem_of((64, 512, 16, 128)))
+    assert not one_pass_kernels.is_faster(problem_of((64, 256, 16, 128)))
     assert not one_pass_kernels.is_faster(problem_of((1, 8192, 2, 128)))  # too few programs
     assert not one_pass_kernels.is_faster(problem_of((2, 4096, 16, 136)))
     assert one_pass_kernels.is_faster(problem_of((2, 4096, 16, 128), **window))
     assert not one_pass_kernels.is_faster(problem_of((2, 4096, 16, 128), window_left=255, window_right=0))
+    for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
+        for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
+            modified = problem_of((8, 4096, 16, dim), window_right=0, **more)
+            assert forward_kernels.is_faster(modified) == in_forward
+            assert backward_kernels.is_faster(modified)
+            assert not one_pass_kernels.is_faster(modified)
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
