@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 KINDS = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}  # heuristics.KINDS
 TIE = 0.02  # of the time: what runs of one tile differ by on one device; within it nothing is replaced
+RESOLUTION_US = 1.0  # of a difference: each time is one of events with "a resolution of around 0.5 microseconds" (CUDA Runtime API)
 
 
 class Swept(NamedTuple):
@@ -144,9 +145,10 @@ def _quoted(value: object) -> str:
 
 
 def faster_rows(name: str, record: Record) -> list[Faster]:
-    """Where cuDNN was faster by more than TIE: one row for each kind of plain call and run of neighbouring length classes.
+    """Where cuDNN is to be preferred: one row for each kind of plain call and run of neighbouring length classes.
 
-    Triton comes first by default, so a class where it was faster, or that was not measured, has no row.
+    That is where it was faster by more than TIE in a cell, and loses less in its worst cell of the class than Triton in its own.
+    Triton comes first by default, so a class of which neither is so, or that was not measured, has no row.
     """
     ratios: dict[tuple[str, str, tuple[int, int], str, str, str], dict[int, list[float]]] = {}
     for workload, direction in record.cells():
@@ -168,7 +170,8 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
     for (direction, dtype, head_dims, mask, layout, kind), of_class in ratios.items():
         runs: list[list[int]] = [[]]
         for length in sorted(of_class):
-            if geometric_mean(of_class[length]) > 1 + TIE:
+            triton_loses, cudnn_loses = max(of_class[length]), max(1 / ratio for ratio in of_class[length])
+            if triton_loses > max(1 + TIE, cudnn_loses):
                 runs[-1].append(length)
             else:
                 runs.append([])

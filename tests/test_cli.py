@@ -203,7 +203,7 @@ def test_the_source_of_a_mod_is_shown(capsys) -> None:
     said = explained(capsys, *call, "--capability", "9.0", "--source")
     assert "score_mod or mask_mod" in said
     assert "not cudnn: can run it" in said or "not cudnn: the cuDNN" in said
-    for part in ("def score_mod_", "def score_mod_gradient_", "def mask_mod_", "mod_math.tanh("):
+    for part in ("def score_mod_", "def score_mod_gradient_", "def mask_mod_", "mod_math.tanh_in_half("):
         assert part in said
     assert "def score_mod_" not in explained(capsys, *call)
 
