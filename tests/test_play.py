@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -240,7 +239,7 @@ def test_watch_runs_again_on_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if len(sleeps) == 2:
             os.utime(path, (time.time() + 10, time.time() + 10))
         if len(sleeps) == 4:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     sleeps: list[int] = []
     monkeypatch.setattr(subprocess, "run", run)
