@@ -203,7 +203,8 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
             assert "of its own" in str(hopper_backward.block_mask_error(problem))
 
 
-# As a share of a loop's instructions. A bias has its loads in flight for a whole tile, and two mods at once need the most.
+# As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at
+# head dim 256 dq leaves fewer registers to all of them.
 LOOP_SPILLS = {"bias": 0.08, "mod: softcap, documents": 0.16}
 
 
@@ -224,7 +225,8 @@ def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
                 names.append((name, launch.kernel.__name__))
     assert len(names) == 3 * (len(FEATURES) + 1)
     for case_name, report in zip(names, compile_many(requests), strict=True):
-        assert report.loop_spill_share <= LOOP_SPILLS.get(case_name[0], 0.03), f"{case_name}: {report}"
+        most = LOOP_SPILLS.get(case_name[0], 0.05 if dims[0] == 256 else 0.03)
+        assert report.loop_spill_share <= most, f"{case_name}: {report}"
         assert not report.warnings, f"{case_name}: {report.warnings}"
         assert set(report.matrix_instructions) == {"HGMMA"}, case_name
 
