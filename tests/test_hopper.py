@@ -74,7 +74,7 @@ def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = 
 # Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured.
 LOOP_INSTRUCTIONS = {
     ("fwd", 64, "open"): 420,
-    ("fwd", 64, "causal"): 617,
+    ("fwd", 64, "causal"): 601,  # triton 3.6: 618, 3.7: 585
     ("fwd", 64, "everything"): 716,
     ("dq", 64, "open"): 504,
     ("dq", 64, "causal"): 535,
