@@ -154,9 +154,7 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
     for workload, direction in record.cells():
         w, rows = record.workloads[workload], record.of(workload, direction)
         triton, cudnn = (rows[n].us if n in rows else None for n in (TRITON, CUDNN))
-        kind = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}.get(
-            (w.score, w.softmax_type)
-        )
+        kind = KINDS.get((w.score, w.softmax_type))
         if triton is None or cudnn is None or kind is None or direction == "both":
             continue
         if w.seqlen_q not in (1, w.seqlen_kv):  # a row has one length

@@ -206,6 +206,7 @@ class HopperTile(NamedTuple):
     open_from: int
     causal_from: int  # open on the left
     windowed_from: int
+    # By bench/results/modified_scores_h200.json (192/128 as 128):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
 
