@@ -141,7 +141,7 @@ def _attn_bwd_dq_loop(
             "keys" if IS_MASKED else "none",
             META,
         )
-        if META.RENORMALIZE:
+        if META.IS_FP32:
             row_sum += tl.sum(p, 1)
         ds = ds.to(k0.dtype)
         dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
@@ -218,7 +218,7 @@ def _attn_bwd_dq_kernel(
     dlse_ptr,  # None: 0
     lse_log2_ptr,  # written here for the other kernels, where `statistics_row` says: lse in units of log2, +inf if nothing is seen
     delta_ptr,  # sum(out * dout) - dlse
-    p_scale_ptr,  # and, with RENORMALIZE, what probabilities computed from lse_log2 are to be multiplied with
+    p_scale_ptr,  # and, for fp32, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
     MODS: tl.constexpr,
     META: tl.constexpr,
@@ -361,7 +361,7 @@ def _attn_bwd_dq_kernel(
             )
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
     p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
-    if META.RENORMALIZE:
+    if META.IS_FP32:
         # An lse of 200 is exact only to 1e-5, and so is a probability computed from it: not what fp32 promises.
         if META.HAS_SINK:
             row_sum += p_sink

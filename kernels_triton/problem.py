@@ -76,7 +76,7 @@ class Meta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_FP32: bool
+    IS_FP32: bool  # tanh is exact then, and the backward makes probabilities, from an lse in fp32 too, sum to exactly 1
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_DROPOUT: bool
@@ -93,7 +93,6 @@ class Meta(NamedTuple):
     ALIGN: int  # all strides are multiples of this many elements
     WIDE_STRIDES: bool  # the rows of one tile may lie 2**31 elements or more apart
     PRECISION: str  # of a dot product of two fp32 tiles
-    RENORMALIZE: bool  # whether the backward makes probabilities, computed from an lse that is fp32 too, sum to exactly 1
     BLOCK_M: int
     BLOCK_N: int
 
@@ -230,7 +229,6 @@ class Problem:
             ALIGN=_alignment(tensors),
             WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
-            RENORMALIZE=self.q.dtype is torch.float32,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
         )
