@@ -90,15 +90,12 @@ def _attention(backend: str, workload: Workload, tensors: Tensors) -> Attend:
 
 
 def _attention_with_mods(workload: Workload, tensors: Tensors) -> Attend:
-    """attention() with the workload's score and mask as functions; of a packed batch as one sequence, with a block mask."""
+    """attention() with the workload's score and mask as functions; of a packed batch as one sequence, whose blocks it finds."""
     arguments: dict[str, Any] = {"score_mod": score_mod_of(workload, tensors), "backend": "triton"}
-    mask_mod = mask_mod_of(workload, tensors)
+    arguments["mask_mod"] = mask_mod_of(workload, tensors)
     if not workload.is_ragged:
-        arguments |= {"mask_mod": mask_mod, "qkv_format": workload.qkv_format}
+        arguments["qkv_format"] = workload.qkv_format
         return lambda q, k, v: _only(flexattn.attention(q, k, v, **arguments))
-    assert mask_mod is not None
-    length = sum(workload.lengths_q)
-    arguments["block_mask"] = flexattn.create_block_mask(mask_mod, None, None, length, length, tensors.q.device)
     return lambda q, k, v: _only(flexattn.attention(q[None], k[None], v[None], **arguments))[0]
 
 

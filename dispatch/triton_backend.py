@@ -55,9 +55,10 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.forward import attention_forward
+    from flexattn.kernels_triton.mask_blocks import with_mask_blocks
 
     out, lse, max_logit = empty_outputs(spec, x)
-    problem, rows = _problem(spec, x), as_bshd(out, spec.q_format)
+    problem, rows = with_mask_blocks(_problem(spec, x), "forward"), as_bshd(out, spec.q_format)
     if not _hopper_forward(spec, problem, rows, lse):
         attention_forward(problem, rows, lse, max_logit if spec.return_max_logit else None)
     return out, lse, max_logit
@@ -108,6 +109,7 @@ def _hopper_backward(
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
+    from flexattn.kernels_triton.mask_blocks import with_mask_blocks
 
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
@@ -116,7 +118,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
     # A capture that the derivative does not reach keeps its zeros.
     dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
-    problem = _problem(spec, x)
+    problem = with_mask_blocks(_problem(spec, x), "backward")
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
@@ -197,13 +199,17 @@ def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
 @functools.lru_cache(maxsize=256)
 def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> Any:
     """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
-    from flexattn.kernels_triton.lowering import lower, lower_accumulation, reads_tiles
+    from flexattn.kernels_triton.intervals import lower_intervals
+    from flexattn.kernels_triton.lowering import dependencies, lower, lower_accumulation, reads_tiles
     from flexattn.kernels_triton.problem import Mods
 
+    inputs = dependencies(program.mask)
     return Mods(
         score=program.score and lower(program.score, "score_mod", ARGUMENTS, found, is_fp32),
         gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found, is_fp32),
         mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found, is_fp32),
+        mask_of_block=program.mask and lower_intervals(program.mask, found),
+        mask_depends_on=("b" in inputs, "h" in inputs),
         accumulate=(
             lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found, is_fp32)
             if program.derivative and program.added_to

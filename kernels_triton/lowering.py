@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from flexattn.kernels_triton import mod_math, primitives
+from flexattn.kernels_triton import interval_math, mod_math, primitives
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
@@ -37,7 +37,7 @@ _BOUNDS = {
     torch.bool: (0, 1),
 }
 _VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
-_RESERVED = {"tl", "triton", "mod_math", "captures"}
+_RESERVED = {"tl", "triton", "mod_math", "interval_math", "captures"}
 
 
 class Layout(NamedTuple):
@@ -86,21 +86,27 @@ def reads_tiles(graph: Graph | None) -> bool:
     return any({"q_idx", "kv_idx"} <= _dependencies(node) for node in nodes)
 
 
+def dependencies(graph: Graph | None) -> set[str]:
+    """The names of the inputs that a graph's output depends on."""
+    return set() if graph is None else _dependencies(next(node for node in graph.nodes if node.op == "output"))
+
+
 def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
     """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
 
     is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. Raises NotImplementedError
     for an op that is not in `OPS`.
     """
-    return _named(name, _Lowering(graph, captures, is_fp32).source(name, arguments))
+    return compile_named(name, _Lowering(graph, captures, is_fp32).source(name, arguments))
 
 
 def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
     """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
-    return _named("accumulate", _Lowering(graph, captures, is_fp32).source("accumulate", arguments, accumulates=True))
+    return compile_named("accumulate", _Lowering(graph, captures, is_fp32).source("accumulate", arguments, accumulates=True))
 
 
-def _named(name: str, source: str) -> Any:
+def compile_named(name: str, source: str) -> Any:
+    """The @triton.jit function of a source that begins with `def name`, under a name of its own."""
     # Triton keeps a compiled kernel under the text of its constants, which of a function in a tuple is the name alone: so the name
     # says what the function computes, and with which helpers.
     digest = hashlib.sha256((source + _helpers()).encode()).hexdigest()[:16]
@@ -109,14 +115,20 @@ def _named(name: str, source: str) -> Any:
 
 @functools.cache
 def _helpers() -> str:
-    return inspect.getsource(mod_math) + inspect.getsource(primitives)
+    return "".join(inspect.getsource(module) for module in (mod_math, interval_math, primitives))
 
 
 def compile_source(name: str, source: str) -> Any:
     """The @triton.jit function `name` of a generated source; tracebacks and inspect find the source through linecache."""
     file = f"<flexattn {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"tl": tl, "triton": triton, "mod_math": mod_math, "__name__": __name__}
+    namespace: dict[str, Any] = {
+        "tl": tl,
+        "triton": triton,
+        "mod_math": mod_math,
+        "interval_math": interval_math,
+        "__name__": __name__,
+    }
     exec(compile(source, file, "exec"), namespace)
     return namespace[name]
 
@@ -235,7 +247,7 @@ class _Lowering:
         return _Value(name, kind, bounds)
 
     def _call(self, node: Node) -> _Value:
-        op = node.target._qualified_op_name.removeprefix("aten::")
+        op = op_of(node)
         if op == "index":
             return self._read(node)
         kind = _kind(node.meta["dtype"])
@@ -384,6 +396,11 @@ class _Lowering:
         if kind == "int" and layout.dtype not in (torch.int32, torch.int64):
             text += ".to(tl.int32)"
         return self._assign(node, text, kind, bounds)
+
+
+def op_of(node: Node) -> str:
+    """The name of a node's op, of any overload."""
+    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
 
 
 def _name(dtype: torch.dtype) -> str:

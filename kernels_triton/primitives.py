@@ -286,7 +286,7 @@ def load_block_lists(
     # tiles of both kinds: masked, with the full ones that the end or the band may cut, and unmasked.
     masked_ptr, num_masked, _ = load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE)
     full_ptr, num_full, inside = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, length, SIZE)
-    if META.HAS_LEFT or META.HAS_RIGHT:
+    if (META.HAS_LEFT or META.HAS_RIGHT) and not META.BLOCKS_HAVE_BAND:
         inside = num_full * 0
     tiles: tl.constexpr = SIZE // BLOCK
     return masked_ptr, num_masked, full_ptr, inside, (num_masked + num_full - inside) * tiles, inside * tiles

@@ -23,6 +23,8 @@ class Mods(NamedTuple):
     gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
     accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
+    mask_of_block: Any = None  # the same of all queries and keys of a block: (all are visible, any may be), as `intervals` makes it
+    mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
 
 
@@ -37,16 +39,19 @@ class BlockLists(NamedTuple):
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
     full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
+    q_num_blocks: Tensor | None  # the other way round, which only a backward reads
+    q_indices: Tensor | None
+    full_q_num_blocks: Tensor | None
+    full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
+    has_band: bool = False  # whether what is seen whole is so to the band as well
 
     def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
         counts, indices = (self.q_num_blocks, self.q_indices) if blocks == "q" else (self.kv_num_blocks, self.kv_indices)
+        assert counts is not None
+        assert indices is not None
         batch, heads, rows = counts.shape
         return (*tensors, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, indices.shape[-1])
 
@@ -84,6 +89,7 @@ class Meta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
     BLOCK_SIZE_KV: int
+    BLOCKS_HAVE_BAND: bool  # what it calls full is so to the band as well
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -220,6 +226,7 @@ class Problem:
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
             HAS_DROPOUT=self.dropout_p > 0,
+            BLOCKS_HAVE_BAND=self.block_mask is not None and self.block_mask.has_band,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,
