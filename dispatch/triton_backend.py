@@ -200,7 +200,7 @@ def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
 def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> Any:
     """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
     from flexattn.kernels_triton.intervals import lower_intervals
-    from flexattn.kernels_triton.lowering import dependencies, lower, lower_accumulation, reads_tiles
+    from flexattn.kernels_triton.lowering import dependencies, is_finite, lower, lower_accumulation, reads_tiles
     from flexattn.kernels_triton.problem import Mods
 
     inputs = dependencies(program.mask)
@@ -215,6 +215,7 @@ def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> Any:
             if program.derivative and program.added_to
             else None
         ),
+        score_is_finite=is_finite(program.score),
         reads_tiles=reads_tiles(program.score) or reads_tiles(program.mask),
     )
 

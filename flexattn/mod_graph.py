@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.program import OPS, Capture, call, new_graph
+from flexattn.dispatch.program import GRADIENT, OPS, Capture, call, new_graph, op_name
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 
@@ -125,6 +125,65 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
     if not any(isinstance(x, Node) for x in args):
         args = (_node(graph, args[0], dtype), *args[1:])
     return call(graph, name, tuple(args), dtype, **kwargs)
+
+
+def cancel_factors(graph: Graph) -> None:
+    """x * c * y / c becomes x * y, for a c that is the same for a whole head: autograd leaves such pairs, as of c * tanh(x / c)."""
+    varying = _varying(graph)
+    for root in reversed([node for node in graph.nodes if _is_product(node)]):
+        if not root.users or any(_is_product(user) for user in root.users):
+            continue  # gone, or part of a longer product
+        above: list[Any] = []
+        below: list[Any] = []
+        _factors(root, root, above, below)
+        kept = list(above)
+        left_below = []
+        for factor in below:
+            match = next((i for i, x in enumerate(kept) if factor not in varying and _is_same(x, factor)), None)
+            if match is None:
+                left_below.append(factor)
+            else:
+                kept.pop(match)
+        if len(kept) == len(above) or not any(isinstance(factor, Node) for factor in kept):
+            continue
+        kept.sort(key=lambda factor: not isinstance(factor, Node))
+        with graph.inserting_before(root):
+            result = kept[0]
+            for op, factors in (("mul", kept[1:]), ("div", left_below)):
+                for factor in factors:
+                    result = call(graph, op, (result, factor), torch.float32)
+        root.replace_all_uses_with(result)
+        graph.eliminate_dead_code()
+
+
+def _is_product(node: Node) -> bool:
+    if node.op != "call_function" or node.meta["dtype"] is not torch.float32 or node.kwargs:
+        return False
+    return op_name(node) in ("mul", "div")
+
+
+def _factors(root: Node, x: Any, above: list[Any], below: list[Any]) -> None:
+    """What a product multiplies and divides by, through the products that nothing else uses."""
+    if isinstance(x, Node) and _is_product(x) and (x is root or len(x.users) == 1):
+        left, right = x.args
+        _factors(root, left, above, below)
+        _factors(root, right, *((above, below) if op_name(x) == "mul" else (below, above)))
+    else:
+        above.append(x)
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    return x is y if isinstance(x, Node) or isinstance(y, Node) else x == y != 0
+
+
+def _varying(graph: Graph) -> set[Node]:
+    """The nodes that differ from score to score."""
+    varying: set[Node] = set()
+    for node in graph.nodes:
+        is_varying = node.op == "placeholder" and node.target in ("score", "q_idx", "kv_idx", GRADIENT)
+        if is_varying or any(x in varying for x in node.all_input_nodes):
+            varying.add(node)
+    return varying
 
 
 def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

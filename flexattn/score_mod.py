@@ -35,7 +35,7 @@ from flexattn.dispatch.program import (
     read_dtype,
 )
 from flexattn.mod_bands import conjunction, implied_band, is_identity, split_hidden
-from flexattn.mod_graph import INTEGERS, as_dtype, converted, normalised, place_of
+from flexattn.mod_graph import INTEGERS, as_dtype, cancel_factors, converted, normalised, place_of
 from flexattn.warn import warn_once
 
 Mod = Callable[..., Any]
@@ -514,6 +514,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
             outputs.append([positions[node.args[0].target], indices, value])
     graph.output(outputs)
     graph.eliminate_dead_code()
+    cancel_factors(graph)
     return graph
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.primitives import listed_tile, load_block_list, load_sequence, logits
+from flexattn.kernels_triton.primitives import listed_tile, load_block_list, load_head, load_sequence, logits
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -278,6 +278,16 @@ def query_block(t, found, META: gl.constexpr):
 
 
 @gluon.jit
+def load_statistics(descriptor, first_tile, row, len_q, barrier, destination, META: gl.constexpr):
+    # Those of the BLOCK_M queries from `row` on, of the head whose tiles begin at first_tile. A listed block may lie past the end,
+    # where the next head's would be: zeros instead.
+    at = (first_tile + row // META.BLOCK_M) * (2 * META.BLOCK_M)
+    if META.BLOCK_SIZE_Q > 0:
+        at = gl.where(row < len_q, at, -2 * META.BLOCK_M)
+    tma.async_copy_global_to_shared(descriptor, [at], barrier, destination)
+
+
+@gluon.jit
 def modified(qk, i, j, place, scores, head, MODS: gl.constexpr, META: gl.constexpr):
     # `primitives.logits` of one head's tile, in either order
     len_q, len_kv, shift, b, h = place
@@ -305,6 +315,13 @@ def modified(qk, i, j, place, scores, head, MODS: gl.constexpr, META: gl.constex
 
 
 @gluon.jit
+def head_of(bias, b, h, META: gl.constexpr):
+    # What `modified` reads of a head
+    bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b = bias
+    return load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+
+
+@gluon.jit
 def mask_by_mod(s, i, j, is_full, place, captures, MODS: gl.constexpr, META: gl.constexpr):
     # -inf where the mask_mod hides, which blocks that a block mask calls full do not ask
     _, _, _, b, h = place
@@ -328,9 +345,9 @@ def mask_queries(s, rows, columns, shift, window_left, window_right, META: gl.co
 
 
 @gluon.jit
-def hide_queries_past_the_end(s, row, columns, len_q, META: gl.constexpr):
+def hide_queries_past_the_end(s, row, columns, len_q, MODS: gl.constexpr, META: gl.constexpr):
     # A score_mod may make the scores of a query past the end infinite.
-    if META.HAS_SCORE_MOD:  # noqa: SIM102  # this is known when it is compiled, that at run time
+    if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if row + META.BLOCK_M > len_q:
             s = gl.where((columns < len_q)[None, :], s, float("-inf"))
     return s

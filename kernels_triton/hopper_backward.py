@@ -25,9 +25,11 @@ from flexattn.kernels_triton.hopper import (
     blocks_of_keys,
     blocks_of_queries,
     descriptor_error,
+    head_of,
     hide_queries_past_the_end,
     key_block,
     load_rows,
+    load_statistics,
     mask_by_mod,
     mask_keys,
     mask_queries,
@@ -391,8 +393,8 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, num_blocks, fou
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
         if META.QK1 > 0:
             load_rows(q1_descriptor, q_place[0], len_q, row, q_place[1] + head, QK0, full, q1_tiles.index(slot))
-        at = (first_tile + head * tiles_of_a_head + row // META.BLOCK_M) * (2 * META.BLOCK_M)
-        tma.async_copy_global_to_shared(statistics_descriptor, [at], full, statistics_tiles.index(slot))
+        of_head = first_tile + head * tiles_of_a_head
+        load_statistics(statistics_descriptor, of_head, row, len_q, full, statistics_tiles.index(slot), META)
         slot = turn % META.STAGES1
         mbarrier.wait(dout_empty.index(slot), ((turn // META.STAGES1) & 1) ^ 1)
         mbarrier.expect(dout_full.index(slot), dout_descriptor.block_type.nbytes)
@@ -411,12 +413,6 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, num_blocks, fou
             store_rows(dk1_descriptor, dk_place[0], len_kv, row, dk_place[1], QK0, k1_tiles.index(part))
         store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, v_tiles.index(part))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _head_of(bias, b, h, META: gl.constexpr):
-    bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b = bias
-    return load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
 
 
 @gluon.jit
@@ -459,7 +455,7 @@ def _dkdv_compute(
     mbarrier.wait(kv_full.index(0), 0)
     t = 0
     h = first_head
-    head = _head_of(bias, b, h, META)
+    head = head_of(bias, b, h, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -487,7 +483,7 @@ def _dkdv_compute(
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
-        s = hide_queries_past_the_end(s, row, columns, len_q, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
@@ -512,7 +508,7 @@ def _dkdv_compute(
         if t == num_blocks:
             t = 0
             h += 1
-            head = _head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
@@ -560,7 +556,7 @@ def _dkdv_compute_columns(
     mbarrier.wait(kv_full.index(0), 0)
     t = 0
     h = first_head
-    head = _head_of(bias, b, h, META)
+    head = head_of(bias, b, h, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -588,7 +584,7 @@ def _dkdv_compute_columns(
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
-        s = hide_queries_past_the_end(s, row, columns, len_q, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
         buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
         shared_p.index(buffer + CONSUMER).store(p.to(DTYPE))
@@ -617,7 +613,7 @@ def _dkdv_compute_columns(
         if t == num_blocks:
             t = 0
             h += 1
-            head = _head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
     fence_async_shared()

@@ -23,19 +23,25 @@ from flexattn.kernels_triton.configs import HopperOnePassTile, Tile, select_hopp
 from flexattn.kernels_triton.hopper import (
     allocate_barriers,
     batch_steps_of,
+    blocks_of_queries,
+    head_of,
+    hide_queries_past_the_end,
     load_rows,
+    load_statistics,
+    mask_by_mod,
+    modified,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
     opaque_zero,
-    query_blocks,
+    query_block,
     ragged_descriptor,
     reduce_add,
     sequences,
     store_rows,
 )
 from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_tile, row_pointer, row_steps, store_tile
+from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -62,6 +68,16 @@ class OnePassMeta(NamedTuple):
     HAS_GAPS_KV: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
@@ -84,7 +100,7 @@ def _block_of(table_ptr, num_heads_kv, blocks, META: gl.constexpr):
 
 
 @gluon.jit
-def _load(descriptors, tiles, barriers, places, group_size, begin, end, META: gl.constexpr):
+def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
     q_descriptor, dout_descriptor, k_descriptor, v_descriptor, statistics_descriptor, _, dk_descriptor, dv_descriptor = descriptors
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, _, _, dkdv_full = barriers
@@ -95,26 +111,26 @@ def _load(descriptors, tiles, barriers, places, group_size, begin, end, META: gl
         row = first_row + part * _ROWS
         load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
-    m = begin
+    t = 0
     head = 0
-    for turn in range((end - begin) * group_size):
-        row = m * META.BLOCK_M
+    for turn in range(num_blocks * group_size):
+        row = query_block(t, found, META)[0]
         slot = turn % _STAGES
         before = ((turn // _STAGES) & 1) ^ 1
         full = q_full.index(slot)
         mbarrier.wait(q_empty.index(slot), before)
         mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
-        at = (first_tile + head * tiles_of_a_head + m) * (2 * META.BLOCK_M)
-        tma.async_copy_global_to_shared(statistics_descriptor, [at], full, statistics_tiles.index(slot))
+        of_head = first_tile + head * tiles_of_a_head
+        load_statistics(statistics_descriptor, of_head, row, len_q, full, statistics_tiles.index(slot), META)
         full = dout_full.index(slot)
         if META.DOUT_APART:
             mbarrier.wait(dout_empty.index(slot), before)
         mbarrier.expect(full, dout_descriptor.block_type.nbytes)
         load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, full, dout_tiles.index(slot))
-        m += 1
-        if m == end:
-            m = begin
+        t += 1
+        if t == num_blocks:
+            t = 0
             head += 1
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(2):
@@ -125,24 +141,27 @@ def _load(descriptors, tiles, barriers, places, group_size, begin, end, META: gl
 
 
 @gluon.jit
-def _add_dq(descriptors, tiles, barriers, places, group_size, begin, end, META: gl.constexpr):
+def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
     _, _, _, _, _, dq_descriptor, _, _ = descriptors
     _, _, _, _, _, _, dq_tiles = tiles
     _, _, _, _, _, dq_full, dq_empty, _ = barriers
-    _, _, _, _, _, _, _, _, _, first_tile, tiles_of_a_head = places
-    m = begin
+    _, len_q, _, _, _, _, _, _, _, first_tile, tiles_of_a_head = places
+    t = 0
     head = 0
-    for turn in range((end - begin) * group_size):
+    for turn in range(num_blocks * group_size):
         slot = turn % _STAGES
-        row = (first_tile + head * tiles_of_a_head + m) * META.BLOCK_M
+        row = query_block(t, found, META)[0]
+        at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
         mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)
+        if META.BLOCK_SIZE_Q > 0:
+            at = gl.where(row < len_q, at, -META.BLOCK_M)  # past the end: no row of this head's
         for part in gl.static_range(2):
-            reduce_add(dq_descriptor, [row, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+            reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
         tma.store_wait(0)  # the engine has read the tile
         mbarrier.arrive(dq_empty.index(slot), count=1)
-        m += 1
-        if m == end:
-            m = begin
+        t += 1
+        if t == num_blocks:
+            t = 0
             head += 1
 
 
@@ -183,11 +202,22 @@ def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, ME
 
 
 @gluon.jit
-def _compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _compute(
+    tiles,
+    barriers,
+    common,
+    group_size,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, len_kv, shift, window_left, window_right = band
-    softmax_scale, scale_log2 = scales
+    first_row, window_left, window_right, scores, bias, place = common
+    len_q, len_kv, shift, b, first_head = place
+    softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
@@ -210,9 +240,13 @@ def _compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
     mbarrier.wait(kv_full.index(0), 0)
-    m = begin
-    turns = (end - begin) * group_size
+    t = 0
+    h = first_head
+    head = head_of(bias, b, h, META)
+    turns = num_blocks * group_size
     for turn in range(turns):
+        row, is_full = query_block(t, found, META)
+        columns = row + block_columns
         zero = opaque_zero(turn)
         slot = turn % _STAGES
         phase = (turn // _STAGES) & 1
@@ -225,14 +259,18 @@ def _compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
-        s = warpgroup_mma_wait(2, deps=[kq])
-        is_cut = m * BLOCK_M < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
+        kq = warpgroup_mma_wait(2, deps=[kq])
+        place = (len_q, len_kv, shift, b, h)
+        s, factor, slope, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
         if META.HAS_LEFT:
-            is_cut = is_cut | ((m + 1) * BLOCK_M > own_row - shift + window_left + 1)
+            is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
         if is_cut:
-            s = _mask(s, rows, m * BLOCK_M + block_columns, len_kv, shift, window_left, window_right, META)
+            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
-        p = gl.exp2(s * scale_log2 + minus_lse[None, :])
+        p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         mbarrier.wait(dout_full.index(slot), phase)
@@ -246,7 +284,9 @@ def _compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl
         dp = warpgroup_mma_wait(0, deps=[dp])
         if META.DOUT_APART:
             mbarrier.arrive(dout_empty.index(slot), count=1)
-        ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
+        dlogit = p * (dp + minus_delta[None, :])
+        dscore = through_mods(dlogit, slope, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
         fence_async_shared()
         named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
@@ -254,9 +294,11 @@ def _compute(tiles, barriers, band, scales, group_size, begin, end, CONSUMER: gl
         sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
         dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
         mbarrier.arrive(q_empty.index(slot), count=1)
-        m += 1
-        if m == end:
-            m = begin
+        t += 1
+        if t == num_blocks:
+            t = 0
+            h += 1
+            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
     if turns > 0:
@@ -287,7 +329,6 @@ def _attn_bwd_one_pass_hopper_kernel(
     cu_seqlens_q_padded_ptr,
     cu_seqlens_kv_padded_ptr,
     softmax_scale,
-    scale_log2,
     batch,
     num_heads,
     group_size,
@@ -311,6 +352,23 @@ def _attn_bwd_one_pass_hopper_kernel(
     step_dkh,
     step_dvs,
     step_dvh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of query blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
@@ -340,9 +398,10 @@ def _attn_bwd_one_pass_hopper_kernel(
     )
     shift = (len_kv - len_q) * bottom_right
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
-    end = gl.where(first_row < len_kv, end, begin)
     h = h_kv * group_size
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
+    num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
     descriptors = (
         q_descriptor,
         dout_descriptor,
@@ -367,14 +426,15 @@ def _attn_bwd_one_pass_hopper_kernel(
         statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M),
         tiles_of_a_head,
     )
-    band = (first_row, len_kv, shift, window_left, window_right)
-    scales = (softmax_scale, scale_log2)
+    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
+    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
-            (_compute, (tiles, barriers, band, scales, group_size, begin, end, 0, META)),
-            (_compute, (tiles, barriers, band, scales, group_size, begin, end, 1, META)),
-            (_load, (descriptors, tiles, barriers, places, group_size, begin, end, META)),
-            (_add_dq, (descriptors, tiles, barriers, places, group_size, begin, end, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+            (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -428,8 +488,6 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
-    if x.is_modified:
-        return "it takes scores as they are"
     return hopper_backward.refusal(x, out, dout)
 
 
@@ -478,6 +536,7 @@ def one_pass_backward(
         HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
         HAS_LEFT=x.window_left is not None,
         HAS_RIGHT=x.window_right is not None,
+        **x.score_meta(),
         BLOCK_M=size,
         BLOCK_N=_KEYS,
         DIM=dim,
@@ -495,9 +554,12 @@ def one_pass_backward(
             TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
             *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
             *(tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
-            *(float(x.softmax_scale), x.softmax_scale * LOG2E.value, x.batch, x.num_heads, x.group_size, blocks),
+            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks),
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
             *batch_steps_of(x.q, dout, x.k, x.v, dk, dv),
+            *x.score_arguments(),
+            *x.list_arguments("q"),
+            x.mods,
             meta,
         ),
     )

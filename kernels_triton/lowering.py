@@ -198,7 +198,7 @@ class _Lowering:
                 if accumulates:
                     self._accumulate(outputs[1:])
                 else:
-                    results.append(self._result(outputs[0] if isinstance(outputs, (list, tuple)) else outputs))
+                    results.append(self._guarded(outputs[0]) if isinstance(outputs, (list, tuple)) else self._result(outputs))
         given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
         parameters = [given.get(argument, argument) for argument in arguments]
         parameters += ["captures", *(("sums", "scales", "MODE: tl.constexpr") if accumulates else ())]
@@ -231,6 +231,11 @@ class _Lowering:
             return value.text
         depends = _dependencies(first)
         return value.text if depends & {"score", "dscore"} else _whole_tile(value.text)
+
+    def _guarded(self, gradient: Any) -> str:
+        """The gradient of the score: 0 where nothing comes in, as where nothing is visible, also if the derivative is infinite."""
+        text = self._result(gradient)
+        return text if gradient is None or _is_finite(gradient) else f"tl.where(dscore == 0.0, 0.0, {text})"
 
     def _operand(self, x: Any) -> _Value:
         if isinstance(x, Node):
@@ -412,6 +417,30 @@ def _dependencies(node: Node) -> set[str]:
     return {str(x.target) for x in _ancestors([node]) if x.op == "placeholder"}
 
 
+def is_finite(graph: Graph | None) -> bool:
+    """Whether a graph's first output is finite for every finite score, whatever tensors hold but for what a whole head reads."""
+    if graph is None:
+        return True
+    outputs = next(node.args[0] for node in graph.nodes if node.op == "output")
+    first = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
+    return first is None or _is_finite(first)
+
+
+def _is_finite(result: Node) -> bool:
+    for node in _ancestors([result]):
+        op = None if node.op == "placeholder" else op_of(node)
+        divisor = node.args[1] if op == "div" else None
+        if op is None or op in _FINITE or not node.meta["dtype"].is_floating_point or _is_same_for_a_head(node):
+            continue
+        if divisor is None or not (isinstance(divisor, (int, float)) or _is_same_for_a_head(divisor)):
+            return False
+    return True
+
+
+def _is_same_for_a_head(node: Any) -> bool:
+    return isinstance(node, Node) and not _dependencies(node) & _VARYING
+
+
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
     """The nodes, and all that they are computed from."""
     todo = list(nodes)
@@ -466,6 +495,13 @@ def _bounds(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
     return max(min(corners), INT64[0]), min(max(corners), INT64[1])
 
 
+# Of finite numbers these give finite ones.
+# fmt: off
+_FINITE = frozenset((
+    "abs", "add", "ceil", "clamp", "cos", "erf", "erfc", "floor", "full", "maximum", "minimum", "mul", "neg", "relu", "round",
+    "sigmoid", "sign", "sin", "sub", "tanh", "_to_copy", "trunc", "where",
+))
+# fmt: on
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 

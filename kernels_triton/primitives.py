@@ -471,7 +471,7 @@ def score_gradient(
         p = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
     elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
         p = tl.where(visible_queries(i, j, shift, window_left, window_right, META), p, 0.0)
-    if MASK != "none" and META.HAS_SCORE_MOD:  # which may make the scores of a query past the end infinite
+    if MASK != "none" and META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
         p = tl.where(i < len_q, p, 0.0)
     if META.HAS_MASK_MOD and (MASK != "none" or META.BLOCK_SIZE_Q == 0):
         p = tl.where(MODS.mask(b, h, i, j, captures) | is_full, p, 0.0)
@@ -487,6 +487,6 @@ def score_gradient(
 def through_mods(dlogit, slope, score, b, h, i, j, captures, MODS: tl.constexpr, META: tl.constexpr):
     # From d loss / d logit to d loss / d scaled score, with what `logits` returned.
     dscore = dlogit
-    if META.HAS_SCORE_MOD:  # whose derivative may be infinite where nothing is visible
-        dscore = tl.where(dlogit == 0.0, 0.0, MODS.gradient(dlogit, score, b, h, i, j, captures))
+    if META.HAS_SCORE_MOD:
+        dscore = MODS.gradient(dlogit, score, b, h, i, j, captures)
     return dscore * slope

@@ -25,6 +25,7 @@ class Mods(NamedTuple):
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
     mask_of_block: Any = None  # the same of all queries and keys of a block: (all are visible, any may be), as `intervals` makes it
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
+    score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
 
 

@@ -19,7 +19,7 @@ from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_backward, hopper_forward
+from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass
 from flexattn.kernels_triton.compile_report import compile_many, request_for
 from flexattn.kernels_triton.launch import recorded_launches
 from flexattn.score_mod import trace_mods
@@ -37,6 +37,7 @@ from flexattn.testing import (
 HEADS = 4
 UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": HEADS, "num_heads_kv": 2}
 LONG = {"lengths_q": [300, 0, 1, 700, 129], "lengths_kv": [333, 50, 500, 600, 0], "num_heads": HEADS, "num_heads_kv": 2}
+BACKWARDS = ("split", "one pass")
 SLOPES = (0.3, 0.02, 0.7, 0.11)
 
 
@@ -103,17 +104,21 @@ def make_case(device: str, features: dict[str, Any], **inputs: Any) -> tuple[Inp
 
 
 def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
-    """What the kernels make of a call, launched as they are."""
+    """What the kernels make of a call, launched as they are; the gradients twice where there is a kernel in one pass."""
     problem = triton_backend._problem(spec, x)
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
     lse = torch.full(shape, float("nan"), device=x.q.device)
     rows = as_bshd(out, spec.q_format)
     hopper_forward.hopper_forward(problem, rows, lse)
-    gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
-    views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
-    hopper_backward.hopper_backward(problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    results = {"out": out, "lse": lse}
+    backwards = {"split": hopper_backward.hopper_backward, "one pass": hopper_one_pass.one_pass_backward}
+    for name in BACKWARDS if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else BACKWARDS[:1]:
+        gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
+        views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
+        backwards[name](problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views)
+        results |= {f"{name} {of}": t for of, t in zip(("dq", "dk", "dv"), gradients, strict=True)}
+    return results
 
 
 def check_results(results: dict[str, Tensor], given: Inputs, spec: AttentionSpec, x: Operands) -> None:
@@ -122,15 +127,17 @@ def check_results(results: dict[str, Tensor], given: Inputs, spec: AttentionSpec
         (*reference_attention(spec, x, dtype=dtype)[:2], *reference_gradients(spec, x, dout, None, dtype=dtype)[:3])
         for dtype in (torch.float64, spec.dtype)
     )
-    for (name, got), want, same_dtype in zip(results.items(), exact, budget, strict=True):
-        check_close(name, got, want, same_dtype, **({"factor": GRADIENT_FACTOR} if name.startswith("d") else {}))
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, got in results.items():
+        at = names.index(name.split()[-1])
+        check_close(name, got, exact[at], budget[at], **({"factor": GRADIENT_FACTOR} if at > 1 else {}))
 
 
 def check_emulated(seed: int, features: dict[str, Any], **inputs: Any) -> None:
     case = make_case("cpu", features, **inputs)
-    with emulated(seed, hopper_forward, hopper_backward) as reports:
+    with emulated(seed, hopper_forward, hopper_backward, hopper_one_pass) as reports:
         results = run(*case)
-    assert len(reports) == 3
+    assert len(reports) == (4 if "one pass dq" in results else 3)
     for name, report in reports.items():
         assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
     check_results(results, *case)
@@ -223,7 +230,7 @@ def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
             if "hopper" in launch.kernel.__name__:
                 requests.append(request_for(launch, 90))
                 names.append((name, launch.kernel.__name__))
-    assert len(names) == 3 * (len(FEATURES) + 1)
+    assert len(names) == (4 if max(dims) <= 128 else 3) * (len(FEATURES) + 1)
     for case_name, report in zip(names, compile_many(requests), strict=True):
         most = LOOP_SPILLS.get(case_name[0], 0.05 if dims[0] == 256 else 0.03)
         assert report.loop_spill_share <= most, f"{case_name}: {report}"
