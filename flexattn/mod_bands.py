@@ -5,7 +5,9 @@ So a causal or window mask costs what attn_mask_type and window_size cost, howev
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,11 +17,11 @@ from flexattn.dispatch.program import call, op_name
 
 
 class Implied(NamedTuple):
-    """Query i sees at most keys i - left .. i + right, None leaving a side open; is_all: and it sees all of these."""
+    """Query i sees at most keys i - left .. i + right, None leaving a side open; of these, those that `rest` says, None for all."""
 
     left: int | None
     right: int | None
-    is_all: bool
+    rest: Graph | None
 
 
 class _Affine(NamedTuple):
@@ -77,26 +79,37 @@ def is_identity(score: Graph) -> bool:
 
 
 def implied_band(mask: Graph) -> Implied:
-    """The band that a mask_mod's top-level conjunction says."""
+    """The band that a mask_mod's top-level conjunction says, and what else it says."""
     left: int | None = None
     right: int | None = None
-    is_all = True
+    others: list[Node] = []
     todo = [_output(mask)]
     while todo:
         term = todo.pop()
-        if term.op == "call_function" and op_name(term) in ("bitwise_and", "logical_and"):
-            todo += [x for x in term.args if isinstance(x, Node)]
+        if _is_conjunction(term):
+            todo += cast("tuple[Node, ...]", term.args[::-1])
             continue
         bounds = _bounds(term)
-        is_all = is_all and bool(bounds)
+        if not bounds or any(bound < 0 for _, bound in bounds):  # a band's sides begin at the diagonal
+            others.append(term)
         for side, bound in bounds:
-            if bound < 0:  # a band's sides begin at the diagonal
-                is_all = False
-            elif side == "left":
+            if bound >= 0 and side == "left":
                 left = bound if left is None else min(left, bound)
-            else:
+            elif bound >= 0:
                 right = bound if right is None else min(right, bound)
-    return Implied(left, right, is_all)
+    return Implied(left, right, _all_of(mask, others))
+
+
+def _all_of(mask: Graph, terms: Sequence[Node]) -> Graph | None:
+    """The mask that lets through what all of its terms do; None for none of them."""
+    parts = [_with_output(mask, term) for term in terms]
+    return functools.reduce(conjunction, parts) if parts else None
+
+
+def _is_conjunction(term: Node) -> bool:
+    if term.op != "call_function" or op_name(term) not in ("bitwise_and", "logical_and"):
+        return False
+    return all(isinstance(x, Node) and x.meta["dtype"] is torch.bool for x in term.args)
 
 
 def _bounds(term: Node) -> list[tuple[str, int]]:

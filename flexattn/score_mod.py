@@ -164,8 +164,7 @@ def _joined(
         if hidden is not None:
             mask = hidden if mask is None else conjunction(hidden, mask)
         if mask is not None:
-            left, right, is_all = implied_band(mask)
-            mask = None if is_all else mask
+            left, right, mask = implied_band(mask)
     wants_derivative = needs_grad or any(capture.needs_grad for capture in captures)
     if given is not None:
         derivative: Graph | None = _listed(given)

@@ -78,10 +78,7 @@ def _attn_bwd_dq_loop(
     b,
     h,
     captures,
-    masked_ptr,
-    num_masked,
-    full_ptr,
-    first_full,
+    listed,
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -95,7 +92,7 @@ def _attn_bwd_dq_loop(
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, *listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = k_base + tl.cast(n, tl.int64) * k_step
             v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
@@ -295,20 +292,23 @@ def _attn_bwd_dq_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+    masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
     if META.BLOCK_SIZE_Q > 0:
         list_row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = load_block_lists(
             block_counts_ptr,
             block_indices_ptr,
             full_counts_ptr,
             full_indices_ptr,
             list_row,
             list_length,
-            len_kv,
+            begin,
+            full_begin,
+            full_end,
+            end,
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
-            META,
+            META.HAS_LEFT,
         )
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
         first = 0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end))
@@ -351,10 +351,9 @@ def _attn_bwd_dq_kernel(
                 b,
                 h,
                 captures,
-                masked_ptr,
-                0 if phase == 1 else num_masked,
-                full_ptr,
-                0 if phase == 1 else inside,
+                (masked_ptr, 0, full_ptr, 0, first_inside)
+                if phase == 1
+                else (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
                 MODS,
                 phase != 1,
                 META,
@@ -425,10 +424,7 @@ def _attn_bwd_dkdv_loop(
     b,
     h,
     captures,
-    masked_ptr,
-    num_masked,
-    full_ptr,
-    first_full,
+    listed,
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -445,7 +441,7 @@ def _attn_bwd_dkdv_loop(
         m = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            m, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_Q, BLOCK_M)
+            m, is_full = listed_tile(t, *listed, META.BLOCK_SIZE_Q, BLOCK_M)
             q_pointer = q_base + tl.cast(m, tl.int64) * q_step
             dout_pointer = dout_base + tl.cast(m, tl.int64) * dout_step
         rows = m + tl.arange(0, BLOCK_M)
@@ -667,20 +663,24 @@ def _attn_bwd_dkdv_kernel(
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
         # right side the latter come first: after a loop that may have been skipped, ptxas serializes wgmma.
-        masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+        masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
+        num_tiles, num_full_tiles = 0, 0
         if META.BLOCK_SIZE_Q > 0:
             row = b * stride_list_b + h * stride_list_h + first_column // META.BLOCK_SIZE_KV
-            masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+            masked_ptr, num_masked, full_ptr, first_inside, last_inside, num_tiles, num_full_tiles = load_block_lists(
                 block_counts_ptr,
                 block_indices_ptr,
                 full_counts_ptr,
                 full_indices_ptr,
                 row,
                 list_length,
-                len_q,
+                begin,
+                full_begin,
+                full_end,
+                end,
                 META.BLOCK_SIZE_Q,
                 META.BLOCK_M,
-                META,
+                META.HAS_RIGHT,
             )
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the one that is cut
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
@@ -688,7 +688,7 @@ def _attn_bwd_dkdv_kernel(
             for part in range(first_part, last_part):
                 if META.BLOCK_SIZE_Q > 0:
                     part_begin = 0
-                    part_end = end if phase == 1 else full_end
+                    part_end = num_tiles if phase == 1 else num_full_tiles
                 elif phase == 1:
                     part_begin = begin if part == 0 else full_end
                     part_end = full_begin if part == 0 else end
@@ -735,10 +735,9 @@ def _attn_bwd_dkdv_kernel(
                     b,
                     h,
                     captures,
-                    masked_ptr,
-                    num_masked if phase == 1 else 0,
-                    full_ptr,
-                    inside if phase == 1 else 0,
+                    (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside)
+                    if phase == 1
+                    else (masked_ptr, 0, full_ptr, 0, first_inside),
                     MODS,
                     dk_ptr is not None,
                     dv_ptr is not None,

@@ -139,31 +139,34 @@ def _attn_bwd_captures_kernel(
         q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     if META.V1 > 0:
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-    begin, _, _, end = visible_range(
+    begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
     masked_ptr, num_masked, full_ptr = block_indices_ptr, 0, full_indices_ptr
     if META.BLOCK_SIZE_Q > 0:
         row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        begin = 0
-        masked_ptr, num_masked, full_ptr, _inside, end, num_inside = load_block_lists(
+        masked_ptr, num_masked, full_ptr, _first, _last, num_cut, num_uncut = load_block_lists(
             block_counts_ptr,
             block_indices_ptr,
             full_counts_ptr,
             full_indices_ptr,
             row,
             list_length,
-            len_kv,
+            begin,
+            full_begin,
+            full_end,
+            end,
             META.BLOCK_SIZE_KV,
             BLOCK_N,
-            META,
+            META.HAS_LEFT,
         )
-        end += num_inside
+        begin = 0
+        end = num_cut + num_uncut
     for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, 0, META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, 0, 0, META.BLOCK_SIZE_KV, BLOCK_N)
         columns = n + tl.arange(0, BLOCK_N)
         k_pointer = k_base + tl.cast(n, tl.int64) * k_step
         v_pointer = v_base + tl.cast(n, tl.int64) * v_step

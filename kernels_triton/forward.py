@@ -64,10 +64,7 @@ def _attn_fwd_loop(
     b,
     h,
     captures,
-    masked_ptr,
-    num_masked,
-    full_ptr,
-    first_full,
+    listed,  # of a block mask: what `listed_tile` finds a tile by
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -81,7 +78,7 @@ def _attn_fwd_loop(
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, *listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = k_base + tl.cast(n, tl.int64) * k_step
             v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
@@ -254,20 +251,23 @@ def _attn_fwd_kernel(
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
-    masked_ptr, num_masked, full_ptr, inside = block_indices_ptr, 0, full_indices_ptr, 0
+    masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
     if META.BLOCK_SIZE_Q > 0:
         row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        masked_ptr, num_masked, full_ptr, inside, end, full_end = load_block_lists(
+        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = load_block_lists(
             block_counts_ptr,
             block_indices_ptr,
             full_counts_ptr,
             full_indices_ptr,
             row,
             list_length,
-            len_kv,
+            begin,
+            full_begin,
+            full_end,
+            end,
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
-            META,
+            META.HAS_LEFT,
         )
     # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
     # With a block mask 1: blocks that are seen whole; 2: all others.
@@ -305,10 +305,9 @@ def _attn_fwd_kernel(
             b,
             h,
             captures,
-            masked_ptr,
-            0 if phase == 1 else num_masked,
-            full_ptr,
-            0 if phase == 1 else inside,
+            (masked_ptr, 0, full_ptr, 0, first_inside)
+            if phase == 1
+            else (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
             MODS,
             phase != 1,
             META,

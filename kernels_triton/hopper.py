@@ -222,13 +222,15 @@ def mask_keys(qk, rows, columns, len_kv, shift, window_left, window_right, META:
 
 
 @gluon.jit
-def _listed_blocks(lists, b, h, first, length, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr):
+def _listed_blocks(
+    lists, b, h, first, begin, end, HAS_BEFORE: gl.constexpr, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr
+):
     # Of a block mask with blocks of SIZE tokens, of which `first` is one: (how many tiles of BLOCK tokens of the other side, whose
-    # blocks have OTHER and whose length this is, they see; what `_listed_block` finds them by).
+    # blocks have OTHER and of which begin .. end is in the band, they see; what `_listed_block` finds them by).
     counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, stride_b, stride_h, list_length = lists
     row = b * stride_b + h * stride_h + first // SIZE
-    masked_ptr, num_masked, _ = load_block_list(counts_ptr, indices_ptr, row, list_length, length, OTHER)
-    full_ptr, num_full, _ = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, length, OTHER)
+    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE)
+    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE)
     return (num_masked + num_full) * (OTHER // BLOCK), (masked_ptr, num_masked, full_ptr)
 
 
@@ -236,16 +238,17 @@ def _listed_blocks(lists, b, h, first, length, SIZE: gl.constexpr, OTHER: gl.con
 def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
     # (the first token of tile t, whether the mask_mod need not be asked)
     masked_ptr, num_masked, full_ptr = found
-    return listed_tile(t, masked_ptr, num_masked, full_ptr, 0, OTHER, BLOCK)
+    return listed_tile(t, masked_ptr, num_masked, full_ptr, 0, 0, OTHER, BLOCK)
 
 
 @gluon.jit
 def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr):
     # (how many blocks of keys some of BLOCK_M queries from first_row on see, what `key_block` finds them by)
+    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
     if META.BLOCK_SIZE_Q > 0:
-        return _listed_blocks(lists, b, h, first_row, len_kv, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        band = (begin * META.BLOCK_N, gl.minimum(end * META.BLOCK_N, len_kv), META.HAS_LEFT)
+        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)
     else:
-        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
         return end - begin, begin
 
 
@@ -261,10 +264,11 @@ def key_block(t, found, META: gl.constexpr):
 @gluon.jit
 def blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META: gl.constexpr):
     # (how many blocks of queries see some of BLOCK_N keys from first_row on, what `query_block` finds them by)
+    begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
     if META.BLOCK_SIZE_Q > 0:
-        return _listed_blocks(lists, b, h, first_row, len_q, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M)
+        band = (begin * META.BLOCK_M, gl.minimum(end * META.BLOCK_M, len_q), META.HAS_RIGHT)
+        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M)
     else:
-        begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
         return end - begin, begin
 
 

@@ -199,7 +199,7 @@ def _dq_compute(
         v0 = v_tiles.index(v_slot).reshape([BLOCK_N, V0])
         dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         qk = warpgroup_mma_wait(1, deps=[qk])
-        s, factor, slope, score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+        s, factor, cap_tanh, score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
         is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
             is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
@@ -210,7 +210,7 @@ def _dq_compute(
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_slot), count=1)
         dlogit = p * (dp + minus_delta[:, None])
-        dscore = through_mods(dlogit, slope, score, b, h, rows[:, None], columns[None, :], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, rows[:, None], columns[None, :], captures, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
         if QK1 > 0:
@@ -473,7 +473,7 @@ def _dkdv_compute(
         dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, slope, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -489,7 +489,7 @@ def _dkdv_compute(
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp + minus_delta[None, :])
-        dscore = through_mods(dlogit, slope, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         p16 = gl.convert_layout(p.to(DTYPE), P)
         sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
@@ -574,7 +574,7 @@ def _dkdv_compute_columns(
         minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, slope, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -597,7 +597,7 @@ def _dkdv_compute_columns(
             part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
         dlogit = p * (dp + minus_delta[None, :])
-        dscore = through_mods(dlogit, slope, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(10, BOTH)

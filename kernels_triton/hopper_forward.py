@@ -257,7 +257,7 @@ def _compute_partition(
             mbarrier.arrive(k_empty.index(slot), count=1)
             column, is_full = key_block(num_blocks - 1, found, META)
             columns = column + block_columns
-            s, factor, _slope, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+            s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
             pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
@@ -279,7 +279,7 @@ def _compute_partition(
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 column, is_full = key_block(num_blocks - 1 - t, found, META)
                 columns = column + block_columns
-                s, factor, _slope, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+                s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
                 if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
                     is_cut = False
                     if META.BLOCK_SIZE_Q > 0:

@@ -261,7 +261,7 @@ def _compute(
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
         kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, slope, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
         if META.HAS_LEFT:
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
@@ -285,7 +285,7 @@ def _compute(
         if META.DOUT_APART:
             mbarrier.arrive(dout_empty.index(slot), count=1)
         dlogit = p * (dp + minus_delta[None, :])
-        dscore = through_mods(dlogit, slope, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
         fence_async_shared()

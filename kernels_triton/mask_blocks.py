@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flexattn.kernels_triton.configs import Tile
 from flexattn.kernels_triton.launch import kernel, launch
-from flexattn.kernels_triton.primitives import load_sequence
 from flexattn.kernels_triton.problem import BlockLists, Problem
 
 BLOCK = 128  # queries, and keys, of a block
@@ -26,13 +25,8 @@ _TILE = Tile(block_m=BLOCK, block_n=BLOCK, num_warps=8, num_stages=1)
 
 
 class ListMeta(NamedTuple):
-    """What the kernel is compiled for; the first names are `Meta`'s."""
+    """What the kernel is compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
     OF_QUERIES: bool  # lists of blocks of queries for each block of keys, not the other way round
@@ -42,18 +36,11 @@ class ListMeta(NamedTuple):
 
 @kernel
 def _mask_blocks_kernel(
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    batch,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
+    longest_q,
+    longest_kv,
     window_left,
     window_right,
-    bottom_right,
+    shift,
     captures,
     heads,
     rows,  # blocks that have a list
@@ -71,21 +58,6 @@ def _mask_blocks_kernel(
     row = pid % rows
     h = pid // rows % heads
     b = pid // rows // heads
-    _, len_q, _ = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
-    )
-    _, len_kv, _ = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
-    )
-    shift = (len_kv - len_q) * bottom_right
     one = tl.zeros([1], tl.int64)
     list_base = tl.cast(pid, tl.int64) * columns
     count = 0
@@ -96,14 +68,12 @@ def _mask_blocks_kernel(
         other_first = others.to(tl.int64) * BLOCK
         q_low, kv_low = (other_first, first) if META.OF_QUERIES else (first, other_first)
         # of a last block, what there is
-        q_high = tl.maximum(tl.minimum(q_low + BLOCK, len_q) - 1, q_low)
-        kv_high = tl.maximum(tl.minimum(kv_low + BLOCK, len_kv) - 1, kv_low)
+        q_high = tl.maximum(tl.minimum(q_low + BLOCK, longest_q) - 1, q_low)
+        kv_high = tl.maximum(tl.minimum(kv_low + BLOCK, longest_kv) - 1, kv_low)
         surely, possibly = MODS.mask_of_block(one + b, one + h, q_low, q_high, kv_low, kv_high, captures, BLOCK)
         if META.HAS_RIGHT:
-            surely = surely & (kv_high - q_low - shift <= window_right)
             possibly = possibly & (kv_low - q_high - shift <= window_right)
         if META.HAS_LEFT:
-            surely = surely & (q_high + shift - kv_low <= window_left)
             possibly = possibly & (q_low + shift - kv_high <= window_left)
         possibly = possibly & (others < columns)
         is_full = (surely & possibly).to(tl.int32)
@@ -125,65 +95,37 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward"]
         return problem
     if min(x.longest_q, x.longest_kv) < BLOCK or max(x.longest_q, x.longest_kv) < SHORTEST:
         return problem
-    has_band = x.window_left is not None or x.window_right is not None
-    needs_lengths = has_band and x.bottom_right and (x.cu_seqlens_q is not None)
     by_batch, by_head = x.mods.mask_depends_on
-    batch = x.batch if by_batch or needs_lengths else 1
+    batch = x.batch if by_batch else 1
     heads = x.num_heads if by_head else 1
     rows, columns = triton.cdiv(x.longest_q, BLOCK), triton.cdiv(x.longest_kv, BLOCK)
     if 4 * batch * heads * rows * columns > _MOST_ENTRIES:
         return problem
-    of_keys = _lists(x, batch, heads, rows, columns, needs_lengths, of_queries=False)
+    of_keys = _lists(x, batch, heads, rows, columns, of_queries=False)
     of_queries: tuple[Any, ...] = (None, None, None, None)
     if direction == "backward":
-        of_queries = _lists(x, batch, heads, columns, rows, needs_lengths, of_queries=True)
-    lists = BlockLists(*of_keys, *of_queries, BLOCK, BLOCK, has_band=True)
-    return dataclasses.replace(problem, block_mask=lists)
+        of_queries = _lists(x, batch, heads, columns, rows, of_queries=True)
+    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK))
 
 
-def _lists(
-    x: Problem, batch: int, heads: int, rows: int, columns: int, needs_lengths: bool, of_queries: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _lists(x: Problem, batch: int, heads: int, rows: int, columns: int, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(counts, indices, counts of the full, indices of the full), of blocks of keys or of queries."""
     assert x.mods is not None
     number = batch * heads * rows
     memory = torch.empty(2 * number * (1 + columns), dtype=torch.int32, device=x.device)
     counts, full_counts, indices, full_indices = memory.split([number, number, number * columns, number * columns])
+    # What the band hides is left out where the host knows its diagonal; the kernels that read the lists see to the rest.
+    is_known = not x.bottom_right or x.cu_seqlens_q is None
     meta = ListMeta(
-        IS_RAGGED_Q=needs_lengths and x.q.dim() == 3,
-        IS_RAGGED_KV=needs_lengths and x.k.dim() == 3,
-        HAS_LENGTHS=needs_lengths,
-        HAS_GAPS_Q=needs_lengths and x.cu_seqlens_q_padded is not None,
-        HAS_GAPS_KV=needs_lengths and x.cu_seqlens_kv_padded is not None,
-        HAS_LEFT=x.window_left is not None,
-        HAS_RIGHT=x.window_right is not None,
+        HAS_LEFT=is_known and x.window_left is not None,
+        HAS_RIGHT=is_known and x.window_right is not None,
         OF_QUERIES=of_queries,
         BLOCK=BLOCK,
         CHUNK=_CHUNK,
     )
-    arguments = (
-        x.cu_seqlens_q,
-        x.cu_seqlens_kv,
-        x.cu_seqlens_q_padded,
-        x.cu_seqlens_kv_padded,
-        x.batch,
-        x.q.shape[-3] if needs_lengths else x.longest_q,
-        x.k.shape[-3] if needs_lengths else x.longest_kv,
-        x.longest_q,
-        x.longest_kv,
-        *x.window,
-        int(x.bottom_right),
-        x.captures,
-        heads,
-        rows,
-        columns,
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        x.mods,
-        meta,
-    )
+    shift = x.longest_kv - x.longest_q if x.bottom_right else 0
+    sizes = (x.longest_q, x.longest_kv, *x.window, shift)
+    arguments = (*sizes, x.captures, heads, rows, columns, counts, indices, full_counts, full_indices, x.mods, meta)
     launch(_mask_blocks_kernel, number, x.device, _TILE, arguments)
     shape = (batch, heads, rows)
     return counts.view(shape), indices.view(*shape, columns), full_counts.view(shape), full_indices.view(*shape, columns)

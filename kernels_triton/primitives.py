@@ -257,16 +257,28 @@ def visible_range(
 
 
 @triton.jit
-def load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE: tl.constexpr):
-    # (where a row's list of blocks begins, how many begin before `length`, how many of those end before it)
+def blocks_before(pointer, count, bound, SIZE: tl.constexpr):
+    # How many of `count` ascending blocks of SIZE begin before `bound`, which most often is after all of them.
+    low = count * 0
+    high = count
+    while low < high:
+        middle = tl.where((low == 0) & (high == count), high - 1, (low + high) // 2)
+        is_before = tl.load(pointer + middle) * SIZE < bound
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit
+def load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr):
+    # (where the blocks of a row's list begin that have something of begin .. end, how many they are); end is at most the length
     pointer = indices_ptr + tl.cast(row, tl.int64) * list_length
-    count = tl.load(counts_ptr + row)
-    while (count > 0) & (tl.load(pointer + tl.maximum(count - 1, 0)) * SIZE >= length):
-        count -= 1
-    inside = count
-    while (inside > 0) & ((tl.load(pointer + tl.maximum(inside - 1, 0)) + 1) * SIZE > length):
-        inside -= 1
-    return pointer, count, inside
+    count = blocks_before(pointer, tl.load(counts_ptr + row), end, SIZE)
+    if HAS_BEFORE:
+        skipped = blocks_before(pointer, count, begin - SIZE + 1, SIZE)
+        pointer += skipped
+        count -= skipped
+    return pointer, count
 
 
 @triton.jit
@@ -277,28 +289,37 @@ def load_block_lists(
     full_indices_ptr,
     row,
     list_length,
-    length,
+    begin,
+    full_begin,
+    full_end,
+    end,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    META: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
 ):
-    # The masked blocks and the full ones: (list, count) of the masked, list of the full, how many of those come unmasked, and the
-    # tiles of both kinds: masked, with the full ones that the end or the band may cut, and unmasked.
-    masked_ptr, num_masked, _ = load_block_list(counts_ptr, indices_ptr, row, list_length, length, SIZE)
-    full_ptr, num_full, inside = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, length, SIZE)
-    if (META.HAS_LEFT or META.HAS_RIGHT) and not META.BLOCKS_HAVE_BAND:
-        inside = num_full * 0
+    # With what `visible_range` says: the list of masked blocks and their number, the list of the full ones and which of these,
+    # from the first to the last, neither the band nor the end cuts; and the number of tiles in all others, and in these.
+    sides = (row, list_length, begin, end)
+    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE)
+    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE)
+    last = blocks_before(full_ptr, num_full, full_end - SIZE + 1, SIZE)
+    first = last * 0
+    if HAS_BEFORE:
+        first = blocks_before(full_ptr, last, full_begin, SIZE)
     tiles: tl.constexpr = SIZE // BLOCK
-    return masked_ptr, num_masked, full_ptr, inside, (num_masked + num_full - inside) * tiles, inside * tiles
+    return masked_ptr, num_masked, full_ptr, first, last, (num_masked + num_full - last + first) * tiles, (last - first) * tiles
 
 
 @triton.jit
-def listed_tile(t, masked_ptr, num_masked, full_ptr, first_full, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # (where tile t begins, whether its block is full), counting first the masked blocks, then the full ones from first_full on.
+def listed_tile(t, masked_ptr, num_masked, full_ptr, skip_from, skipped, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # (where tile t begins, whether its block is full), counting first the masked blocks, then the full ones but `skipped` of them
+    # from skip_from on.
     tiles: tl.constexpr = SIZE // BLOCK
     block = t // tiles
     is_full = block >= num_masked
-    pointer = tl.where(is_full, full_ptr + (first_full + block - num_masked), masked_ptr + block)
+    place = block - num_masked
+    place += tl.where(place >= skip_from, skipped, 0)
+    pointer = tl.where(is_full, full_ptr + place, masked_ptr + block)
     return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full
 
 
@@ -372,12 +393,12 @@ def logits(
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
-    # (s, factor, slope, score): s * factor is the logit in units of log2, before the mask; slope is d capped / d scaled score;
-    # score is what score_mod is given. With nothing to add, s stays the raw product, and the scale is folded into the exponent's
+    # (s, factor, cap_tanh, score): s * factor is the logit in units of log2, before the mask; cap_tanh is the softcap's tanh, and
+    # score what score_mod is given. With nothing to add, s stays the raw product, and the scale is folded into the exponent's
     # multiply-add.
     s = qk
     factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
-    slope = 1.0
+    cap_tanh = 0.0
     score = qk
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP or META.HAS_SCORE_MOD:
         factor = LOG2E
@@ -385,9 +406,8 @@ def logits(
             s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
         s *= softmax_scale
         if META.HAS_SOFTCAP:
-            t = tanh(s / softcap) if META.IS_FP32 else tanh_in_half(s * (1.0 / softcap))
-            s = softcap * t
-            slope = 1 - t * t
+            cap_tanh = tanh(s / softcap) if META.IS_FP32 else tanh_in_half(s * (1.0 / softcap))
+            s = softcap * cap_tanh
         score = s
         if META.HAS_SCORE_MOD:
             s = MODS.score(score, b, h, i, j, captures)
@@ -395,7 +415,7 @@ def logits(
             s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
         if META.HAS_ALIBI:
             s -= alibi_slope * tl.abs(j - i - shift).to(tl.float32)
-    return s, factor, slope, score
+    return s, factor, cap_tanh, score
 
 
 @triton.jit
@@ -445,7 +465,7 @@ def score_gradient(
 ):
     # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score,
     # the score that score_mod was given).
-    s, factor, slope, score = logits(
+    s, factor, cap_tanh, score = logits(
         qk,
         i,
         j,
@@ -480,13 +500,15 @@ def score_gradient(
         p_dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     dlogit = p * (dp - delta)
-    return p, p_dropped, dlogit, through_mods(dlogit, slope, score, b, h, i, j, captures, MODS, META), score
+    return p, p_dropped, dlogit, through_mods(dlogit, cap_tanh, score, b, h, i, j, captures, MODS, META), score
 
 
 @triton.jit
-def through_mods(dlogit, slope, score, b, h, i, j, captures, MODS: tl.constexpr, META: tl.constexpr):
+def through_mods(dlogit, cap_tanh, score, b, h, i, j, captures, MODS: tl.constexpr, META: tl.constexpr):
     # From d loss / d logit to d loss / d scaled score, with what `logits` returned.
     dscore = dlogit
     if META.HAS_SCORE_MOD:
         dscore = MODS.gradient(dlogit, score, b, h, i, j, captures)
-    return dscore * slope
+    if META.HAS_SOFTCAP:
+        dscore *= 1 - cap_tanh * cap_tanh
+    return dscore

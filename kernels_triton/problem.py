@@ -46,7 +46,6 @@ class BlockLists(NamedTuple):
     full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
-    has_band: bool = False  # whether what is seen whole is so to the band as well
 
     def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
@@ -90,7 +89,6 @@ class Meta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
     BLOCK_SIZE_KV: int
-    BLOCKS_HAVE_BAND: bool  # what it calls full is so to the band as well
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -227,7 +225,6 @@ class Problem:
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
             HAS_DROPOUT=self.dropout_p > 0,
-            BLOCKS_HAVE_BAND=self.block_mask is not None and self.block_mask.has_band,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,

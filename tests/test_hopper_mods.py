@@ -176,6 +176,12 @@ BLOCK_MASKS: dict[str, tuple[Any, int | None]] = {
 }
 
 
+BANDS = {  # beside the block mask
+    "one for all heads": {"attn_mask_type": "padding", "window_size": (100, 30), "bottom_right_diagonal": False},
+    "one a head": {"attn_mask_type": "padding_causal_bottom_right"},
+}
+
+
 def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str) -> dict[str, Any]:
     mask_mod, heads = BLOCK_MASKS[name]
     mask = create_block_mask(mask_mod, None, heads, longest_q, longest_kv + 70, device)
@@ -189,7 +195,7 @@ def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str)
 def test_emulated_block_masks(name: str, dims: tuple[int, int]) -> None:
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
-    features = {"attn_mask_type": "padding", **_blocks(name, 300, 330, 2, "cpu")}
+    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
@@ -261,6 +267,6 @@ def test_biases_on_the_device(shape: tuple[int, ...]) -> None:
 def test_block_masks_on_the_device(name: str, dims: tuple[int, int]) -> None:
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [900, 610], "lengths_kv": [1030, 500], "num_heads": HEADS, "num_heads_kv": heads_kv}
-    features = {"attn_mask_type": "padding", **_blocks(name, 900, 1030, 2, "cuda")}
+    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 900, 1030, 2, "cuda")}
     case = make_case("cuda", features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
     check_results(run(*case), *case)
