@@ -277,11 +277,13 @@ class HopperOnePassTile(NamedTuple):
     open_from: int  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
     causal_from: int
     windowed_from: int
+    modified_from: int  # bench/results/one_pass_modified_h200.json
+    loaded_from: int  # with a block mask; a bias was not measured
 
 
 HOPPER_ONE_PASS = (
-    HopperOnePassTile(64, True, open_from=4096, causal_from=2048, windowed_from=2048),
-    HopperOnePassTile(128, False, open_from=512, causal_from=1024, windowed_from=2048),
+    HopperOnePassTile(64, True, open_from=4096, causal_from=2048, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(128, False, open_from=512, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
 )
 
 

@@ -153,10 +153,10 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found,
         row = query_block(t, found, META)[0]
         at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
         mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)
-        if META.BLOCK_SIZE_Q > 0:
-            at = gl.where(row < len_q, at, -META.BLOCK_M)  # past the end: no row of this head's
-        for part in gl.static_range(2):
-            reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+        # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
+        if META.BLOCK_SIZE_Q == 0 or row < len_q:
+            for part in gl.static_range(2):
+                reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
         tma.store_wait(0)  # the engine has read the tile
         mbarrier.arrive(dq_empty.index(slot), count=1)
         t += 1
@@ -495,7 +495,7 @@ def is_faster(problem: Problem) -> bool:
     """Whether a problem is one of those that were measured to be faster here than with the other kernels."""
     x = problem
     is_narrow = x.window_left is not None and x.window_left < _NARROWEST - 1
-    if x.is_modified or is_narrow or max(x.q.shape[-1], x.v.shape[-1]) > 128:
+    if x.bias is not None or is_narrow or max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return False
     tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
     tokens_kv = x.k.numel() // x.k.shape[-1]

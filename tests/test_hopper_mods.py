@@ -219,6 +219,8 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
 # As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at
 # head dim 256 dq leaves fewer registers to all of them.
 LOOP_SPILLS = {"bias": 0.08, "mod: softcap, documents": 0.16}
+# In one pass dk and dv leave fewer still at 128, spills and all 1.2 times as fast as two passes (one_pass_modified_h200.json).
+ONE_PASS_SPILLS = {"softcap": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,8 @@ def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
                 names.append((name, launch.kernel.__name__))
     assert len(names) == (4 if max(dims) <= 128 else 3) * (len(FEATURES) + 1)
     for case_name, report in zip(names, compile_many(requests), strict=True):
-        most = LOOP_SPILLS.get(case_name[0], 0.05 if dims[0] == 256 else 0.03)
+        spills = ONE_PASS_SPILLS | LOOP_SPILLS if "one_pass" in case_name[1] else LOOP_SPILLS
+        most = spills.get(case_name[0], 0.05 if dims[0] == 256 else 0.03)
         assert report.loop_spill_share <= most, f"{case_name}: {report}"
         assert not report.warnings, f"{case_name}: {report.warnings}"
         assert set(report.matrix_instructions) == {"HGMMA"}, case_name
