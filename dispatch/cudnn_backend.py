@@ -231,6 +231,11 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     _prepared.add(key)
 
 
+def can_be_taped() -> bool:
+    """cuDNN launches by itself."""
+    return False
+
+
 _prepared: set[Any] = set()  # calls whose plan is known to be there, as a forward asks for its backward's each time
 _MOST_PREPARED = 4096
 

@@ -90,6 +90,11 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     """Nothing is compiled."""
 
 
+def can_be_taped() -> bool:
+    """Its blocks depend on the values of cu_seqlens."""
+    return False
+
+
 def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:
     """(sequences, rows, cols): sequences together while all their scores fit SCORE_BYTES, else one at a time in chunks of rows."""
     if spec.padding and x.q.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -139,6 +139,12 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         backward(spec, x, out, lse, out, None)
 
 
+def can_be_taped() -> bool:
+    from flexattn.kernels_triton.interpreter import INTERPRETED
+
+    return not INTERPRETED
+
+
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:
     from flexattn.kernels_triton.problem import Problem
 

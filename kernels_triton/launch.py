@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from triton.experimental import gluon
 
 from flexattn.kernels_triton import interpreter
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
+from flexattn.kernels_triton.direct import Direct
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
@@ -74,8 +77,64 @@ def recorded_launches() -> Iterator[list[Launch]]:
         _recording = before
 
 
+Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
+_watchers = threading.local()
+
+
+@contextlib.contextmanager
+def watched_launches(watcher: Watcher) -> Iterator[None]:
+    """Inside, this thread's launches are made, and each is told to `watcher`: its kernel, its programs, its arguments.
+
+    The kernel is None where it was launched by Triton and can be launched in no other way.
+    """
+    before = getattr(_watchers, "one", None)
+    _watchers.one = watcher
+    try:
+        yield
+    finally:
+        _watchers.one = before
+
+
+def is_plain() -> bool:
+    """Whether nobody looks at launches, so that they need not go through Triton: no hooks (a profiler's), nothing recorded."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return False
+    return _recording is None and not runtime.debug and runtime.add_stages_inspection_hook is None
+
+
+def current_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
+
+
+def is_current(device: torch.device) -> bool:
+    return torch._C._cuda_getDevice() == device.index  # type: ignore[no-any-return]
+
+
+_MOST_KERNELS = 1024
+_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by all that Triton compiles a kernel for
+_counts = {"hits": 0, "misses": 0}
+_lock = threading.Lock()
+
+
+def kernel_cache_info() -> dict[str, int]:
+    """Hits and misses of launches since the start or `clear_kernels`, and how many kernels are kept (at most 1024)."""
+    with _lock:
+        return {**_counts, "size": len(_kernels)}
+
+
+def clear_kernels() -> None:
+    """Ask Triton again for every kernel; its own caches stay."""
+    with _lock:
+        _kernels.clear()
+        _counts.update(hits=0, misses=0)
+
+
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Run `programs` programs of `kernel` on `device`; none for 0.
+
+    Triton compiles and launches a kernel the first time; from then on it is launched by the driver's own call.
 
     Raises ValueError for more programs than CUDA has room for.
     """
@@ -93,5 +152,52 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
         with interpreter.right_arithmetic():
             kernel[(programs,)](*arguments)
         return
-    with torch.cuda.device(device):
-        kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    if is_current(device):
+        _launch(kernel, programs, device, tile, arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(kernel, programs, device, tile, arguments)
+
+
+def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+    key = (kernel, device, tile.num_warps, tile.num_stages, *map(_compiled_for, arguments, _compared(kernel)))
+    direct = _kernels.get(key) if is_plain() else None
+    if direct is not None:
+        _counts["hits"] += 1
+        direct.launch(programs, current_stream(device), arguments)
+    else:
+        compiled = kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        direct = Direct.of(compiled, arguments)
+        with _lock:
+            _counts["misses"] += 1
+            _kernels[key] = direct
+            while len(_kernels) > _MOST_KERNELS:
+                _kernels.popitem(last=False)
+    watcher = getattr(_watchers, "one", None)
+    if watcher is not None:
+        watcher(direct, programs, arguments)
+
+
+@functools.lru_cache(maxsize=256)
+def _compared(kernel: Any) -> tuple[tuple[bool, bool], ...]:
+    """Of each parameter, whether its kernel is compiled for its value, and for whether its address is a multiple of 16 bytes."""
+    return tuple((p.is_constexpr or not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in kernel.params)
+
+
+def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
+    """What of an argument Triton compiles a kernel for: no two arguments with different answers share one by mistake."""
+    kind = type(argument)
+    if argument is None:
+        return None
+    by_value, by_address = compared
+    if isinstance(argument, torch.Tensor):
+        return (argument.dtype, argument.data_ptr() % 16 == 0) if by_address else argument.dtype
+    if kind is float and not by_value:
+        return float
+    if kind is int and not by_value:
+        return "i32" if -(2**31) <= argument < 2**31 else "i64" if argument < 2**63 else "u64"
+    if hasattr(argument, "block_shape"):  # a descriptor
+        return (argument.base.dtype, *argument.block_shape, argument.layout, argument.padding)
+    if isinstance(argument, tuple) and not by_value:
+        return tuple(_compiled_for(part, compared) for part in argument)
+    return kind, argument  # 1, 1.0 and True are equal

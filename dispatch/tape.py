@@ -1,0 +1,212 @@
+"""A backend's run of a call, taken down once and played again: the allocations, the launches and torch's own ops, and no decision.
+
+What a launcher does depends on nothing but the shapes, strides, dtypes, numbers and device that it is given, so a call that is like an
+earlier one in all of these (`flexattn.calls` has the key) can skip everything between its tensors and the driver. Taken down are torch's
+ops, by a dispatch mode, and the launches, which `kernels_triton.launch` tells. Of a tensor that only kernels see, the address is enough:
+views are not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+R = TypeVar("R")
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    )
+)
+
+
+class _Op(NamedTuple):
+    func: Any
+    leaves: list[Any]  # of its arguments, with slots for tensors
+    tree: Any
+    outs: tuple[int | None, ...]
+    writes: bool
+
+
+class _Launch(NamedTuple):
+    prepared: Any
+    tensors: list[int]
+
+
+class _Slot(int):
+    """A tensor's number in a recorded op's arguments, told apart from their integers by its type."""
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
+        self.slot_of: dict[int, int] = {}
+        self.made: set[int] = set()  # by an op; the others are inputs and constants
+        self.steps: list[_Op | _Launch] = []
+        self.trouble = ""
+        self.inputs = [None if t is None else self.slot(t) for t in inputs]
+
+    def slot(self, tensor: Tensor) -> int:
+        found = self.slot_of.get(id(tensor))
+        if found is None:
+            found = self.slot_of[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        leaves, tree = tree_flatten((args, kwargs or {}))
+        leaves = [_Slot(self.slot(x)) if isinstance(x, Tensor) else x for x in leaves]
+        outs: list[int | None] = []
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                is_new = id(x) not in self.slot_of
+                outs.append(self.slot(x))
+                self.made |= {self.slot(x)} if is_new else set()
+            elif x is not None:
+                self.trouble = f"{func} gives a {type(x).__name__}"
+        self.steps.append(_Op(func, leaves, tree, tuple(outs), func._schema.is_mutable))
+        return out
+
+    def launched(self, direct: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+        if direct is None:
+            self.trouble = "a kernel can be launched by Triton alone"
+            return
+        tensors = [self.slot(t) for t in direct.tensors_of(arguments)]
+        self.steps.append(_Launch(direct.prepare(programs, arguments), tensors))
+
+
+class Tape:
+    """What `record` took down. `play` is safe in threads, as each launch's buffer has a lock.
+
+    can_play() says whether it may be: not while someone wants to see launches, which Triton then has to make.
+    """
+
+    def __init__(self, recorder: _Recorder, results: Sequence[int | None], device: torch.device) -> None:
+        from flexattn.kernels_triton import launch
+
+        self.device = device
+        self.stream, self.is_current, self.can_play = launch.current_stream, launch.is_current, launch.is_plain
+        tensors = recorder.tensors
+        roots = [_root(i, tensors, recorder) for i in range(len(tensors))]
+        self.constants = {i: t for i, t in enumerate(tensors) if i not in recorder.made and i not in recorder.inputs}
+        needed = {i for i in results if i is not None}  # as tensors
+        addressed: set[int] = set()
+        kept: list[Any] = []
+        for step in reversed(recorder.steps):
+            if isinstance(step, _Launch):
+                addressed |= {roots[i][0] for i in step.tensors}
+                kept.append(_launch_step(step, roots))
+            elif step.writes or any(i in needed or i in addressed for i in step.outs):
+                if step.func in _ALLOCATIONS:
+                    out = tensors[step.outs[0]]  # type: ignore[index]
+                    kept.append((_ALLOCATE, step.outs[0], (tuple(out.shape), out.stride(), out.dtype)))
+                    continue
+                needed |= {int(x) for x in step.leaves if type(x) is _Slot}
+                kept.append((_CALL, step, None))
+        self.steps = tuple(reversed(kept))
+        used = {i for i in self.constants if i in needed or i in addressed}
+        self.constants = {i: t for i, t in self.constants.items() if i in used}
+        self.constant_addresses = {i: t.data_ptr() for i, t in self.constants.items()}
+        self.inputs, self.results = recorder.inputs, tuple(results)
+        self.size = len(tensors)
+        self.allocate = _allocator(device)
+
+    def play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> list[Any]:
+        """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None."""
+        if self.is_current(self.device):
+            return self._play(inputs, addresses)
+        with torch.cuda.device(self.device):
+            return self._play(inputs, addresses)
+
+    def _play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> list[Any]:
+        tensors: list[Any] = [None] * self.size
+        places = [0] * self.size
+        for slot, tensor, address in zip(self.inputs, inputs, addresses, strict=True):
+            if slot is not None:
+                tensors[slot], places[slot] = tensor, address
+        for slot, tensor in self.constants.items():
+            tensors[slot], places[slot] = tensor, self.constant_addresses[slot]
+        stream = self.stream(self.device)
+        for kind, what, how in self.steps:
+            if kind is _ALLOCATE:
+                tensors[what] = made = self.allocate(*how)
+                places[what] = made.data_ptr()
+            elif kind is _LAUNCH:
+                what(stream, how(places))
+            else:
+                _call(what, tensors, places)
+        return [None if slot is None else tensors[slot] for slot in self.results]
+
+
+_ALLOCATE, _LAUNCH, _CALL = "allocate", "launch", "call"
+
+
+def record(
+    call: Callable[[], R], inputs: Sequence[Tensor | None], results_of: Callable[[R], Sequence[Tensor | None]], device: torch.device
+) -> tuple[R, Tape | None]:
+    """What `call` gives, and a tape of it, or None where it did what no tape can hold.
+
+    inputs: every tensor that the call reads and that another call may have another of; its address is to be aligned alike then.
+    results_of: the tensors of what it gives, in an order.
+    """
+    from flexattn.kernels_triton.launch import watched_launches
+
+    recorder = _Recorder(inputs)
+    with recorder, watched_launches(recorder.launched):
+        result = call()
+    results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
+    if recorder.trouble or -1 in results or not any(isinstance(step, _Launch) for step in recorder.steps):
+        return result, None
+    return result, Tape(recorder, results, device)
+
+
+def _root(slot: int, tensors: Sequence[Tensor], recorder: _Recorder) -> tuple[int, int]:
+    """(the first tensor with the same memory, how many bytes further this one begins); an input is its own."""
+    tensor = tensors[slot]
+    if slot in recorder.made:
+        storage = tensor.untyped_storage()
+        for i, other in enumerate(tensors[:slot]):
+            if other.untyped_storage()._cdata == storage._cdata:
+                return i, tensor.data_ptr() - other.data_ptr()
+    return slot, 0
+
+
+def _launch_step(step: _Launch, roots: Sequence[tuple[int, int]]) -> tuple[str, Any, Callable[[list[int]], tuple[int, ...]]]:
+    slots = [roots[i][0] for i in step.tensors]
+    offsets = [roots[i][1] for i in step.tensors]
+    if len(slots) == 1:
+        return _LAUNCH, step.prepared.launch, lambda places: (places[slots[0]] + offsets[0],)
+    gather = itemgetter(*slots)
+    if not any(offsets):
+        return _LAUNCH, step.prepared.launch, gather
+    return _LAUNCH, step.prepared.launch, lambda places: tuple(map(int.__add__, gather(places), offsets))
+
+
+def _call(op: _Op, tensors: list[Any], places: list[int]) -> None:
+    leaves = [tensors[x] if type(x) is _Slot else x for x in op.leaves]
+    args, kwargs = tree_unflatten(leaves, op.tree)
+    out = op.func(*args, **kwargs)
+    for slot, made in zip(op.outs, out if isinstance(out, (tuple, list)) else (out,), strict=True):
+        if slot is not None:
+            tensors[slot], places[slot] = made, made.data_ptr()
+
+
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
+    """empty_strided(shape, strides, dtype) on the current device of `device`'s kind, the quickest that torch has."""
+    guards = getattr(torch._C, "_dynamo", None)
+    quick = getattr(getattr(guards, "guards", None), f"_empty_strided_{device.type}", None)  # what Inductor's code allocates with
+    if quick is not None:
+        return quick  # type: ignore[no-any-return]
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
