@@ -75,6 +75,7 @@ R cuPointerGetAttribute(void *d, int a, U p) { *(U *)d = p; return 0; }
 R cuPointerGetAttributes(unsigned n, int *a, void **d, U p) { for (unsigned i = 0; i < n; i++) *(U *)d[i] = p; return 0; }
 R cuCtxGetDevice(int *d) { *d = 0; return 0; }
 R cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+R cuMemsetD8Async(U p, unsigned char c, size_t n, void *s) { return 0; }
 R cuStreamIsCapturing(void *s, int *c) { *c = 0; return 0; }
 R cuTensorMapEncodeIm2col(void *m) { return 0; }
 """

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 R = TypeVar("R")
 _aten = torch.ops.aten
+_ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
 _ALLOCATIONS = frozenset(
     (
         _aten.empty.memory_format,
@@ -41,6 +42,11 @@ class _Op(NamedTuple):
 class _Launch(NamedTuple):
     prepared: Any
     tensors: list[int]
+
+
+class _Zero(NamedTuple):
+    slot: int
+    size: int  # bytes
 
 
 class _Slot(int):
@@ -104,17 +110,16 @@ class Tape:
         needed = {i for i in results if i is not None}  # as tensors
         addressed: set[int] = set()
         kept: list[Any] = []
-        for step in reversed(recorder.steps):
-            if isinstance(step, _Launch):
+        for step in reversed([part for step in recorder.steps for part in _parts(step, tensors)]):
+            if isinstance(step, _Zero):
+                root, offset = roots[step.slot]
+                kept.append((_ZERO, launch.set_to_zero, (root, offset, step.size)))
+                addressed.add(root)
+            elif isinstance(step, _Launch):
                 addressed |= {roots[i][0] for i in step.tensors}
                 kept.append(_launch_step(step, roots))
             elif step.writes or any(i in needed or i in addressed for i in step.outs):
-                if step.func in _ALLOCATIONS:
-                    out = tensors[step.outs[0]]  # type: ignore[index]
-                    kept.append((_ALLOCATE, step.outs[0], (tuple(out.shape), out.stride(), out.dtype)))
-                    continue
-                needed |= {int(x) for x in step.leaves if type(x) is _Slot}
-                kept.append((_CALL, step, None))
+                kept.append(_op_step(step, tensors, needed))
         self.steps = tuple(reversed(kept))
         used = {i for i in self.constants if i in needed or i in addressed}
         self.constants = {i: t for i, t in self.constants.items() if i in used}
@@ -139,18 +144,21 @@ class Tape:
         for slot, tensor in self.constants.items():
             tensors[slot], places[slot] = tensor, self.constant_addresses[slot]
         stream = self.stream(self.device)
+        allocate = self.allocate
         for kind, what, how in self.steps:
-            if kind is _ALLOCATE:
-                tensors[what] = made = self.allocate(*how)
-                places[what] = made.data_ptr()
-            elif kind is _LAUNCH:
+            if kind is _LAUNCH:
                 what(stream, how(places))
+            elif kind is _ALLOCATE:
+                tensors[what] = made = allocate(*how)
+                places[what] = made.data_ptr()
+            elif kind is _ZERO:
+                what(stream, places[how[0]] + how[1], how[2])
             else:
-                _call(what, tensors, places)
+                what(tensors, places)
         return [None if slot is None else tensors[slot] for slot in self.results]
 
 
-_ALLOCATE, _LAUNCH, _CALL = "allocate", "launch", "call"
+_ALLOCATE, _ZERO, _LAUNCH, _CALL = "allocate", "zero", "launch", "call"
 
 
 def record(
@@ -194,13 +202,51 @@ def _launch_step(step: _Launch, roots: Sequence[tuple[int, int]]) -> tuple[str, 
     return _LAUNCH, step.prepared.launch, lambda places: tuple(map(int.__add__, gather(places), offsets))
 
 
-def _call(op: _Op, tensors: list[Any], places: list[int]) -> None:
-    leaves = [tensors[x] if type(x) is _Slot else x for x in op.leaves]
-    args, kwargs = tree_unflatten(leaves, op.tree)
-    out = op.func(*args, **kwargs)
-    for slot, made in zip(op.outs, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-        if slot is not None:
-            tensors[slot], places[slot] = made, made.data_ptr()
+def _parts(step: _Op | _Launch, tensors: Sequence[Tensor]) -> list[_Op | _Launch | _Zero]:
+    """A step; zeros of new memory, or of a tensor without gaps, as the driver makes them."""
+    if isinstance(step, _Launch) or not step.outs or step.outs[0] is None:
+        return [step]
+    out = tensors[step.outs[0]]
+    is_dense = out.numel() > 0 and out.permute(sorted(range(out.dim()), key=out.stride, reverse=True)).is_contiguous()
+    zero = _Zero(step.outs[0], out.numel() * out.element_size())
+    if step.func in _ZEROS and is_dense:
+        return [step._replace(func=_aten.empty.memory_format), zero]
+    if step.func is _aten.zero_.default and is_dense:
+        return [zero]
+    return [step]
+
+
+def _op_step(op: _Op, tensors: Sequence[Tensor], needed: set[int]) -> tuple[str, Any, Any]:
+    """An op to be played; its tensors join those `needed`. For an allocation torch's op is not needed."""
+    out = None if op.outs[0] is None else tensors[op.outs[0]]
+    if op.func in _ALLOCATIONS and out is not None:
+        return _ALLOCATE, op.outs[0], (tuple(out.shape), out.stride(), out.dtype)
+    needed |= {int(x) for x in op.leaves if type(x) is _Slot}
+    return _CALL, _caller(op), None
+
+
+def _caller(op: _Op) -> Callable[[list[Any], list[int]], None]:
+    args, kwargs = tree_unflatten(op.leaves, op.tree)
+    own_args = [(i, int(x)) for i, x in enumerate(args) if type(x) is _Slot]
+    own_kwargs = [(name, int(x)) for name, x in kwargs.items() if type(x) is _Slot]
+    is_flat = len(own_args) + len(own_kwargs) == sum(type(x) is _Slot for x in op.leaves)
+    func, outs = op.func._op, op.outs
+
+    def call(tensors: list[Any], places: list[int]) -> None:
+        if is_flat:
+            given, named = list(args), dict(kwargs)
+            for i, slot in own_args:
+                given[i] = tensors[slot]
+            for name, slot in own_kwargs:
+                named[name] = tensors[slot]
+        else:
+            given, named = tree_unflatten([tensors[x] if type(x) is _Slot else x for x in op.leaves], op.tree)
+        out = func(*given, **named)
+        for slot, made in zip(outs, out if isinstance(out, (tuple, list)) else (out,), strict=True):
+            if slot is not None:
+                tensors[slot], places[slot] = made, made.data_ptr()
+
+    return call
 
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:

@@ -46,6 +46,13 @@ def _check(status: int, what: str) -> None:
         raise LaunchError(f"CUDA error {status} in {what}: {(text.value or b'unknown').decode()}")
 
 
+def set_to_zero(stream: int, address: int, size: int) -> None:
+    """`size` bytes, in the order of the stream."""
+    status = _library().cuMemsetD8Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    if status:
+        _check(status, "cuMemsetD8Async")
+
+
 class _Maps:
     """The tensor maps of one descriptor: encoded by the driver once for an address, as nothing else of it varies."""
 
