@@ -172,9 +172,7 @@ def count(library: Any) -> int:
 
 def knows(library: Any, direct: Any) -> None:
     """Tell the driver how large a kernel's arguments are, which it would read off the kernel."""
-    ends = sorted([*direct.offsets, direct.size])
-    sizes = [ends[ends.index(offset) + 1] - offset for offset in direct.offsets]
-    sizes[-2:] = [8, 8]
+    sizes = direct.sizes
     _sizes[direct.function] = sizes
     library.stub_sizes(ctypes.c_ulonglong(direct.function), len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
 

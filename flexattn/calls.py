@@ -216,7 +216,8 @@ class Call:
         self.sources = tuple(sources)
         self.rng_at = _TENSOR_FIELDS.index("rng_state")
         self.has_dropout = x.dropout_p > 0.0
-        self.is_as_given = not self.has_dropout and all(s is None or s == i for i, s in enumerate(self.sources))
+        is_plain = not (self.has_dropout or x.mod_tensors or x.block_mask)
+        self.is_as_given = is_plain and not any(isinstance(s, Tensor) for s in self.sources)
         self.block_arguments = (len(x.block_mask) > 0) and _block_arguments(self.spec, x)
         names = ("q", "k", "v", "bias", "softmax_offset")
         self.differentiable = [i for i, name in enumerate(_TENSOR_FIELDS) if name in names and getattr(x, name) is not None]

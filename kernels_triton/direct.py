@@ -7,6 +7,7 @@ clusters, launch attributes) none of ours does; `Direct.of` gives None for it.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import struct
@@ -24,8 +25,6 @@ _STREAM = 32  # where the stream is in it
 _PARAMETERS = 64  # where the arguments begin: first the tensor maps, which are aligned to 64 bytes
 _MAP_BYTES = 128
 _MOST_MAPS = 256  # of one descriptor, kept by address
-_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-_NAN_FILL = 1  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
 
 Path = tuple[int, ...]  # an argument, and where in it
 
@@ -53,21 +52,26 @@ def set_to_zero(stream: int, address: int, size: int) -> None:
         _check(status, "cuMemsetD8Async")
 
 
+class _Base:
+    """Stands for a tensor of which the address is known."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class _Maps:
-    """The tensor maps of one descriptor: encoded by the driver once for an address, as nothing else of it varies."""
+    """The tensor maps of one descriptor: encoded once for an address, as nothing else of it varies.
+
+    By Triton, which mends what some drivers encode wrongly; the map is the last that its object has.
+    """
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
-        rank, size = len(descriptor.shape), meta["elem_size"]
-        self.kind = triton_driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-        if getattr(descriptor, "round_f32_to_tf32", False):
-            self.kind = triton_driver.TMA_TF32
-        self.rank, self.swizzle = rank, meta["swizzle"]
-        self.fill = _NAN_FILL if descriptor.padding == "nan" else 0
-        strides = [size * stride for stride in reversed(descriptor.strides[:-1])]
-        self.shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
-        self.strides = (ctypes.c_uint64 * rank)(*(stride % 2**64 for stride in strides))
-        self.block = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
-        self.steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        self.descriptor = copy.copy(descriptor)
+        self.descriptor.base = None  # keeps no memory alive
+        self.meta = meta
         self.known: dict[int, bytes] = {}
 
     def at(self, address: int) -> bytes:
@@ -75,29 +79,20 @@ class _Maps:
         return self._encode(address) if found is None else found
 
     def _encode(self, address: int) -> bytes:
-        memory = ctypes.create_string_buffer(2 * _MAP_BYTES)
-        start = ctypes.addressof(memory)
-        offset = -start % _MAP_BYTES
-        status = _library().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(start + offset),
-            self.kind,
-            self.rank,
-            ctypes.c_void_p(address),
-            self.shape,
-            self.strides,
-            self.block,
-            self.steps,
-            0,
-            self.swizzle,
-            _L2_128B,
-            self.fill,
-        )
-        _check(status, "cuTensorMapEncodeTiled")
-        encoded = memory.raw[offset : offset + _MAP_BYTES]
+        descriptor = copy.copy(self.descriptor)
+        descriptor.base = _Base(address)
+        encoded = triton_driver.make_tensordesc_arg(descriptor, self.meta)[0]
+        start = id(encoded) + type(encoded).__basicsize__ - _MAP_BYTES
         if len(self.known) >= _MOST_MAPS:
             self.known.clear()
-        self.known[address] = encoded
-        return encoded
+        found = self.known[address] = ctypes.string_at(start, _MAP_BYTES)
+        return found
+
+
+def _has_maps() -> bool:
+    """Whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes."""
+    kind = getattr(triton_driver, "PyCUtensorMap", None)
+    return kind is not None and kind.__basicsize__ in (64 + _MAP_BYTES, 128 + _MAP_BYTES)
 
 
 class _Buffer:
@@ -162,7 +157,9 @@ class Direct:
             "pointers": lambda i: maps_end + 8 * i,
             "others": lambda i: of_others[i],
         }
+        widths = {"maps": lambda i: _MAP_BYTES, "pointers": lambda i: 8, "others": lambda i: struct.calcsize("=" + others[i][1])}
         self.offsets = [starts[which](i) for which, i in order] + [scratch, scratch + 8]
+        self.sizes = [widths[which](i) for which, i in order] + [8, 8]
         addresses = f"{_MAP_BYTES}s" * len(self.maps) + f"{len(self.pointers)}Q"
         self.whole = struct.Struct(f"={_CONFIG}{addresses}{codes}")
         self.addresses = struct.Struct(f"=Q24x{addresses}")  # from the stream on
@@ -181,7 +178,7 @@ class Direct:
         if any(kind not in _CODES and kind[0] != "*" and not kind.startswith("tensordesc") for kind in kinds):
             return None
         descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
-        if len(metas) != descriptors or any(meta is None or meta["fp4_padded"] for meta in metas):
+        if descriptors and (len(metas) != descriptors or None in metas or not _has_maps()):
             return None
         return cls(compiled, arguments)
 
