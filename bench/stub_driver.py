@@ -1,8 +1,8 @@
 """A CUDA driver that does nothing, for machines without a GPU: what is then timed, or looked at, is the host's part alone.
 
-`install()` compiles it (with gcc or cc), and lets flexattn run its Triton kernels with tensors on the CPU that stand for ones on a GPU:
-they are compiled for it and "launched", and nothing is computed. It keeps what each launch was given, in `launches()`. For a process of
-its own: there is no way back. It says nothing about what a real driver takes.
+`install()` compiles it (with gcc or cc), and lets flexattn run its Triton kernels with tensors on the CPU that stand for ones on
+a GPU: they are compiled for it and "launched", and nothing is computed. It keeps what each launch was given, in `launches()`. For a
+process of its own: there is no way back. It says nothing about what a real driver takes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ R cuLaunchKernelEx(const void *config, U f, void **params, void **extra) {
   return 0;
 }
 /* A map that two calls fill alike iff all that they are given is equal. */
-R cuTensorMapEncodeTiled(void *m, int dt, unsigned r, void *a, const U *gd, const U *gs, const unsigned *bd, const unsigned *es, int i,
-                         int s, int l2, int oob) {
+R cuTensorMapEncodeTiled(void *m, int dt, unsigned r, void *a, const U *gd, const U *gs, const unsigned *bd, const unsigned *es,
+                         int i, int s, int l2, int oob) {
   U h = 1469598103934665603ull, v[64]; unsigned n = 0;
   if ((uintptr_t)m % 64) return 1;
   v[n++] = dt; v[n++] = r; v[n++] = i; v[n++] = s; v[n++] = l2; v[n++] = oob;
@@ -149,8 +149,8 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
     from flexattn.dispatch import triton_backend
     from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass, launch, problem
 
-    triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment, misc]
-    ops._capability = lambda device: capability  # type: ignore[assignment, misc]
+    triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
+    ops._capability = lambda device: capability  # type: ignore[assignment]
     launch.current_stream, launch.is_current = lambda device: 0, lambda device: True
     for module in (launch, problem, hopper_forward, hopper_backward, hopper_one_pass):
         for name, value in (("capability_of", 10 * capability[0] + capability[1]), ("num_processors", processors)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -38,7 +40,10 @@ class Backend(Protocol):
         """Builds or compiles what the call will run, where that is not done yet."""
 
     def can_be_taped(self) -> bool:
-        """Whether all that it does is torch's ops and launches that `tape.record` sees."""
+        """Whether all that it does is torch's ops and what `watched` tells."""
+
+    def watched(self, watcher: Callable[..., None]) -> AbstractContextManager[None]:
+        """Inside, `watcher` is told each launch (kernel, programs, arguments), or each plan that runs (plan, buffers)."""
 
 
 class Decision(NamedTuple):

@@ -1,9 +1,9 @@
 """A backend's run of a call, taken down once and played again: the allocations, the launches and torch's own ops, and no decision.
 
-What a launcher does depends on nothing but the shapes, strides, dtypes, numbers and device that it is given, so a call that is like an
-earlier one in all of these (`flexattn.calls` has the key) can skip everything between its tensors and the driver. Taken down are torch's
-ops, by a dispatch mode, and the launches, which `kernels_triton.launch` tells. Of a tensor that only kernels see, the address is enough:
-views are not made again.
+What a launcher does depends on nothing but the shapes, strides, dtypes, numbers and device that it is given, so a call that is like
+an earlier one in all of these (`flexattn.calls` has the key) can skip everything between its tensors and the driver. Taken down are
+torch's ops, by a dispatch mode, and the launches and cuDNN's plans, which the backend tells. Of a tensor that only kernels see, the
+address is enough: views are not made again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flexattn.dispatch.select import Backend
 
 R = TypeVar("R")
 _aten = torch.ops.aten
@@ -44,6 +46,11 @@ class _Launch(NamedTuple):
     tensors: list[int]
 
 
+class _Run(NamedTuple):
+    plan: Any  # of cuDNN
+    buffers: dict[int, int]
+
+
 class _Zero(NamedTuple):
     slot: int
     size: int  # bytes
@@ -53,13 +60,13 @@ class _Slot(int):
     """A tensor's number in a recorded op's arguments, told apart from their integers by its type."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
         self.slot_of: dict[int, int] = {}
         self.made: set[int] = set()  # by an op; the others are inputs and constants
-        self.steps: list[_Op | _Launch] = []
+        self.steps: list[_Op | _Launch | _Run] = []
         self.trouble = ""
         self.inputs = [None if t is None else self.slot(t) for t in inputs]
 
@@ -85,6 +92,16 @@ class _Recorder(TorchDispatchMode):
         self.steps.append(_Op(func, leaves, tree, tuple(outs), func._schema.is_mutable))
         return out
 
+    def ran(self, plan: Any, buffers: dict[int, Tensor]) -> None:
+        self.steps.append(_Run(plan, {uid: self.slot(t) for uid, t in buffers.items()}))
+
+    def told(self, *what: Any) -> None:
+        """Of a launch (kernel, programs, arguments), or of a plan (plan, buffers)."""
+        if len(what) == 2:
+            self.ran(*what)
+        else:
+            self.launched(*what)
+
     def launched(self, direct: Any, programs: int, arguments: tuple[Any, ...]) -> None:
         if direct is None:
             self.trouble = "a kernel can be launched by Triton alone"
@@ -94,30 +111,30 @@ class _Recorder(TorchDispatchMode):
 
 
 class Tape:
-    """What `record` took down. `play` is safe in threads, as each launch's buffer has a lock.
-
-    can_play() says whether it may be: not while someone wants to see launches, which Triton then has to make.
-    """
+    """What `record` took down. `play` is safe in threads, as each launch's buffer has a lock."""
 
     def __init__(self, recorder: _Recorder, results: Sequence[int | None], device: torch.device) -> None:
-        from flexattn.kernels_triton import launch
-
         self.device = device
-        self.stream, self.is_current, self.can_play = launch.current_stream, launch.is_current, launch.is_plain
         tensors = recorder.tensors
         roots = [_root(i, tensors, recorder) for i in range(len(tensors))]
         self.constants = {i: t for i, t in enumerate(tensors) if i not in recorder.made and i not in recorder.inputs}
         needed = {i for i in results if i is not None}  # as tensors
         addressed: set[int] = set()
         kept: list[Any] = []
-        for step in reversed([part for step in recorder.steps for part in _parts(step, tensors)]):
+        has_launches = any(isinstance(step, _Launch) for step in recorder.steps)
+        for step in reversed([part for whole in recorder.steps for part in _parts(whole, tensors, has_launches)]):
             if isinstance(step, _Zero):
                 root, offset = roots[step.slot]
-                kept.append((_ZERO, launch.set_to_zero, (root, offset, step.size)))
+                kept.append((_ZERO, None, (root, offset, step.size)))
                 addressed.add(root)
             elif isinstance(step, _Launch):
                 addressed |= {roots[i][0] for i in step.tensors}
                 kept.append(_launch_step(step, roots))
+            elif isinstance(step, _Run):
+                # cuDNN reads a tensor's address, and has its shape from the plan.
+                slots = {uid: roots[i][0] if roots[i][1] == 0 else i for uid, i in step.buffers.items()}
+                needed |= set(slots.values())
+                kept.append((_CALL, _runner(step.plan, tuple(slots.items()), device), None))
             elif step.writes or any(i in needed or i in addressed for i in step.outs):
                 kept.append(_op_step(step, tensors, needed))
         self.steps = tuple(reversed(kept))
@@ -127,6 +144,18 @@ class Tape:
         self.inputs, self.results = recorder.inputs, tuple(results)
         self.size = len(tensors)
         self.allocate = _allocator(device)
+        self.stream: Callable[[torch.device], int] = lambda device: 0
+        self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
+        self.is_plain: Callable[[], bool] = lambda: True
+        if has_launches:
+            from flexattn.kernels_triton import direct, launch
+
+            self.stream, self.is_plain, self.set_to_zero = launch.current_stream, launch.is_plain, direct.set_to_zero
+        self.is_current = _is_current if device.type == "cuda" else lambda device: True
+
+    def can_play(self) -> bool:
+        """Whether it may be played: not while someone wants to see launches, which Triton then has to make."""
+        return self.is_plain()
 
     def play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> list[Any]:
         """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None."""
@@ -152,7 +181,7 @@ class Tape:
                 tensors[what] = made = allocate(*how)
                 places[what] = made.data_ptr()
             elif kind is _ZERO:
-                what(stream, places[how[0]] + how[1], how[2])
+                self.set_to_zero(stream, places[how[0]] + how[1], how[2])
             else:
                 what(tensors, places)
         return [None if slot is None else tensors[slot] for slot in self.results]
@@ -162,20 +191,22 @@ _ALLOCATE, _ZERO, _LAUNCH, _CALL = "allocate", "zero", "launch", "call"
 
 
 def record(
-    call: Callable[[], R], inputs: Sequence[Tensor | None], results_of: Callable[[R], Sequence[Tensor | None]], device: torch.device
+    backend: Backend,
+    call: Callable[[], R],
+    inputs: Sequence[Tensor | None],
+    results_of: Callable[[R], Sequence[Tensor | None]],
+    device: torch.device,
 ) -> tuple[R, Tape | None]:
-    """What `call` gives, and a tape of it, or None where it did what no tape can hold.
+    """What `call`, a run of the backend, gives, and a tape of it, or None where it did what no tape can hold.
 
     inputs: every tensor that the call reads and that another call may have another of; its address is to be aligned alike then.
     results_of: the tensors of what it gives, in an order.
     """
-    from flexattn.kernels_triton.launch import watched_launches
-
     recorder = _Recorder(inputs)
-    with recorder, watched_launches(recorder.launched):
+    with recorder, backend.watched(recorder.told):
         result = call()
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
-    if recorder.trouble or -1 in results or not any(isinstance(step, _Launch) for step in recorder.steps):
+    if recorder.trouble or -1 in results or all(isinstance(step, _Op) for step in recorder.steps):
         return result, None
     return result, Tape(recorder, results, device)
 
@@ -202,9 +233,19 @@ def _launch_step(step: _Launch, roots: Sequence[tuple[int, int]]) -> tuple[str, 
     return _LAUNCH, step.prepared.launch, lambda places: tuple(map(int.__add__, gather(places), offsets))
 
 
-def _parts(step: _Op | _Launch, tensors: Sequence[Tensor]) -> list[_Op | _Launch | _Zero]:
+def _is_current(device: torch.device) -> bool:
+    return torch._C._cuda_getDevice() == device.index
+
+
+def _runner(plan: Any, slots: tuple[tuple[int, int], ...], device: torch.device) -> Callable[[list[Any], list[int]], None]:
+    from flexattn.kernels_cudnn.execute import execute
+
+    return lambda tensors, places: execute(plan, {uid: tensors[slot] for uid, slot in slots}, device)
+
+
+def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: bool) -> list[_Op | _Launch | _Run | _Zero]:
     """A step; zeros of new memory, or of a tensor without gaps, as the driver makes them."""
-    if isinstance(step, _Launch) or not step.outs or step.outs[0] is None:
+    if not by_driver or not isinstance(step, _Op) or not step.outs or step.outs[0] is None:
         return [step]
     out = tensors[step.outs[0]]
     is_dense = out.numel() > 0 and out.permute(sorted(range(out.dim()), key=out.stride, reverse=True)).is_contiguous()
@@ -242,9 +283,9 @@ def _caller(op: _Op) -> Callable[[list[Any], list[int]], None]:
         else:
             given, named = tree_unflatten([tensors[x] if type(x) is _Slot else x for x in op.leaves], op.tree)
         out = func(*given, **named)
-        for slot, made in zip(outs, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-            if slot is not None:
-                tensors[slot], places[slot] = made, made.data_ptr()
+        for into, made in zip(outs, out if isinstance(out, (tuple, list)) else (out,), strict=True):
+            if into is not None:
+                tensors[into], places[into] = made, made.data_ptr()
 
     return call
 

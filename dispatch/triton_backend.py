@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,12 @@ def can_be_taped() -> bool:
     from flexattn.kernels_triton.interpreter import INTERPRETED
 
     return not INTERPRETED
+
+
+def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
+    from flexattn.kernels_triton.launch import watched_launches
+
+    return watched_launches(watcher)
 
 
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:

@@ -1,13 +1,13 @@
 """Calls like an earlier one: from the arguments of attention() to what runs them, by one look-up.
 
-The key is everything that the checks, the spec and the choice of a backend read of a call: each tensor's type, shape, strides, dtype,
-device, alignment and whether it requires a gradient; each other argument with its type; what the mods compute; and the state around it
-(grad mode, the backend asked for, the environment variables, torch's switches, what backends have refused). An equal key means that all
-of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing, FLEXATTN_CHECK and
-FLEXATTN_CANARY) has no key, and takes the operators' way.
+The key is everything that the checks, the spec and the choice of a backend read of a call: each tensor's type, shape, strides,
+dtype, device, alignment and whether it requires a gradient; each other argument with its type; what the mods compute; and the state
+around it (grad mode, the backend asked for, the environment variables, torch's switches, what backends have refused). An equal key
+means that all of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing,
+FLEXATTN_CHECK and FLEXATTN_CANARY) has no key, and takes the operators' way.
 
-The first call with a key is an ordinary one. The second is taken down (`dispatch.tape`) where its backend's kernels can be, and from
-then on it is played. At most 1024 are kept; of those the ones that are used stay.
+The first call with a key is an ordinary one. The second is taken down (`dispatch.tape`) where its backend's kernels can be, and
+from then on it is played. At most 1024 are kept; of those the ones that are used stay.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def look_up(
 ) -> tuple[Request | None, Call | None]:
     """The key of a call, or None where it has none, and the call that was made with it.
 
-    others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors, block_mask.
+    others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
+    block_mask, or None.
     """
     try:
         state = _state()
@@ -147,7 +148,10 @@ def _state() -> Hashable | None:
 
 def _are_device_contexts() -> bool:
     """Whether the modes of torch functions are those of torch.set_default_device alone, which change nothing here."""
-    return all(type(mode) is DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+    return all(
+        type(mode) is DeviceContext
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
 
 
 def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...], Hashable] | None:
@@ -241,7 +245,7 @@ class Call:
         given: list[Any] = [*request.tensors]
         for captures in request.captures:
             given += [t for _, t in captures.tensors]
-        tensors = [given[s] if type(s) is int else s for s in self.sources]
+        tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]
         if self.has_dropout:
             state = request.tensors[self.rng_at]
             tensors[self.rng_at] = ops.new_rng_state(self.device) if state is None else state
@@ -251,8 +255,9 @@ class Call:
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
         named: dict[str, Any] = dict(zip(_TENSOR_FIELDS, tensors, strict=False))
-        end = self.num_fields + self.num_mods
-        return self.template._replace(**named, mod_tensors=tuple(tensors[self.num_fields : end]), block_mask=tuple(tensors[end:]))
+        mod_tensors: Any = tuple(tensors[self.num_fields :])
+        named |= {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
+        return self.template._replace(**named)
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         tape = self.tape
@@ -262,14 +267,15 @@ class Call:
         if tape is None and not self.is_final and _can_be_taped(self.spec, "forward", self.request):
             self.is_final = True
             backend = backend_module(select(self.spec, "forward", self.request).backend)
-            results, self.tape = record(lambda: backend.forward(self.spec, x), tensors, lambda r: r, self.device)
+            wanted = 3 if self.spec.return_max_logit else 2
+            results, self.tape = record(
+                backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device
+            )
             _counts["tapes"] += self.tape is not None
             return results
         return ops.run_forward(self.spec, self.request, x)
 
-    def backward(
-        self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
+    def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
         spec = self.spec._replace(needs_lse_grad=dlse is not None)
         inputs = (*tensors, out, lse, dout, dlse)
         # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back.
@@ -277,11 +283,13 @@ class Call:
         found = self.backwards.get(key)
         if isinstance(found, Tape) and found.can_play():
             dense = found.play(inputs, [0 if t is None else t.data_ptr() for t in inputs])
-            return Gradients(*dense[:5], tuple(dense[5:]) or None)
+            dq, dk, dv, dbias, doffset, *dmod_tensors = dense
+            return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
         x = self.operands(tensors)
         if found is _SEEN and _can_be_taped(spec, "backward", self.request):
             backend = backend_module(select(spec, "backward", self.request).backend)
             gradients, tape = record(
+                backend,
                 lambda: backend.backward(spec, x, out, lse, dout, dlse),
                 inputs,
                 lambda g: (*g[:-1], *(g.dmod_tensors or ())),

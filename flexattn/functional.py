@@ -131,10 +131,10 @@ def attention(
     """
     request = None
     if not torch.compiler.is_compiling():
-        tensors = (q, k, v, bias, alibi_slopes, softmax_offset)
-        tensors += (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state)
-        others = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
-        others += (softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
+        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        tensors = (q, k, v, bias, alibi_slopes, softmax_offset, *lengths, rng_state)
+        kinds = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
+        others = (*kinds, softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
         has_mods = score_mod is not None or mask_mod is not None or block_mask is not None or bool(score_mod_tensors)
         mods = (score_mod, mask_mod, score_mod_tensors, block_mask) if has_mods else None
         request, call = calls.look_up(tensors, others, window_size, mods)
@@ -180,10 +180,14 @@ def attention(
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
 
 
-def _chosen(out: Tensor, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:
-    if return_lse:
-        return (out, lse, max_logit) if return_max_logit else (out, lse)
-    return (out, max_logit) if return_max_logit else out
+def _chosen(
+    out: Tensor, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """What was asked for; max_logit is None only where it was not."""
+    if return_max_logit:
+        assert max_logit is not None
+        return (out, lse, max_logit) if return_lse else (out, max_logit)
+    return (out, lse) if return_lse else out
 
 
 def merge_attention(

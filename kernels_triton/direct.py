@@ -1,8 +1,8 @@
 """Compiled kernels, launched by the driver's own call: arguments packed into one buffer, and no step of Triton's in between.
 
-Triton's launchers look at each argument's type again in each launch. Here that is done once for a compiled kernel, and what is left is
-`struct.pack_into` and `cuLaunchKernelEx`, which is the same in every version of Triton. What a kernel needs beyond that (scratch memory,
-clusters, launch attributes) none of ours does; `Direct.of` gives None for it.
+Triton's launchers look at each argument's type again in each launch. Here that is done once for a compiled kernel, and what is left
+is `struct.pack_into` and `cuLaunchKernelEx`, which is the same in every version of Triton. What a kernel may need beyond that
+(scratch memory, clusters, launch attributes) none of ours does; `Direct.of` gives None for it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _has_maps() -> bool:
 
 
 class _Buffer:
-    """Memory for one launch's configuration and arguments, and the call that reads it. A lock, as two threads may launch at once."""
+    """Memory for one launch's configuration and arguments, and the call that reads it; locked, as threads may share it."""
 
     def __init__(self, layout: Direct) -> None:
         self.memory = bytearray(layout.size + _PARAMETERS)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 
 from flexattn.kernels_triton import interpreter
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
-from flexattn.kernels_triton.direct import Direct, set_to_zero
+from flexattn.kernels_triton.direct import Direct
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
