@@ -6,8 +6,8 @@ around it (grad mode, the backend asked for, the environment variables, torch's 
 means that all of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing,
 FLEXATTN_CHECK and FLEXATTN_CANARY) has no key, and takes the operators' way.
 
-The first call with a key is an ordinary one. The second is taken down (`dispatch.tape`) where its backend's kernels can be, and
-from then on it is played. At most 1024 are kept; of those the ones that are used stay.
+The first call with a key is an ordinary one, after which no more than the key is kept. The second is taken down (`dispatch.tape`)
+where its backend's kernels can be, and from then on it is played. At most 1024 are kept; of those the ones that are used stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 
-_calls: OrderedDict[Hashable, Call] = OrderedDict()
+_calls: OrderedDict[Hashable, Call | None] = OrderedDict()  # None: it came once
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0, "tapes": 0}
 
@@ -54,6 +54,9 @@ def clear_cache() -> None:
         _counts.update(hits=0, misses=0, tapes=0)
 
 
+_NEW: Any = object()
+
+
 class Request(NamedTuple):
     """A call that has a key, and what of it is no part of that."""
 
@@ -62,6 +65,7 @@ class Request(NamedTuple):
     addresses: list[int]
     captures: tuple[Captures, ...]
     block_mask: Any
+    came_before: bool
 
 
 def look_up(
@@ -109,13 +113,15 @@ def look_up(
                 return None, None
             captures, key = found
             parts.append(key)
-        request = Request(tuple(parts), tensors, addresses, captures, block_mask)
-        known = _calls.get(request.key)
+        whole = tuple(parts)
+        known = _calls.get(whole, _NEW)
+        request = Request(whole, tensors, addresses, captures, block_mask, known is not _NEW)
     except Exception:  # an argument of a wrong type may do anything; the ordinary way says what is wrong with it
         return None, None
-    if known is not None:
-        known.is_used = True
-        _counts["hits"] += 1
+    if known is None or known is _NEW:
+        return request, None
+    known.is_used = True
+    _counts["hits"] += 1
     return request, known
 
 
@@ -176,29 +182,36 @@ def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...
     return tuple(found), tuple(parts)
 
 
-def remember(request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None) -> None:
-    """Keep a call that went well. `alibi_slopes`: the argument; the slopes that stand in for None are the same each time."""
-    flat = (*(getattr(x, name) for name in _TENSOR_FIELDS), *x.mod_tensors)
-    captured = [t for captures in request.captures for _, t in captures.tensors]
-    given = [*request.tensors, *captured]
+def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None) -> Call | None:
+    """A call that came before, to be kept; None where its operands are not the arguments as they were.
+
+    alibi_slopes: the argument; the slopes that stand in for None are the same each time.
+    """
+    if any(t.is_inference() for t in (x.alibi_slopes,) if t is not None):
+        return None
+    given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
+    position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
     sources: list[int | Tensor | None] = []
-    for name, t in zip((*_TENSOR_FIELDS, *("mod" for _ in x.mod_tensors)), flat, strict=True):
-        position = next((i for i, g in enumerate(given) if g is t), None)
+    for name, t in zip((*_TENSOR_FIELDS, *("mod" for _ in x.mod_tensors)), (*x[: len(_TENSOR_FIELDS)], *x.mod_tensors), strict=True):
         if t is None or name == "rng_state":
             sources.append(None)
-        elif position is not None:
-            sources.append(position)
-        elif name == "alibi_slopes" and alibi_slopes is None and not t.is_inference():
+        elif id(t) in position:
+            sources.append(position[id(t)])
+        elif name == "alibi_slopes" and alibi_slopes is None:
             sources.append(t)
         else:
-            return  # it was copied or moved on the way
-    call = Call(x, settings, sources)
+            return None  # it was copied or moved on the way
+    return Call(x, settings, sources)
+
+
+def remember(request: Request, call: Call | None) -> None:
+    """Keep a call that went well, or that it came."""
     with _lock:
         _counts["misses"] += 1
         _calls[request.key] = call
         while len(_calls) > MOST_CALLS:  # the oldest that was not used since it was last looked at
             key, oldest = _calls.popitem(last=False)
-            if oldest.is_used:
+            if oldest is not None and oldest.is_used:
                 oldest.is_used = False
                 _calls[key] = oldest
 

@@ -172,11 +172,17 @@ def attention(
         return_max_logit=return_max_logit,
         backend=backend,
     )
+    if request is not None and request.came_before:
+        call = calls.new_call(request, x, settings, alibi_slopes)
+        if call is not None:
+            chosen = _chosen(*call.run(request), return_lse, return_max_logit)
+            calls.remember(request, call)
+            return chosen
     if dropout_p > 0.0 and rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(q.device))
     out, lse, max_logit = ops.attention(x, settings)
-    if request is not None:
-        calls.remember(request, x, settings, alibi_slopes)
+    if request is not None and not request.came_before:
+        calls.remember(request, None)
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
 
 
