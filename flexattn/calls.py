@@ -93,6 +93,8 @@ def look_up(
             if type(t) not in _PLAIN or t.is_neg():
                 return None, None
             address = t.data_ptr()
+            if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
+                return None, None
             together |= address
             addresses.append(address)
             parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
@@ -192,13 +194,15 @@ def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes
     given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
     position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
     sources: list[int | Tensor | None] = []
-    for name, t in zip((*_TENSOR_FIELDS, *("mod" for _ in x.mod_tensors)), (*x[: len(_TENSOR_FIELDS)], *x.mod_tensors), strict=True):
+    for name, t in zip(
+        (*_TENSOR_FIELDS, *("mod" for _ in x.mod_tensors)), (*x[: len(_TENSOR_FIELDS)], *x.mod_tensors), strict=True
+    ):
         if t is None or name == "rng_state":
             sources.append(None)
         elif id(t) in position:
             sources.append(position[id(t)])
         elif name == "alibi_slopes" and alibi_slopes is None:
-            sources.append(t)
+            sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
     return Call(x, settings, sources)
