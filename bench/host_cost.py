@@ -136,6 +136,7 @@ def implementations(
     kind: str, others: dict[str, Any], mask: str, tensors: list[Tensor], has_gpu: bool, has_flex: bool
 ) -> dict[str, Callable[..., Tensor]]:
     import flexattn
+    from flexattn.dispatch.cudnn_backend import library_error
 
     def ours(backend: str) -> Callable[..., Tensor]:
         return functools.partial(flexattn.attention, **others, backend=backend)  # type: ignore[return-value]
@@ -143,8 +144,10 @@ def implementations(
     if kind == "sm_90":
         return {"flexattn triton, for sm_90": ours("triton")}
     attends = {"flexattn triton": ours("triton")}
-    if has_gpu:
+    if has_gpu and (lacking := library_error()) is None:
         attends["flexattn cudnn"] = ours("cudnn")
+    elif has_gpu and kind == "bshd":
+        print(f"flexattn cudnn: {lacking}")
     if kind in ("bshd", "score_mod") and has_flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -147,15 +147,12 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
     from flexattn import ops
     from flexattn.dispatch import triton_backend
-    from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass, launch, problem
+    from flexattn.kernels_triton import launch
 
     triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
     ops._capability = lambda device: capability  # type: ignore[assignment]
     launch.current_stream, launch.is_current = lambda device: 0, lambda device: True
-    for module in (launch, problem, hopper_forward, hopper_backward, hopper_one_pass):
-        for name, value in (("capability_of", 10 * capability[0] + capability[1]), ("num_processors", processors)):
-            if hasattr(module, name):
-                setattr(module, name, lambda device, value=value: value)
+    launch._pretended = (10 * capability[0] + capability[1], processors)
     return library
 
 
@@ -170,11 +167,10 @@ def count(library: Any) -> int:
     return ctypes.c_uint.in_dll(library, "stub_count").value
 
 
-def knows(library: Any, direct: Any) -> None:
-    """Tell the driver how large a kernel's arguments are, which it would read off the kernel."""
-    sizes = direct.sizes
-    _sizes[direct.function] = sizes
-    library.stub_sizes(ctypes.c_ulonglong(direct.function), len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
+def knows(library: Any, function: int, sizes: list[int]) -> None:
+    """Tell the driver how large the arguments of a kernel are, which it would read off the kernel."""
+    _sizes[function] = sizes
+    library.stub_sizes(ctypes.c_ulonglong(function), len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
 
 
 def launches(library: Any) -> list[Launched]:

@@ -12,6 +12,8 @@
 |                    |                                  | measured to be faster, wherever they can, or not at all              |
 | `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
 |                    |                                  | them                                                                 |
+| `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | where compiled Triton kernels are looked for and kept; what          |
+|                    | in Triton's cache directory      | `python -m flexattn build` wrote elsewhere can be put there          |
 
 They are read on each call, so a change takes effect at once; a function under `torch.compile` keeps the `FLEXATTN_BACKEND` it
 was compiled with (`attention_backend()` is guarded, and recompiles).
@@ -25,7 +27,7 @@ from typing import Any
 from flexattn.dispatch.spec import BACKENDS
 
 REQUESTS = ("auto", *BACKENDS)
-VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_HOPPER", "FLEXATTN_PLANS")
+VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_HOPPER", "FLEXATTN_PLANS", "FLEXATTN_KERNELS")
 HOPPER = ("auto", "always", "never")
 
 
@@ -52,6 +54,11 @@ def canary() -> bool:
 def plan_directory() -> str | None:
     """FLEXATTN_PLANS, or None where it is unset or empty."""
     return os.environ.get("FLEXATTN_PLANS") or None
+
+
+def kernel_directory() -> str | None:
+    """FLEXATTN_KERNELS, or None where it is unset or empty."""
+    return os.environ.get("FLEXATTN_KERNELS") or None
 
 
 _CHECKS = ("FLEXATTN_CHECK", "FLEXATTN_CANARY")

@@ -141,6 +141,8 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
 
 
 def can_be_taped() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
     from flexattn.kernels_triton.interpreter import INTERPRETED
 
     return not INTERPRETED
@@ -153,8 +155,10 @@ def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
 
 
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:
+    from flexattn.kernels_triton import launch
     from flexattn.kernels_triton.problem import Problem
 
+    launch.keep_in(options.kernel_directory())
     mods, captures = (None, None) if spec.mods is None else _mods(spec.mods, x)
     return Problem(
         q=as_bshd(_rows_contiguous(x.q), spec.q_format),

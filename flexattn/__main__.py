@@ -7,7 +7,7 @@ import importlib
 import sys
 
 import flexattn
-from flexattn import doctor, question
+from flexattn import build_ahead, doctor, question
 from flexattn.dispatch import options
 
 TOOLS = {
@@ -34,10 +34,17 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=text)
     explain_parser = commands.add_parser("explain", help="which backend runs a call, why, and what is in the way of the others")
     question.add_arguments(explain_parser)
+    build_parser = commands.add_parser("build", help="the Triton kernels of a call, compiled for a GPU that need not be here")
+    build_ahead.add_arguments(build_parser)
     commands.add_parser("doctor", help="what is installed of all that flexattn can use, and how to get what is missing")
     args = parser.parse_args(argv)
     if args.command == "explain":
         return _explain(args, explain_parser)
+    if args.command == "build":
+        try:
+            return build_ahead.run(args)
+        except (TypeError, ValueError) as e:
+            build_parser.error(str(e))
     if args.command == "doctor":
         return doctor.run()
     if args.tokens is not None and args.tokens < 1:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from triton.backends.nvidia import driver as triton_driver
 
+from flexattn.kernels_triton.store import Binary
+
 # C layouts, as cuda.h and Triton's signatures have them
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 _CODES |= {"fp32": "f", "f32": "f", "fp64": "d"}
@@ -43,6 +45,22 @@ def _check(status: int, what: str) -> None:
         text = ctypes.c_char_p()
         _library().cuGetErrorString(status, ctypes.byref(text))
         raise LaunchError(f"CUDA error {status} in {what}: {(text.value or b'unknown').decode()}")
+
+
+_MAX_SHARED, _MOST_STATIC = 8, 48 * 1024  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES; what needs no leave
+
+
+def _load(binary: Binary) -> int:
+    """The kernel's handle in the current context, for as long as the process lives."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    driver = _library()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary.code), f"loading {binary.name}")
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, binary.name.encode()), f"loading {binary.name}")
+    if binary.shared > _MOST_STATIC:
+        status = driver.cuFuncSetAttribute(function, _MAX_SHARED, binary.shared)
+        _check(status, f"giving {binary.name} {binary.shared} bytes of shared memory")
+    assert function.value is not None
+    return function.value
 
 
 def set_to_zero(stream: int, address: int, size: int) -> None:
@@ -114,20 +132,15 @@ class Direct:
     Its arguments lie in the buffer in this order: tensor maps, pointers, and all that is no address, the widest first.
     """
 
-    def __init__(self, compiled: Any, arguments: Sequence[Any]) -> None:
-        metadata = compiled.metadata
-        self.compiled = compiled  # keeps the module loaded
-        self.name, self.function = compiled.name, compiled.function
-        self.block, self.shared = 32 * metadata.num_warps, metadata.shared
-        signature = list(compiled.src.signature.values())
-        if len(signature) != len(arguments):
-            raise ValueError(f"{self.name} takes {len(signature)} arguments and was given {len(arguments)}")
-        self.metas = list(getattr(metadata, "tensordesc_meta", None) or ())
+    def __init__(self, binary: Binary) -> None:
+        self.name, self.signature, self.metas = binary.name, binary.signature, binary.maps
+        self.block, self.shared = 32 * binary.num_warps, binary.shared
+        self.function = _load(binary)
         self.maps: list[Path] = []
         self.pointers: list[Path] = []
         others: list[tuple[Path, str, int]] = []  # (where, code, part of a descriptor or -1)
         order: list[tuple[str, int]] = []  # of each parameter of the kernel: which list it is in, and where there
-        for path, kind in _leaves(signature, ()):
+        for path, kind in _leaves(binary.signature, ()):
             if kind.startswith("tensordesc"):
                 rank = len(self.metas[len(self.maps)]["block_size"])
                 order.append(("maps", len(self.maps)))
@@ -167,20 +180,17 @@ class Direct:
         self.buffer = _Buffer(self)
 
     @classmethod
-    def of(cls, compiled: Any, arguments: Sequence[Any]) -> Direct | None:
-        """None for a kernel that needs more than its arguments."""
-        metadata = compiled.metadata
-        needs = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid")
-        if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in needs):
+    def of(cls, binary: Binary | None) -> Direct | None:
+        """None for a kernel that takes what cannot be handed over here."""
+        if binary is None:
             return None
-        kinds = [kind for _, kind in _leaves(list(compiled.src.signature.values()), ())]
-        metas = getattr(metadata, "tensordesc_meta", None) or ()
+        kinds = [kind for _, kind in _leaves(binary.signature, ())]
         if any(kind not in _CODES and kind[0] != "*" and not kind.startswith("tensordesc") for kind in kinds):
             return None
         descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
-        if descriptors and (len(metas) != descriptors or None in metas or not _has_maps()):
+        if descriptors and (len(binary.maps) != descriptors or None in binary.maps or not _has_maps()):
             return None
-        return cls(compiled, arguments)
+        return cls(binary)
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
         maps = self._maps(arguments)

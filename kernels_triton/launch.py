@@ -8,13 +8,14 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental import gluon
 
-from flexattn.kernels_triton import interpreter
+from flexattn.kernels_triton import interpreter, store
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
 from flexattn.kernels_triton.direct import Direct
 
@@ -39,9 +40,35 @@ def hopper_kernel(function: Callable[..., None]) -> Any:
     return gluon.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
 
 
-@functools.lru_cache(maxsize=64)
+_pretended: tuple[int, int] | None = None
+
+
+@contextlib.contextmanager
+def pretended_device(capability: int, processors: int) -> Iterator[None]:
+    """Inside, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
+
+    For launches that are recorded, or made by a driver that does nothing.
+    """
+    global _pretended
+    before, _pretended = _pretended, (capability, processors)
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
 def capability_of(device: torch.device) -> int:
     """The device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
+    return _capability_of(device) if _pretended is None else _pretended[0]
+
+
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
+    return _num_processors(device) if _pretended is None else _pretended[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _capability_of(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER
     major, minor = torch.cuda.get_device_capability(device)
@@ -49,8 +76,7 @@ def capability_of(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
+def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -159,23 +185,60 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
             _launch(kernel, programs, device, tile, arguments)
 
 
+_directory: Path | None = None
+
+
+def keep_in(directory: str | None) -> None:
+    """Where compiled kernels are looked for and kept from now on; None: with Triton's own."""
+    global _directory
+    _directory = Path(directory) if directory is not None else None
+
+
 def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
-    key = (kernel, device, tile.num_warps, tile.num_stages, *map(_compiled_for, arguments, _compared(kernel)))
-    direct = _kernels.get(key) if is_plain() else None
-    if direct is not None:
-        _counts["hits"] += 1
-        direct.launch(programs, current_stream(device), arguments)
-    else:
-        compiled = kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
-        direct = Direct.of(compiled, arguments)
+    parts = tuple(map(_compiled_for, arguments, _compared(kernel)))
+    key = (kernel, device, tile.num_warps, tile.num_stages, *parts)
+    is_quick = is_plain()
+    direct = _kernels.get(key) if is_quick else None
+    if direct is None and is_quick and key not in _kernels:
+        direct = _find_or_compile(kernel, parts, capability_of(device), tile, arguments)
         with _lock:
             _counts["misses"] += 1
             _kernels[key] = direct
             while len(_kernels) > _MOST_KERNELS:
                 _kernels.popitem(last=False)
+    elif direct is not None:
+        _counts["hits"] += 1
+    if direct is not None:
+        direct.launch(programs, current_stream(device), arguments)
+    else:
+        kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
     watcher = getattr(_watchers, "one", None)
     if watcher is not None:
         watcher(direct, programs, arguments)
+
+
+def _find_or_compile(
+    kernel: Any, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[Any, ...]
+) -> Direct | None:
+    """From disk, or else by Triton, and then kept; None for a kernel that only Triton can launch."""
+    text, directory = "", _directory or store.default_directory()
+    if store.is_used():
+        text = store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
+        found = store.find(directory, text)
+        if found is not None:
+            return Direct.of(found)
+    compiled = kernel.warmup(*arguments, grid=(1,), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    binary = store.binary_of(compiled)
+    if binary is not None and text:
+        store.keep(directory, text, binary)
+    return Direct.of(binary)
+
+
+def description_of(launch: Launch, architecture: int) -> str:
+    """Of the kernel of a recorded launch, for tensors at multiples of 16 bytes, as `store` has it."""
+    kernel, tile = launch.kernel, launch.tile
+    parts = tuple(map(_compiled_for, launch.arguments, _compared(kernel)))
+    return store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
 
 
 @functools.lru_cache(maxsize=256)
