@@ -18,7 +18,9 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     print("\nwhere the microseconds of a bshd forward without gradients go:")
     for name, us in where.items():
         print(f"{name:60} {us:8.2f}")
+    starts = cold_start(has_gpu)
+    print("\na new process, ms; the kernel is the portable forward's, and the GPU is there already:")
+    for name, ms in starts.items():
+        print(f"{name:60} {ms:8.0f}")
     if args.out is not None:
         record = {
             "command": f"python -m flexattn host_cost {shlex.join(argv if argv is not None else sys.argv[1:])}",
@@ -76,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             "measures": MEASURES,
             "rows": rows,
             "stages": where,
+            "cold start, ms": starts,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
@@ -254,6 +261,48 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "a call with a key that is new (lengths that never came)": anew,
     }
     return {name: _least(function, wait) for name, function in found.items()}
+
+
+CHILD = """
+import json, sys, time
+clock = time.perf_counter
+began = clock()
+import torch
+has_torch = clock()
+import flexattn
+has_flexattn = clock()
+import triton, triton.language
+has_triton = clock()
+has_gpu = torch.cuda.is_available()
+if not has_gpu:
+    from flexattn.bench import stub_driver
+    stub_driver.install()
+q = torch.zeros(2, 128, 8, 64, dtype=torch.bfloat16, device="cuda" if has_gpu else "cpu")
+wait = torch.cuda.synchronize if has_gpu else int
+wait()
+before = clock()
+flexattn.attention(q, q, q, attn_mask_type="causal", backend="triton")
+wait()
+first = clock()
+flexattn.attention(q[:1], q[:1], q[:1], attn_mask_type="causal", backend="triton")
+wait()
+times = [has_torch - began, has_flexattn - has_torch, has_triton - has_flexattn, first - before, clock() - first]
+print(json.dumps(times))
+"""
+
+
+def cold_start(has_gpu: bool) -> dict[str, float]:
+    """Milliseconds of what a process does once; the least of three processes, but for the one whose disk knows no kernel."""
+    names = ("import torch", "import flexattn, after it", "import triton, which the first call needs", "first call", "second call")
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "TRITON_CACHE_DIR": folder, "FLEXATTN_KERNELS": str(Path(folder, "kernels"))}
+        made = [
+            json.loads(subprocess.run([sys.executable, "-c", CHILD], env=env, check=True, capture_output=True, text=True).stdout)
+            for _ in range(4)
+        ]
+    cold, *warm = made
+    found = {name: 1e3 * min(run[i] for run in warm) for i, name in enumerate(names)}
+    return {**found, "first call, with no kernel on disk": 1e3 * cold[3]}
 
 
 def _least(function: Callable[[], Any], wait: Callable[[], Any]) -> float:

@@ -7,6 +7,7 @@ That text stands in the file too, before the binary. So a directory can be copie
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -94,7 +95,8 @@ def keep(directory: Path, text: str, binary: Binary) -> None:
         part.write_bytes(head + b"\n" + binary.code)
         part.replace(path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def has(directory: Path, text: str) -> bool:
