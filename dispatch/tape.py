@@ -131,10 +131,8 @@ class Tape:
                 addressed |= {roots[i][0] for i in step.tensors}
                 kept.append(_launch_step(step, roots))
             elif isinstance(step, _Run):
-                # cuDNN reads a tensor's address, and has its shape from the plan.
-                slots = {uid: roots[i][0] if roots[i][1] == 0 else i for uid, i in step.buffers.items()}
-                needed |= set(slots.values())
-                kept.append((_CALL, _runner(step.plan, tuple(slots.items()), device), None))
+                needed |= set(step.buffers.values())
+                kept.append((_CALL, _runner(step.plan, tuple(step.buffers.items()), device), None))
             elif step.writes or any(i in needed or i in addressed for i in step.outs):
                 kept.append(_op_step(step, tensors, needed))
         self.steps = tuple(reversed(kept))

@@ -58,6 +58,32 @@ def test_what_is_built_ahead_is_what_a_call_compiles(fresh_python, tmp_path: Pat
     assert {path.name: path.read_bytes() for path in own.iterdir()} == {path.name: path.read_bytes() for path in shipped.iterdir()}
 
 
+WARM = """
+import torch
+from flexattn.bench import stub_driver
+stub_driver.install()
+from triton.runtime.jit import JITFunction
+import flexattn
+
+def refuse(*_, **__):
+    raise AssertionError("Triton was asked to compile")
+
+JITFunction._do_compile = refuse  # in this process: warmup compiles in others
+calls = [dict(zip("qkv", [torch.zeros(1, 100, 4, d, dtype=torch.bfloat16)] * 3), backend="triton") for d in (16, 32)]
+print([e.forward.backend for e in flexattn.warmup(*calls, workers=2)])
+flexattn.attention(**calls[0])
+"""
+
+
+@needs_compiler
+def test_warmup_compiles_several_at_a_time(fresh_python, tmp_path: Path) -> None:
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_KERNELS": str(tmp_path / "kernels")}
+    ran = fresh_python("-c", WARM, env=env)
+    assert ran.stdout == "['triton', 'triton']\n", ran.stdout + ran.stderr
+    assert "flexattn.warmup" in ran.stderr
+    assert len([*(tmp_path / "kernels").iterdir()]) == 2
+
+
 def test_build_says_what_it_cannot(fresh_python, tmp_path: Path) -> None:
     ran = fresh_python("-m", "flexattn", "build", "--q", "1,64,4,60", "--capability", "9.0", "--out", str(tmp_path))
     assert ran.returncode == 2
