@@ -64,6 +64,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
+        self.also: list[Tensor] = []  # those that stand for another
         self.slot_of: dict[int, int] = {}
         self.made: set[int] = set()  # by an op; the others are inputs and constants
         self.steps: list[_Op | _Launch | _Run] = []
@@ -80,6 +81,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
+        if func is _aten.detach.default and self.slot(args[0]) in self.made:  # the same tensor, as nothing here has a graph
+            self.slot_of[id(out)] = self.slot(args[0])
+            self.also.append(out)
+            return out
         leaves = [_Slot(self.slot(x)) if isinstance(x, Tensor) else x for x in leaves]
         outs: list[int | None] = []
         for x in out if isinstance(out, (tuple, list)) else (out,):

@@ -99,7 +99,7 @@ def look_up(
             addresses.append(address)
             parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         if together & 15:
-            parts.append([address & 15 for address in addresses].__repr__())
+            parts.append(_low_bits(addresses))
         captures: tuple[Captures, ...] = ()
         block_mask = None
         if mods is not None:
@@ -118,7 +118,7 @@ def look_up(
         whole = tuple(parts)
         known = _calls.get(whole, _NEW)
         request = Request(whole, tensors, addresses, captures, block_mask, known is not _NEW)
-    except Exception:  # an argument of a wrong type may do anything; the ordinary way says what is wrong with it
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
         return None, None
     if known is None or known is _NEW:
         return request, None
@@ -127,22 +127,20 @@ def look_up(
     return request, known
 
 
+def _low_bits(addresses: Sequence[int]) -> bytes:
+    """How far each address is from a multiple of 16 bytes."""
+    return bytes([address & 15 for address in addresses])
+
+
 def _state() -> Hashable | None:
     """What besides its arguments a call depends on; None where it needs the operators: modes, transforms, tracing, checks."""
-    c = torch._C
-    if (
-        c._len_torch_dispatch_stack()
-        or c._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or c._get_tracing_state() is not None
-        or (c._is_torch_function_mode_enabled() and not _are_device_contexts())
-    ):
+    if not _is_ordinary():
         return None
     environment = options.snapshot()
     if environment is None:
         return None
     autocast = None
-    if c._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled():
         autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     return (
         torch.is_grad_enabled(),
@@ -151,6 +149,18 @@ def _state() -> Hashable | None:
         environment,
         select.generation,
         autocast,
+    )
+
+
+def _is_ordinary() -> bool:
+    """Whether no mode, transform or trace wants to see the operators."""
+    c = torch._C
+    return not (
+        c._len_torch_dispatch_stack()
+        or c._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or c._get_tracing_state() is not None
+        or (c._is_torch_function_mode_enabled() and not _are_device_contexts())
     )
 
 
@@ -242,6 +252,7 @@ class Call:
         self.block_arguments = (len(x.block_mask) > 0) and _block_arguments(self.spec, x)
         names = ("q", "k", "v", "bias", "softmax_offset")
         self.differentiable = [i for i, name in enumerate(_TENSOR_FIELDS) if name in names and getattr(x, name) is not None]
+        self.gradients = [names.index(_TENSOR_FIELDS[i]) for i in self.differentiable]  # their places among Gradients
         self.differentiable += range(self.num_fields, self.num_fields + self.num_mods)
         self.tape: Tape | None = None
         self.is_final = False  # whether there is or will be no tape
@@ -293,16 +304,28 @@ class Call:
         return ops.run_forward(self.spec, self.request, x)
 
     def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        spec = self.spec._replace(needs_lse_grad=dlse is not None)
         inputs = (*tensors, out, lse, dout, dlse)
         # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back.
-        key = (select.generation, *((t.shape, t.stride(), t.data_ptr() & 15) if t is not None else None for t in inputs))
+        parts: list[Any] = [select.generation, options.snapshot()]
+        addresses, together = [], 0
+        for t in inputs:
+            if t is None:
+                addresses.append(0)
+                parts.append(None)
+            else:
+                address = t.data_ptr()
+                together |= address
+                addresses.append(address)
+                parts += (t.shape, t.stride())
+        if together & 15:
+            parts.append(_low_bits(addresses))
+        key = tuple(parts)
         found = self.backwards.get(key)
         if isinstance(found, Tape) and found.can_play():
-            dense = found.play(inputs, [0 if t is None else t.data_ptr() for t in inputs])
+            dense = found.play(inputs, addresses)
             dq, dk, dv, dbias, doffset, *dmod_tensors = dense
             return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
-        x = self.operands(tensors)
+        x, spec = self.operands(tensors), self.spec._replace(needs_lse_grad=dlse is not None)
         if found is _SEEN and _can_be_taped(spec, "backward", self.request):
             backend = backend_module(select(spec, "backward", self.request).backend)
             gradients, tape = record(
@@ -353,18 +376,34 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_logit
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        call: Call = ctx.call
-        if dout is None:  # only lse was used
-            dout = torch.zeros_like(out)
-        if torch.compiler.is_compiling() or _state() is None or type(dout) not in _PLAIN:
-            gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
-        else:
-            gradients = call.backward(tensors, out, lse, dout, dlse)
-        dense = dict(zip(("q", "k", "v", "bias", "softmax_offset"), gradients[:5], strict=True))
-        left = iter(gradients.dmod_tensors or ())
-        flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
-        of_fields = (dense[_TENSOR_FIELDS[i]] for i in call.differentiable if i < call.num_fields)
-        return (None, *of_fields, *(next(left) if needs_grad else None for needs_grad in flags))
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, dout, dlse)
+        return _backward(ctx, dout, dlse)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    call: Call = ctx.call
+    if dout is None:  # only lse was used
+        dout = torch.zeros_like(out)
+    if (
+        torch.compiler.is_compiling()
+        or not _is_ordinary()
+        or options.snapshot() is None
+        or type(dout) not in _PLAIN
+        or dout.is_neg()
+    ):
+        gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
+    else:
+        gradients = call.backward(tensors, out, lse, dout, dlse)
+    dense: tuple[Any, ...] = gradients
+    if not call.num_mods:
+        return (None, *[dense[i] for i in call.gradients])
+    left = iter(gradients.dmod_tensors or ())
+    flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
+    of_mods = [next(left) if needs_grad else None for needs_grad in flags]
+    return (None, *[dense[i] for i in call.gradients], *of_mods)
+
+
+_backward_once = once_differentiable(_backward)
