@@ -199,7 +199,10 @@ def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes
 
     alibi_slopes: the argument; the slopes that stand in for None are the same each time.
     """
-    if any(t.is_inference() for t in (x.alibi_slopes,) if t is not None):
+    others = (value for name, value in x._asdict().items() if name not in (*_TENSOR_FIELDS, "mod_tensors", "block_mask"))
+    if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
+        return None  # a tensor that `Call.operands` would not put in its place
+    if x.alibi_slopes is not None and x.alibi_slopes.is_inference():
         return None
     given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
     position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
