@@ -92,8 +92,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_new = id(x) not in self.slot_of
                 outs.append(self.slot(x))
                 self.made |= {self.slot(x)} if is_new else set()
-            elif x is not None:
-                self.trouble = f"{func} gives a {type(x).__name__}"
+            else:
+                outs.append(None)
+                if x is not None:
+                    self.trouble = f"{func} gives a {type(x).__name__}"
         self.steps.append(_Op(func, leaves, tree, tuple(outs), func._schema.is_mutable))
         return out
 
@@ -202,7 +204,8 @@ def record(
 ) -> tuple[R, Tape | None]:
     """What `call`, a run of the backend, gives, and a tape of it, or None where it did what no tape can hold.
 
-    inputs: every tensor that the call reads and that another call may have another of; its address is to be aligned alike then.
+    inputs: every tensor that the call reads and that another call may have another of; aligned alike then, and the same where they
+    are the same here.
     results_of: the tensors of what it gives, in an order.
     """
     recorder = _Recorder(inputs)

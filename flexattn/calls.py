@@ -12,6 +12,7 @@ where its backend's kernels can be, and from then on it is played. At most 1024 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -27,6 +28,7 @@ from flexattn import ops
 from flexattn.block_mask import block_lists
 from flexattn.captures import Captures, find_captures
 from flexattn.dispatch import context, options
+from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import backend_module, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size
 from flexattn.dispatch.tape import Tape, record
@@ -83,8 +85,8 @@ def look_up(
         state = _state()
         if state is None:
             return None, None
-        parts: list[Any] = [others, window_size, state, *map(type, others), *map(type, window_size)]
-        addresses, together = [], 0
+        parts: list[Any] = [others, tuple(window_size), state, type(window_size), *map(type, others), *map(type, window_size)]
+        addresses, together, ids = [], 0, []
         for t in tensors:
             if t is None:
                 addresses.append(0)
@@ -97,6 +99,7 @@ def look_up(
                 return None, None
             together |= address
             addresses.append(address)
+            ids.append(id(t))
             parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         if together & 15:
             parts.append(_low_bits(addresses))
@@ -115,6 +118,9 @@ def look_up(
                 return None, None
             captures, key = found
             parts.append(key)
+            ids += [id(t) for part in captures for _, t in part.tensors]
+        if len(set(ids)) < len(ids):
+            parts.append(_same(ids))
         whole = tuple(parts)
         known = _calls.get(whole, _NEW)
         request = Request(whole, tensors, addresses, captures, block_mask, known is not _NEW)
@@ -130,6 +136,11 @@ def look_up(
 def _low_bits(addresses: Sequence[int]) -> bytes:
     """How far each address is from a multiple of 16 bytes."""
     return bytes([address & 15 for address in addresses])
+
+
+def _same(ids: Sequence[int]) -> tuple[int, ...]:
+    """Of each tensor the first that is the same object: as what is done once for one tensor is done twice for two."""
+    return tuple([ids.index(i) for i in ids])
 
 
 def _state() -> Hashable | None:
@@ -190,7 +201,8 @@ def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...
                 return None
             parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
     if block_mask is not None:
-        parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), block_mask.kv_num_blocks.shape, block_mask.kv_indices.shape)
+        lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices)
+        parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), *(t.shape for t in lists))
     return tuple(found), tuple(parts)
 
 
@@ -299,18 +311,19 @@ class Call:
             self.is_final = True
             backend = backend_module(select(self.spec, "forward", self.request).backend)
             wanted = 3 if self.spec.return_max_logit else 2
-            results, self.tape = record(
-                backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device
-            )
-            _counts["tapes"] += self.tape is not None
-            return results
+            with contextlib.suppress(Refused):  # then the ordinary way asks another backend
+                results, self.tape = record(
+                    backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device
+                )
+                _counts["tapes"] += self.tape is not None
+                return results
         return ops.run_forward(self.spec, self.request, x)
 
     def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
         inputs = (*tensors, out, lse, dout, dlse)
         # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back.
         parts: list[Any] = [select.generation, options.snapshot()]
-        addresses, together = [], 0
+        addresses, together, ids = [], 0, []
         for t in inputs:
             if t is None:
                 addresses.append(0)
@@ -319,9 +332,12 @@ class Call:
                 address = t.data_ptr()
                 together |= address
                 addresses.append(address)
+                ids.append(id(t))
                 parts += (t.shape, t.stride())
         if together & 15:
             parts.append(_low_bits(addresses))
+        if len(set(ids)) < len(ids):
+            parts.append(_same(ids))
         key = tuple(parts)
         found = self.backwards.get(key)
         if isinstance(found, Tape) and found.can_play():
@@ -331,16 +347,17 @@ class Call:
         x, spec = self.operands(tensors), self.spec._replace(needs_lse_grad=dlse is not None)
         if found is _SEEN and _can_be_taped(spec, "backward", self.request):
             backend = backend_module(select(spec, "backward", self.request).backend)
-            gradients, tape = record(
-                backend,
-                lambda: backend.backward(spec, x, out, lse, dout, dlse),
-                inputs,
-                lambda g: (*g[:-1], *(g.dmod_tensors or ())),
-                self.device,
-            )
-            self._keep(key, _NEVER if tape is None else tape)
-            _counts["tapes"] += tape is not None
-            return gradients
+            with contextlib.suppress(Refused):
+                gradients, tape = record(
+                    backend,
+                    lambda: backend.backward(spec, x, out, lse, dout, dlse),
+                    inputs,
+                    lambda g: (*g[:-1], *(g.dmod_tensors or ())),
+                    self.device,
+                )
+                self._keep(key, _NEVER if tape is None else tape)
+                _counts["tapes"] += tape is not None
+                return gradients
         if found is None:
             self._keep(key, _SEEN)
         return ops.run_backward(spec, self.request, x, out, lse, dout, dlse)

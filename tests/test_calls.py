@@ -264,6 +264,20 @@ def test_gradients_are_those_of_an_ordinary_call() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("more", [{}, ALIBI, {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}], ids=["", "alibi", "dropout"])
+def test_one_tensor_thrice_is_another_call_than_three(more: dict[str, Any], keys: list[Any]) -> None:
+    call = base() | more
+    wanted = flexattn.attention(**call)
+    calls.clear_cache()
+    one = dict.fromkeys("qkv", call["q"])
+    for _ in range(3):
+        thrice = flexattn.attention(**call | one)
+    got = [flexattn.attention(**call) for _ in range(3)]
+    assert all(torch.equal(out, wanted) for out in got)
+    assert torch.equal(flexattn.attention(**call | one), thrice)
+    assert keys[0] == keys[4] != keys[1]
+
+
 def test_captured_tensors_and_numbers_are_those_of_the_call() -> None:
     def biased(slopes: Tensor, by: float) -> Callable[..., Tensor]:
         return lambda score, b, h, i, j: score * by + slopes[h] * (i - j)
