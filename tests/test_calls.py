@@ -308,6 +308,17 @@ def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.Monk
     assert calls.cache_info() == {"hits": 0, "misses": 0, "tapes": 0, "size": 0}
 
 
+def test_a_profiler_sees_the_operators() -> None:
+    call = base()
+    call["q"].requires_grad_()
+    for _ in range(3):
+        flexattn.attention(**call).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        flexattn.attention(**call).sum().backward()
+    assert {"flexattn::attention_forward", "flexattn::attention_backward"} <= {event.key for event in profile.key_averages()}
+    assert calls.cache_info()["hits"] == 2
+
+
 def test_no_tensor_is_kept_alive() -> None:
     call = base() | {"bias_type": "alibi"}
     for _ in range(3):
