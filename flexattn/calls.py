@@ -305,7 +305,7 @@ class Call:
         return self.template._replace(**named)
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        if torch.autograd._profiler_enabled():  # which then sees it as the operator that it is not
+        if torch._C._autograd._profiler_enabled():  # which then sees it as the operator that it is not
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
         return self._forward(tensors, addresses)
@@ -424,7 +424,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     ):
         gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
     else:
-        with record_function("flexattn::attention_backward") if torch.autograd._profiler_enabled() else _NOTHING:
+        with record_function("flexattn::attention_backward") if torch._C._autograd._profiler_enabled() else _NOTHING:
             gradients = call.backward(tensors, out, lse, dout, dlse)
     dense: tuple[Any, ...] = gradients
     if not call.num_mods:
