@@ -1,11 +1,12 @@
-"""What a warm call costs the host, forward and backward, on each backend and beside torch's SDPA.
+"""What a warm call costs the host, with and without autograd, beside its peers; and where it goes.
 
-    python -m flexattn.bench.host_cost
-    python -m flexattn.bench.host_cost --out bench/results/host_cost.json
+    python -m flexattn host_cost
+    python -m flexattn host_cost --out bench/results/host_cost.json
 
 The problems are so small that the GPU waits for the host: the time between two calls is then the host's. Each figure is the median
 over rounds of calls, the implementations taking turns; between rounds the device is waited for. Results are checked against the
-reference before anything is timed.
+reference before anything is timed. Without a GPU a driver that does nothing stands for CUDA's (`stub_driver`): what is left is the
+Python of a call, and of the peers only SDPA, on the CPU and with nothing to compute.
 """
 
 from __future__ import annotations
@@ -13,120 +14,308 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-import flexattn
-from flexattn.dispatch.describe import versions
-from flexattn.dispatch.select import select
-from flexattn.testing import check_close, make_call, make_inputs, reference_attention
-
-HEADS, HEADS_KV, HEAD_DIM = 8, 8, 64
-LENGTHS = {"bshd": [128, 128], "bshd padded": [128, 60], "thd": [128, 60]}
+HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
+DIRECTIONS = ("forward", "recorded", "both")  # no gradient; recorded for a backward; with that backward
+KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90")
+
+Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m flexattn.bench.host_cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m flexattn host_cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which torch.compile takes a while for")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.exit(1, "needs a GPU, and torch.cuda.is_available() is False\n")
-    rows = [row for name in LENGTHS for row in measure(name)]
-    print(f"{torch.cuda.get_device_name()}, {versions()}\n{MEASURES}")
-    for row in rows:
-        quartiles = f"({row['low']:.1f} to {row['high']:.1f})"
-        print(f"{row['call']:12} {row['direction']:9} {row['implementation']:20} {row['us']:8.1f}  {quartiles}")
-    print(f"{'':12} {'selection':9} {'of a known spec':20} {selection_cost():8.2f}")
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        from flexattn.bench import stub_driver
+
+        if stub_driver.compiler() is None:
+            parser.exit(1, "without a GPU a C compiler (gcc, cc) is needed, for a driver that does nothing; install one\n")
+        stub_driver.install()
+    from flexattn.dispatch.describe import versions
+
+    device = torch.cuda.get_device_name() if has_gpu else f"no GPU, a driver that does nothing; {_processor()}"
+    print(f"{device}, {versions()}\n{MEASURES}")
+    rows: list[Row] = []
+    for kind in args.kinds:
+        for row in measure(kind, has_gpu, args.rounds, has_gpu and not args.no_flex):
+            rows.append(row)
+            quartiles = f"({row['low']:.1f} to {row['high']:.1f})"
+            print(f"{row['call']:12} {row['direction']:9} {row['implementation']:26} {row['us']:8.1f}  {quartiles}", flush=True)
+    where = stages(has_gpu)
+    print("\nwhere the microseconds of a bshd forward without gradients go:")
+    for name, us in where.items():
+        print(f"{name:60} {us:8.2f}")
+    starts = cold_start(has_gpu)
+    print("\na new process, ms; the kernel is the portable forward's, and the GPU is there already:")
+    for name, ms in starts.items():
+        print(f"{name:60} {ms:8.0f}")
     if args.out is not None:
         record = {
-            "command": f"python -m flexattn.bench.host_cost {shlex.join(argv if argv is not None else sys.argv[1:])}",
-            "device": torch.cuda.get_device_name(),
+            "command": f"python -m flexattn host_cost {shlex.join(argv if argv is not None else sys.argv[1:])}",
+            "device": device,
             "python": platform.python_version(),
             "versions": versions(),
             "measures": MEASURES,
             "rows": rows,
+            "stages": where,
+            "cold start, ms": starts,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
-def measure(name: str) -> list[dict[str, Any]]:
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[Row]:
     """The rows of one kind of call: each implementation that takes it, in each direction."""
-    fmt, _, padded = name.partition(" ")
-    inputs = make_inputs(
-        fmt,
-        lengths_q=LENGTHS[name],
-        padding=bool(padded),
-        num_heads=HEADS,
-        num_heads_kv=HEADS_KV,
-        head_dim_qk=HEAD_DIM,
-        head_dim_v=HEAD_DIM,
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
+    from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+
+    fmt = {"bshd padded": "bshd", "thd": "thd"}.get(kind, "bshd")
+    lengths = [128, 60] if kind in ("bshd padded", "thd") else [128, 128]
+    device, head_dim = "cuda" if has_gpu else "cpu", 128 if kind == "sm_90" else HEAD_DIM
+    how: dict[str, Any] = {"num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": head_dim, "head_dim_v": head_dim}
+    inputs = make_inputs(fmt, lengths_q=lengths, padding=kind == "bshd padded", dtype=torch.bfloat16, device=device, **how)
     inputs = inputs._replace(cu_seqlens_kv=inputs.cu_seqlens_q)  # self-attention
-    mask = "causal" if inputs.cu_seqlens_q is None else "padding_causal"
-    leaves = {which: getattr(inputs, which).nan_to_num().requires_grad_() for which in "qkv"}
+    tensors = [getattr(inputs, which).nan_to_num() for which in "qkv"]
+    leaves = [t.clone().requires_grad_() for t in tensors]
     dout = torch.randn_like(inputs.q)
-    call = inputs._asdict() | leaves | {"attn_mask_type": mask}
-    forwards: dict[str, Callable[[], Any]] = {
-        f"flexattn {backend}": functools.partial(flexattn.attention, **call, backend=backend) for backend in ("triton", "cudnn")
-    }
-    if name == "bshd":
-        q, k, v = (leaves[which].transpose(1, 2) for which in "qkv")
-        for label, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
-
-            def sdpa(backend: SDPBackend = backend) -> torch.Tensor:
-                with sdpa_kernel(backend):
-                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-            forwards[label] = sdpa
-    spec, x = make_call(inputs, attn_mask_type=mask)
-    exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
-    for forward in forwards.values():
-        check_close("out", forward(), exact, budget)
-
-    def both(forward: Callable[[], torch.Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(forward(), list(leaves.values()), dout)
-
-    rows = []
-    for direction, calls in (("forward", forwards), ("both", {label: both(forward) for label, forward in forwards.items()})):
-        times: dict[str, list[float]] = {label: [] for label in calls}
-        for round_number in range(WARM_UPS + ROUNDS):
-            for label, function in calls.items():
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(CALLS):
-                    function()
-                if round_number >= WARM_UPS:
-                    times[label].append((time.perf_counter() - began) / CALLS * 1e6)
-        for label, found in times.items():
+    mask = "causal" if inputs.cu_seqlens_q is None else "padding_causal"
+    others = {name: value for name, value in inputs._asdict().items() if name not in "qkv"} | {"attn_mask_type": mask}
+    if kind == "score_mod":
+        others["score_mod"] = _alibi(torch.linspace(0.1, 1.0, HEADS, device=device))
+    attends = implementations(kind, others, mask, tensors, has_gpu, has_flex)
+    if has_gpu:
+        spec, x = make_call(inputs, attn_mask_type=mask)
+        exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
+        for attend in attends.values():
+            if kind != "score_mod":
+                check_close("out", attend(*tensors), exact, budget)
+    for direction in DIRECTIONS:
+        given = tensors if direction == "forward" else leaves
+        timed: dict[str, Callable[[], Any]] = {name: functools.partial(attend, *given) for name, attend in attends.items()}
+        if direction == "both":
+            timed = {name: functools.partial(_both, call, leaves, dout) for name, call in timed.items()}
+        for name, found in _times(timed, rounds).items():
             low, us, high = statistics.quantiles(found, n=4)
-            rows.append({"call": name, "direction": direction, "implementation": label, "us": us, "low": low, "high": high})
-    return rows
+            yield {"call": kind, "direction": direction, "implementation": name, "us": us, "low": low, "high": high}
+    if has_gpu and kind == "bshd":
+        yield from _frontend(rounds)
 
 
-def selection_cost() -> float:
-    """Microseconds of one selection for a spec that was seen before."""
-    q = torch.empty(1, 128, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    spec = flexattn.explain(q, q, q).spec
-    began = time.perf_counter()
-    for _ in range(10_000):
-        select(spec, "forward", "auto")
-    return (time.perf_counter() - began) / 10_000 * 1e6
+def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - slopes[h] * (q_idx - kv_idx).abs()
+
+    return score_mod
+
+
+def implementations(
+    kind: str, others: dict[str, Any], mask: str, tensors: list[Tensor], has_gpu: bool, has_flex: bool
+) -> dict[str, Callable[..., Tensor]]:
+    import flexattn
+    from flexattn.dispatch.cudnn_backend import library_error
+
+    def ours(backend: str) -> Callable[..., Tensor]:
+        return functools.partial(flexattn.attention, **others, backend=backend)  # type: ignore[return-value]
+
+    if kind == "sm_90":
+        return {"flexattn triton, for sm_90": ours("triton")}
+    attends = {"flexattn triton": ours("triton")}
+    if has_gpu and (lacking := library_error()) is None:
+        attends["flexattn cudnn"] = ours("cudnn")
+    elif has_gpu and kind == "bshd":
+        print(f"flexattn cudnn: {lacking}")
+    if kind in ("bshd", "score_mod") and has_flex:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        batch_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cuda")
+        compiled: Any = torch.compile(flex_attention, dynamic=False)
+        more = {"score_mod": others.get("score_mod"), "block_mask": batch_mask}
+        attends["FlexAttention, compiled"] = lambda q, k, v: compiled(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **more
+        ).transpose(1, 2)
+    if kind == "bshd":
+        attends["SDPA"] = lambda q, k, v: scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        ).transpose(1, 2)
+        if not has_gpu:  # torch's part of a call, of which the computing is next to nothing
+            attends["SDPA"] = lambda q, k, v: scaled_dot_product_attention(
+                q[:1, :1].transpose(1, 2), k[:1, :1].transpose(1, 2), v[:1, :1].transpose(1, 2), is_causal=True
+            ).transpose(1, 2)
+    return attends
+
+
+def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Any:
+    out = forward()
+    return torch.autograd.grad(out, leaves, dout if out.shape == dout.shape else torch.ones_like(out))
+
+
+def _times(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else int
+    for round_number in range(WARM_UPS + rounds):
+        for name, function in timed.items():
+            os.environ["FLEXATTN_HOPPER"] = "always" if "sm_90" in name else "never"
+            wait()
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            if round_number >= WARM_UPS:
+                times[name].append((time.perf_counter() - began) / CALLS * 1e6)
+    return times
+
+
+def _frontend(rounds: int) -> Iterator[Row]:
+    """cuDNN's own Python, executing a graph that is there, with memory that is there."""
+    from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
+    from flexattn.bench.implementations import Unavailable
+    from flexattn.bench.inputs import make_tensors
+    from flexattn.bench.shapes import Workload
+
+    workload = Workload("host", "host", (128, 128), (128, 128), HEADS, HEADS, HEAD_DIM, HEAD_DIM, "causal")
+    for direction in ("forward", "both"):
+        try:
+            prepared = prepare_cudnn(workload, make_tensors(workload, "cuda"), direction)
+        except Unavailable as e:
+            print(f"{CUDNN_FRONTEND}: {e}")
+            return
+        found = _times({CUDNN_FRONTEND: prepared.timed}, rounds)[CUDNN_FRONTEND]
+        low, us, high = statistics.quantiles(found, n=4)
+        yield {"call": "bshd", "direction": direction, "implementation": CUDNN_FRONTEND, "us": us, "low": low, "high": high}
+
+
+def stages(has_gpu: bool) -> dict[str, float]:
+    """Microseconds of the parts of one call, each alone, the least of many rounds; the last two are other calls."""
+    import flexattn
+    from flexattn import calls
+    from flexattn.dispatch import options
+    from flexattn.kernels_triton import launch
+
+    os.environ["FLEXATTN_HOPPER"] = "never"
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    q, k, v = (torch.zeros(2, 128, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(3))
+
+    def attend() -> Any:
+        return flexattn.attention(q, k, v, attn_mask_type="causal", backend="triton")
+
+    for _ in range(3):
+        attend()
+    seen: list[Any] = []
+    original = calls.look_up
+    calls.look_up = lambda *given: (seen.append(given), original(*given))[1]  # type: ignore[func-returns-value]
+    attend()
+    calls.look_up = original
+    request, call = original(*seen[0])
+    assert request is not None
+    assert call is not None
+    assert call.tape is not None
+    tape = call.tape
+    step, gather = next((what, how) for kind, what, how in tape.steps if kind == "launch")
+    addresses = gather([q.data_ptr()] * tape.size)  # what it writes is as large as q, or smaller
+    shapes = [how for kind, _, how in tape.steps if kind == "allocate"]
+    wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int
+
+    def anew() -> None:
+        calls.clear_cache()
+        attend()
+
+    found = {
+        "the whole call": attend,
+        "  the key and the look-up": lambda: original(*seen[0]),
+        "    of it: modes, switches, environment": calls._state,
+        "      of it: the environment": options.snapshot,
+        "    of it: the key's hash": lambda: hash(request.key),
+        "  what is played: memory, addresses, the launch": lambda: call.run(request),
+        "    of it: memory for out, lse and max_logit": lambda: [tape.allocate(*how) for how in shapes],
+        "    of it: the launch, arguments packed": lambda: step(launch.current_stream(device), addresses),
+        "a call with a key that is new (lengths that never came)": anew,
+    }
+    return {name: _least(function, wait) for name, function in found.items()}
+
+
+CHILD = """
+import json, sys, time
+clock = time.perf_counter
+began = clock()
+import torch
+has_torch = clock()
+import flexattn
+has_flexattn = clock()
+import triton, triton.language
+has_triton = clock()
+has_gpu = torch.cuda.is_available()
+if not has_gpu:
+    from flexattn.bench import stub_driver
+    stub_driver.install()
+q = torch.zeros(2, 128, 8, 64, dtype=torch.bfloat16, device="cuda" if has_gpu else "cpu")
+wait = torch.cuda.synchronize if has_gpu else int
+wait()
+before = clock()
+flexattn.attention(q, q, q, attn_mask_type="causal", backend="triton")
+wait()
+first = clock()
+flexattn.attention(q[:1], q[:1], q[:1], attn_mask_type="causal", backend="triton")
+wait()
+times = [has_torch - began, has_flexattn - has_torch, has_triton - has_flexattn, first - before, clock() - first]
+print(json.dumps(times))
+"""
+
+
+def cold_start(has_gpu: bool) -> dict[str, float]:
+    """Milliseconds of what a process does once; the least of three processes, but for the one whose disk knows no kernel."""
+    names = ("import torch", "import flexattn, after it", "import triton, which the first call needs", "first call", "second call")
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "TRITON_CACHE_DIR": folder, "FLEXATTN_KERNELS": str(Path(folder, "kernels"))}
+        made = [
+            json.loads(subprocess.run([sys.executable, "-c", CHILD], env=env, check=True, capture_output=True, text=True).stdout)
+            for _ in range(4)
+        ]
+    cold, *warm = made
+    found = {name: 1e3 * min(run[i] for run in warm) for i, name in enumerate(names)}
+    return {**found, "first call, with no kernel on disk": 1e3 * cold[3]}
+
+
+def _least(function: Callable[[], Any], wait: Callable[[], Any]) -> float:
+    for _ in range(CALLS):
+        function()
+    times = []
+    for _ in range(ROUNDS):
+        wait()
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            function()
+        times.append((time.perf_counter() - began) / CALLS * 1e6)
+    return min(times)
 
 
 if __name__ == "__main__":

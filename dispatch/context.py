@@ -36,6 +36,11 @@ def attention_backend(backend: str) -> Iterator[None]:
         _requested = previous
 
 
+def current() -> str | None:
+    """What the innermost `attention_backend()` names."""
+    return _requested
+
+
 def requested_backend(backend: str | None) -> str:
     """The request that holds for a call whose `backend` argument this is."""
     if backend is not None:

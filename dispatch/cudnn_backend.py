@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -229,6 +229,16 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     if len(_prepared) >= _MOST_PREPARED:
         _prepared.clear()
     _prepared.add(key)
+
+
+def watched(watcher: Callable[[Any, dict[int, Tensor]], None]) -> contextlib.AbstractContextManager[None]:
+    from flexattn.kernels_cudnn.execute import watched_executions
+
+    return watched_executions(watcher)
+
+
+def can_be_taped() -> bool:
+    return True
 
 
 _prepared: set[Any] = set()  # calls whose plan is known to be there, as a forward asks for its backward's each time

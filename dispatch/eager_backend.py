@@ -6,7 +6,8 @@ on the CPU for one number of threads; on CUDA on one stream, or on several with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -88,6 +89,16 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     """Nothing is compiled."""
+
+
+def can_be_taped() -> bool:
+    """Its blocks depend on the values of cu_seqlens."""
+    return False
+
+
+def watched(watcher: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
+    """It launches nothing by itself."""
+    return contextlib.nullcontext()
 
 
 def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:

@@ -12,6 +12,8 @@
 |                    |                                  | measured to be faster, wherever they can, or not at all              |
 | `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
 |                    |                                  | them                                                                 |
+| `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | where compiled Triton kernels are looked for and kept; what          |
+|                    | in Triton's cache directory      | `python -m flexattn build` wrote elsewhere can be put there          |
 
 They are read on each call, so a change takes effect at once; a function under `torch.compile` keeps the `FLEXATTN_BACKEND` it
 was compiled with (`attention_backend()` is guarded, and recompiles).
@@ -20,11 +22,12 @@ was compiled with (`attention_backend()` is guarded, and recompiles).
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from flexattn.dispatch.spec import BACKENDS
 
 REQUESTS = ("auto", *BACKENDS)
-VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_HOPPER", "FLEXATTN_PLANS")
+VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_HOPPER", "FLEXATTN_PLANS", "FLEXATTN_KERNELS")
 HOPPER = ("auto", "always", "never")
 
 
@@ -51,6 +54,30 @@ def canary() -> bool:
 def plan_directory() -> str | None:
     """FLEXATTN_PLANS, or None where it is unset or empty."""
     return os.environ.get("FLEXATTN_PLANS") or None
+
+
+def kernel_directory() -> str | None:
+    """FLEXATTN_KERNELS, or None where it is unset or empty."""
+    return os.environ.get("FLEXATTN_KERNELS") or None
+
+
+_CHECKS = ("FLEXATTN_CHECK", "FLEXATTN_CANARY")
+_encode = getattr(os.environ, "encodekey", str)
+_CHECK_KEYS = tuple(_encode(name) for name in _CHECKS)
+_OTHER_KEYS = tuple(_encode(name) for name in VARIABLES if name not in _CHECKS)
+
+
+def snapshot() -> tuple[Any, ...] | None:
+    """The values of all variables, to compare with an earlier one's; None where one of them asks for checks in each call.
+
+    Reads what os.environ keeps them in, where it has that: asking os.environ for one takes half a microsecond.
+    """
+    known = getattr(os.environ, "_data", os.environ)
+    for key in _CHECK_KEYS:
+        value = known.get(key)
+        if value and value not in ("0", b"0"):
+            return None
+    return tuple([known.get(key) for key in _OTHER_KEYS])
 
 
 def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -37,6 +39,12 @@ class Backend(Protocol):
     def prepare(self, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         """Builds or compiles what the call will run, where that is not done yet."""
 
+    def can_be_taped(self) -> bool:
+        """Whether all that it does is torch's ops and what `watched` tells."""
+
+    def watched(self, watcher: Callable[..., None]) -> AbstractContextManager[None]:
+        """Inside, `watcher` is told each launch (kernel, programs, arguments), or each plan that runs (plan, buffers)."""
+
 
 class Decision(NamedTuple):
     backend: str
@@ -55,8 +63,25 @@ def backend_module(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"flexattn.dispatch.{name}_backend"))
 
 
+class _Select:
+    """`select`, a function with a cache that says when it was emptied: what rests on its decisions is stale then."""
+
+    def __init__(self) -> None:
+        self.generation = 0  # how often that was
+
+    def __call__(self, spec: AttentionSpec, direction: Direction, request: str) -> Decision:
+        return _decide(spec, direction, request)
+
+    def cache_clear(self) -> None:
+        _decide.cache_clear()
+        self.generation += 1
+
+
+select = _Select()
+
+
 @functools.lru_cache(maxsize=1024)
-def select(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
+def _decide(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
     """The backend that runs `spec` in `direction`, where `request` is "auto" or a backend's name.
 
     "auto" takes the first in the order of `heuristics` that can run it; a name never falls back. Nothing is built to find out.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,9 +142,25 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         backward(spec, x, out, lse, out, None)
 
 
+def can_be_taped() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from flexattn.kernels_triton.interpreter import INTERPRETED
+
+    return not INTERPRETED
+
+
+def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
+    from flexattn.kernels_triton.launch import watched_launches
+
+    return watched_launches(watcher)
+
+
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:
+    from flexattn.kernels_triton import launch
     from flexattn.kernels_triton.problem import Problem
 
+    launch.keep_in(options.kernel_directory())
     mods, captures = (None, None) if spec.mods is None else _mods(spec.mods, x)
     return Problem(
         q=as_bshd(_rows_contiguous(x.q), spec.q_format),

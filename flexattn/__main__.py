@@ -7,11 +7,12 @@ import importlib
 import sys
 
 import flexattn
-from flexattn import doctor, question
+from flexattn import build_ahead, doctor, question
 from flexattn.dispatch import options
 
 TOOLS = {
     "bench": ("flexattn.bench.command", "attention measured beside its peers, on your shapes"),
+    "host_cost": ("flexattn.bench.host_cost", "what a warm call costs the host, and where it goes, beside its peers"),
     "play": ("flexattn.bench.play", "a kernel checked, compiled and timed: with other tiles, or your own file"),
 }
 """Subcommands that parse their own arguments: (module, help)."""
@@ -33,10 +34,17 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=text)
     explain_parser = commands.add_parser("explain", help="which backend runs a call, why, and what is in the way of the others")
     question.add_arguments(explain_parser)
+    build_parser = commands.add_parser("build", help="the Triton kernels of a call, compiled for a GPU that need not be here")
+    build_ahead.add_arguments(build_parser)
     commands.add_parser("doctor", help="what is installed of all that flexattn can use, and how to get what is missing")
     args = parser.parse_args(argv)
     if args.command == "explain":
         return _explain(args, explain_parser)
+    if args.command == "build":
+        try:
+            return build_ahead.run(args)
+        except (TypeError, ValueError) as e:
+            build_parser.error(str(e))
     if args.command == "doctor":
         return doctor.run()
     if args.tokens is not None and args.tokens < 1:

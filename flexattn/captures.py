@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
 import types
+import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -32,13 +32,54 @@ class Captures(NamedTuple):
     floats: tuple[tuple[str, float], ...]  # empty where floats are part of the key
 
 
+_MEMO = "_flexattn_captures"  # a function's attribute, so that it goes when the function goes
+_ABSENT: Any = object()
+
+
+class _Memo:
+    """What was found of a function, and where: while all that was read is still there, it is found again without looking for it."""
+
+    def __init__(self, function: Any, walk: _Walk, captures: Captures) -> None:
+        self.function = weakref.ref(function)  # functools.wraps copies attributes
+        self.captures = captures
+        self.functions, self.cells, self.entries = walk.functions, walk.cells, walk.entries
+        self.tensors = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
+        self.is_grad_enabled = torch.is_grad_enabled()
+
+    def holds(self, function: Any) -> bool:
+        if self.function() is not function or torch.is_grad_enabled() is not self.is_grad_enabled:
+            return False
+        for known, code, defaults, keywords in self.functions:
+            if known.__code__ is not code or known.__defaults__ is not defaults or known.__kwdefaults__ is not keywords:
+                return False
+        for cell, value in self.cells:
+            if _contents(cell) is not value:
+                return False
+        for owner, name, value in self.entries:
+            if owner.get(name, _ABSENT) is not value:
+                return False
+        for t, dtype, dims, requires_grad in self.tensors:
+            if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not requires_grad:
+                return False
+        return True
+
+
 def find_captures(function: Any, lift: bool = True) -> Captures:
     """What `function` depends on; without `lift`, floats are part of the key too."""
+    can_remember = lift and type(function) is types.FunctionType
+    if can_remember:
+        memo = function.__dict__.get(_MEMO)
+        if memo is not None and memo.holds(function):
+            found: Captures = memo.captures
+            return found
     walk = _Walk(lift, None)
     key, _ = walk.visit(getattr(function, "__name__", "mod"), function, frozenset(), 0)
     if lift and walk.is_cyclic:  # it cannot be rebuilt with other floats
         return find_captures(function, lift=False)
-    return Captures(None if walk.unkeyed else key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats))
+    captures = Captures(None if walk.unkeyed else key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats))
+    if can_remember and captures.key is not None and walk.is_all_read:
+        function.__dict__[_MEMO] = _Memo(function, walk, captures)
+    return captures
 
 
 def with_floats(function: Any, values: Iterator[Any]) -> Any:
@@ -90,6 +131,11 @@ class _Walk:
         self.replaced: dict[int, Any] = {}
         self.is_cyclic = False
         self.tensor_at: dict[int, int] = {}
+        # Where everything was read, and what was there:
+        self.functions: list[tuple[Any, Any, Any, Any]] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.entries: list[tuple[Any, str, Any]] = []
+        self.is_all_read = True  # there was nothing else to read
 
     def visit(self, name: str, value: Any, names: frozenset[str], depth: int) -> tuple[Hashable, Any]:
         """(key, the value or what replaces it). `names`: the attributes that the code around it can ask of an object."""
@@ -124,6 +170,7 @@ class _Walk:
         kind = type(value)
         if kind is types.FunctionType:
             return self._function(value, depth)
+        self.is_all_read = self.is_all_read and kind not in (list, dict) and not isinstance(value, functools.partial)
         if kind in (tuple, list):
             parts = [self.visit(f"{name}_{i}", item, names, depth + 1) for i, item in enumerate(value)]
             return (kind, *(key for key, _ in parts)), self._rebuilt(value, lambda: kind(new for _, new in parts))
@@ -154,6 +201,10 @@ class _Walk:
         cells = dict(zip(code.co_freevars, map(_contents, function.__closure__ or ()), strict=True))
         known = function.__globals__
         found = {name: known[name] for name in _sorted_names(code) if name in known}
+        self.functions.append((function, code, function.__defaults__, function.__kwdefaults__))
+        self.cells += [(cell, _contents(cell)) for cell in function.__closure__ or ()]
+        self.entries += [(known, name, known.get(name, _ABSENT)) for name in _sorted_names(code)]
+        self.is_all_read = self.is_all_read and not function.__kwdefaults__
         groups: list[Mapping[str, Any]] = [cells, found, function.__kwdefaults__ or {}]
         keys: list[Hashable] = [types.FunctionType, code]
         news: list[dict[str, Any]] = []
@@ -174,6 +225,7 @@ class _Walk:
 
     def _module(self, name: str, module: types.ModuleType, names: frozenset[str], depth: int) -> tuple[Hashable, Any]:
         attributes = vars(module)
+        self.entries += [(attributes, attr, attributes.get(attr, _ABSENT)) for attr in names]
         visited = {attr: self.visit(attr, attributes[attr], names, depth + 1) for attr in sorted(names) if attr in attributes}
 
         def rebuild() -> types.SimpleNamespace:
@@ -189,7 +241,7 @@ class _Walk:
         wanted = set(todo)
         while todo:  # a method that is called names further attributes
             attr = todo.pop()
-            method = inspect.getattr_static(kind, attr, None)
+            method = self._of_class(kind, attr)
             method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
             if isinstance(method, types.FunctionType) and attr not in methods and not _is_fixed(method):
                 methods[attr], _ = self.visit(attr, method, names, depth + 1)
@@ -197,6 +249,10 @@ class _Walk:
                 wanted |= further
                 todo += further
         held = dict(vars(value))
+        owners = [vars(value)]
+        if isinstance(value, torch.nn.Module):
+            owners += [value._parameters, value._buffers, value._modules]
+        self.entries += [(owner, attr, owner.get(attr, _ABSENT)) for owner in owners for attr in wanted]
         if isinstance(value, torch.nn.Module):
             held |= {**value._parameters, **value._buffers, **value._modules}
         visited = {attr: self.visit(attr, held[attr], frozenset(wanted), depth + 1) for attr in sorted(wanted) if attr in held}
@@ -221,6 +277,14 @@ class _Walk:
             tuple((attr, repr(constant)) for attr, constant in constants.items()),
         )
         return key, self._rebuilt(value, rebuild)
+
+    def _of_class(self, kind: type, attr: str) -> Any:
+        for owner in kind.__mro__:
+            found = vars(owner).get(attr, _ABSENT)
+            self.entries.append((vars(owner), attr, found))
+            if found is not _ABSENT:
+                return found
+        return None
 
     def _rebuilt(self, value: Any, rebuild: Any) -> Any:
         return value if self.values is None else rebuild()

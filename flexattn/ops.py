@@ -19,7 +19,7 @@ from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import Backend, backend_module, reject, select
-from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, parse_format, with_classes
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Operands, empty_outputs, parse_format, with_classes
 from flexattn.validation import check_cu_seqlens_values
 from flexattn.warn import warn_once
 
@@ -73,6 +73,18 @@ def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
         # Dynamo refuses a Function that gets one tensor twice, as self-attention's cu_seqlens are; a view is another tensor.
         call = tuple(t.view_as(t) if isinstance(t, Tensor) else t for t in call)
     return _Attention.apply(*call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gradients(x: Operands, settings: Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    """Of a call whose forward gave out and lse, by the backward operator."""
+    dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *x, *settings)
+    bias, offset = dbias if settings.needs_bias_grad else None, None if x.softmax_offset is None else doffset
+    return Gradients(dq, dk, dv, bias, offset, tuple(dmods) or None)
+
+
+def new_rng_state(device: torch.device) -> Tensor:
+    """A seed and offset from torch's generator of the device."""
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
@@ -162,24 +174,33 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
         backend.prepare(spec, x, direction)
 
 
-def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, settings = _split(call)
-    spec = spec_to_run(x, settings)
+def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """What the forward operator runs."""
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
     if spec.needs_grad:  # what cannot be trained fails here, not after a forward
-        run(spec, "backward", settings.backend, x.q.device, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
-    return run(spec, "forward", settings.backend, x.q.device, lambda backend: backend.forward(spec, x))
+        run(spec, "backward", request, x.q.device, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
+    return run(spec, "forward", request, x.q.device, lambda backend: backend.forward(spec, x))
+
+
+def run_backward(
+    spec: AttentionSpec, request: str, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Gradients:
+    """What the backward operator runs."""
+    # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        return run(spec, "backward", request, x.q.device, lambda backend: backend.backward(spec, x, out, lse, dout, dlse))
+
+
+def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, settings = _split(call)
+    return run_forward(spec_to_run(x, settings), settings.backend, x)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
-    # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        gradients = run(
-            spec, "backward", settings.backend, x.q.device, lambda backend: backend.backward(spec, x, out, lse, dout, dlse)
-        )
+    gradients = run_backward(spec, settings.backend, x, out, lse, dout, dlse)
     dense = (x.q.new_empty(0) if gradient is None else gradient for gradient in gradients[:-1])
     return (*dense, list(gradients.dmod_tensors or ()))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
-from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, parse_format
+from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, parse_format
 from flexattn.functional import bind_call
 from flexattn.score_mod import mod_source
 
@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def answer(args: argparse.Namespace) -> explanations.Explanation:
     """What `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
+    _, settings, spec = parse(args)
+    return explanations.explain(spec, settings.backend)
+
+
+def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSpec]:
+    """The call, on the meta device, and its spec on the GPU that is meant; raises ValueError and TypeError as `attention` does."""
     q_format, kv_format = parse_format(args.format)
     dtype, training = DTYPES[args.dtype], not args.no_grad
     heads = args.q[q_format.index("h")] if len(args.q) == len(q_format) else 1
@@ -98,7 +104,7 @@ def answer(args: argparse.Namespace) -> explanations.Explanation:
         capability=capability,
         needs_lse_grad=args.lse_grad,
     )
-    return explanations.explain(spec, settings.backend)
+    return x, settings, spec
 
 
 def source(args: argparse.Namespace) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Callable, Iterator
 
 import cudnn
 import torch
@@ -10,6 +13,20 @@ from torch import Tensor
 
 from flexattn.kernels_cudnn.handles import handle_of
 from flexattn.kernels_cudnn.plans import Plan
+
+Watcher = Callable[[Plan, dict[int, Tensor]], None]
+_watchers = threading.local()
+
+
+@contextlib.contextmanager
+def watched_executions(watcher: Watcher) -> Iterator[None]:
+    """Inside, each plan that this thread runs is told to `watcher`, with its buffers."""
+    before = getattr(_watchers, "one", None)
+    _watchers.one = watcher
+    try:
+        yield
+    finally:
+        _watchers.one = before
 
 
 def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
@@ -22,6 +39,9 @@ def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> Non
         workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
         with plan.lock:
             plan.graph.execute(buffers, workspace, handle=handle)
+    watcher = getattr(_watchers, "one", None)
+    if watcher is not None:
+        watcher(plan, buffers)
 
 
 @functools.lru_cache(maxsize=256)

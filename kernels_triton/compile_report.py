@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -93,8 +94,10 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
     """What compiles the kernel of a recorded launch for `sm`, specialised as the launch is for tensors at multiples of 16 bytes."""
     function = launch.kernel.fn
     signature, constexprs = {}, {}
+    parameters = inspect.signature(function).parameters
     for name, value in zip(launch.kernel.arg_names, launch.arguments, strict=True):
-        if isinstance(value, (torch.Tensor, TensorDescriptor)) or type(value) in (int, float, tuple):
+        is_constant = "constexpr" in str(parameters[name].annotation)
+        if not is_constant and (isinstance(value, (torch.Tensor, TensorDescriptor)) or type(value) in (int, float, tuple)):
             signature[name] = _type_of(value)
         else:
             constexprs[name] = _picklable(value)
@@ -197,21 +200,7 @@ def compile_for(
         raise TypeError(
             f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
         )
-    names = kernel.arg_names
-    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
-        raise ValueError(
-            f"signature and constexprs together must name each argument of {kernel.__name__} once, and aligned some of those in "
-            f"signature; wrong or missing: {', '.join(sorted(wrong))}"
-        )
-    types = {name: signature.get(name, "constexpr") for name in names}
-    aligned = [name for name in names if types[name].startswith("*")] if aligned is None else aligned
-    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    source = language(  # attrs in the arguments' order, which is part of Triton's cache key
-        fn=kernel,
-        signature=types,
-        constexprs={(names.index(name),): value for name, value in constexprs.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
-    )
+    source = _source(kernel, signature, constexprs, aligned)
     target, options = GPUTarget("cuda", sm, 32), {"num_warps": num_warps, "num_stages": num_stages}
     start = time.perf_counter()
     compiled, ptxas_log = _compile(source, target, options)
@@ -235,6 +224,35 @@ def compile_for(
         loops=_innermost_loops(sass),
         warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
         compile_seconds=seconds,
+    )
+
+
+def compiled_from(request: CompileRequest) -> CompiledKernel:
+    """The kernel, in this process, whose kernels must not be interpreted."""
+    kernel = getattr(importlib.import_module(request.module), request.kernel)
+    constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
+    source = _source(kernel, request.signature, constexprs, request.aligned)
+    options = {"num_warps": request.num_warps, "num_stages": request.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)  # type: ignore[no-any-return]
+
+
+def _source(
+    kernel: JITFunction[Any], signature: Mapping[str, str], constexprs: Mapping[str, Any], aligned: Sequence[str] | None
+) -> ASTSource:
+    names = kernel.arg_names
+    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
+        raise ValueError(
+            f"signature and constexprs together must name each argument of {kernel.__name__} once, and aligned some of those in "
+            f"signature; wrong or missing: {', '.join(sorted(wrong))}"
+        )
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [name for name in names if types[name].startswith("*")] if aligned is None else aligned
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return language(  # attrs in the arguments' order, which is part of Triton's cache key
+        fn=kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constexprs.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
     )
 
 

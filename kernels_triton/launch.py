@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental import gluon
 
-from flexattn.kernels_triton import interpreter
+from flexattn.kernels_triton import interpreter, store
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
+from flexattn.kernels_triton.direct import Direct
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
@@ -36,9 +40,35 @@ def hopper_kernel(function: Callable[..., None]) -> Any:
     return gluon.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
 
 
-@functools.lru_cache(maxsize=64)
+_pretended: tuple[int, int] | None = None
+
+
+@contextlib.contextmanager
+def pretended_device(capability: int, processors: int) -> Iterator[None]:
+    """Inside, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
+
+    For launches that are recorded, or made by a driver that does nothing.
+    """
+    global _pretended
+    before, _pretended = _pretended, (capability, processors)
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
 def capability_of(device: torch.device) -> int:
     """The device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
+    return _capability_of(device) if _pretended is None else _pretended[0]
+
+
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
+    return _num_processors(device) if _pretended is None else _pretended[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _capability_of(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER
     major, minor = torch.cuda.get_device_capability(device)
@@ -46,8 +76,7 @@ def capability_of(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
+def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -74,8 +103,64 @@ def recorded_launches() -> Iterator[list[Launch]]:
         _recording = before
 
 
+Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
+_watchers = threading.local()
+
+
+@contextlib.contextmanager
+def watched_launches(watcher: Watcher) -> Iterator[None]:
+    """Inside, this thread's launches are made, and each is told to `watcher`: its kernel, its programs, its arguments.
+
+    The kernel is None where it was launched by Triton and can be launched in no other way.
+    """
+    before = getattr(_watchers, "one", None)
+    _watchers.one = watcher
+    try:
+        yield
+    finally:
+        _watchers.one = before
+
+
+def is_plain() -> bool:
+    """Whether nobody looks at launches, so that they need not go through Triton: no hooks (a profiler's), nothing recorded."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return False
+    return _recording is None and not runtime.debug and runtime.add_stages_inspection_hook is None
+
+
+def current_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
+
+
+def is_current(device: torch.device) -> bool:
+    return torch._C._cuda_getDevice() == device.index  # type: ignore[no-any-return]
+
+
+_MOST_KERNELS = 1024
+_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by all that Triton compiles a kernel for
+_counts = {"hits": 0, "misses": 0}
+_lock = threading.Lock()
+
+
+def kernel_cache_info() -> dict[str, int]:
+    """Hits and misses of launches since the start or `clear_kernels`, and how many kernels are kept (at most 1024)."""
+    with _lock:
+        return {**_counts, "size": len(_kernels)}
+
+
+def clear_kernels() -> None:
+    """Ask Triton again for every kernel; its own caches stay."""
+    with _lock:
+        _kernels.clear()
+        _counts.update(hits=0, misses=0)
+
+
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Run `programs` programs of `kernel` on `device`; none for 0.
+
+    Triton compiles and launches a kernel the first time; from then on it is launched by the driver's own call.
 
     Raises ValueError for more programs than CUDA has room for.
     """
@@ -93,5 +178,89 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
         with interpreter.right_arithmetic():
             kernel[(programs,)](*arguments)
         return
-    with torch.cuda.device(device):
+    if is_current(device):
+        _launch(kernel, programs, device, tile, arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(kernel, programs, device, tile, arguments)
+
+
+_directory: Path | None = None
+
+
+def keep_in(directory: str | None) -> None:
+    """Where compiled kernels are looked for and kept from now on; None: with Triton's own."""
+    global _directory
+    _directory = Path(directory) if directory is not None else None
+
+
+def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+    parts = tuple(map(_compiled_for, arguments, _compared(kernel)))
+    key = (kernel, device, tile.num_warps, tile.num_stages, *parts)
+    is_quick = is_plain()
+    direct = _kernels.get(key) if is_quick else None
+    if direct is None and is_quick and key not in _kernels:
+        direct = _find_or_compile(kernel, parts, capability_of(device), tile, arguments)
+        with _lock:
+            _counts["misses"] += 1
+            _kernels[key] = direct
+            while len(_kernels) > _MOST_KERNELS:
+                _kernels.popitem(last=False)
+    elif direct is not None:
+        _counts["hits"] += 1
+    if direct is not None:
+        direct.launch(programs, current_stream(device), arguments)
+    else:
         kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    watcher = getattr(_watchers, "one", None)
+    if watcher is not None:
+        watcher(direct, programs, arguments)
+
+
+def _find_or_compile(
+    kernel: Any, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[Any, ...]
+) -> Direct | None:
+    """From disk, or else by Triton, and then kept; None for a kernel that only Triton can launch."""
+    text, directory = "", _directory or store.default_directory()
+    if store.is_used():
+        text = store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
+        found = store.find(directory, text)
+        if found is not None:
+            return Direct.of(found)
+    compiled = kernel.warmup(*arguments, grid=(1,), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    binary = store.binary_of(compiled)
+    if binary is not None and text:
+        store.keep(directory, text, binary)
+    return Direct.of(binary)
+
+
+def description_of(launch: Launch, architecture: int) -> str:
+    """Of the kernel of a recorded launch, for tensors at multiples of 16 bytes, as `store` has it."""
+    kernel, tile = launch.kernel, launch.tile
+    parts = tuple(map(_compiled_for, launch.arguments, _compared(kernel)))
+    return store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
+
+
+@functools.lru_cache(maxsize=256)
+def _compared(kernel: Any) -> tuple[tuple[bool, bool], ...]:
+    """Of each parameter, whether its kernel is compiled for its value, and for whether its address is a multiple of 16 bytes."""
+    return tuple((p.is_constexpr or not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in kernel.params)
+
+
+def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
+    """What of an argument Triton compiles a kernel for: no two arguments with different answers share one by mistake."""
+    kind = type(argument)
+    if argument is None:
+        return None
+    by_value, by_address = compared
+    if isinstance(argument, torch.Tensor):
+        return (argument.dtype, argument.data_ptr() % 16 == 0) if by_address else argument.dtype
+    if kind is float and not by_value:
+        return float
+    if kind is int and not by_value:
+        return "i32" if -(2**31) <= argument < 2**31 else "i64" if argument < 2**63 else "u64"
+    if hasattr(argument, "block_shape"):  # a descriptor
+        return (argument.base.dtype, *argument.block_shape, argument.layout, argument.padding)
+    if isinstance(argument, tuple) and not by_value:
+        return tuple(_compiled_for(part, compared) for part in argument)
+    return kind, argument  # 1, 1.0 and True are equal

@@ -19,6 +19,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports triton, which reads it once per kernel
 
+from flexattn import calls
+
 ROOT = Path(__file__).parent.parent
 
 # What a fresh process must not inherit: the interpreter, which is set above, and the user's settings.
@@ -53,6 +55,12 @@ def tracked_files() -> list[Path]:
     except (FileNotFoundError, subprocess.CalledProcessError) as e:
         pytest.skip(f"not a git checkout, so which files are the project's own is not known: {e}")
     return [path for path in map(Path, listing.split("\0")[:-1]) if (ROOT / path).exists()]
+
+
+@pytest.fixture(autouse=True)
+def no_call_is_known() -> None:
+    """Each test's first call is an ordinary one: what a test before it made, or patched, is forgotten."""
+    calls.clear_cache()
 
 
 @pytest.fixture(autouse=True)

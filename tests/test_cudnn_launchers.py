@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
 import cudnn_emulator
 from test_support import ROWS, Case, Row, make_case, on_h200, row_for
 
-from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.spec import AttentionSpec, Band, Gradients
-from flexattn.kernels_cudnn import attention
+from flexattn.dispatch import cudnn_backend, tape
+from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands
+from flexattn.kernels_cudnn import attention, execute
 from flexattn.kernels_cudnn import plans as plans_module
 from flexattn.kernels_cudnn.graphs import ALIGNMENT, band_arguments
 from flexattn.testing import (
@@ -178,3 +180,66 @@ def test_a_gradient_of_lse_is_not_dropped() -> None:
     out, lse, _ = cudnn_backend.forward(spec, x)
     with pytest.raises(ValueError, match="takes no gradient of lse"):
         cudnn_backend.backward(spec, x, out, lse, make_dout(inputs), torch.ones_like(lse))
+
+
+def halved(x: Operands) -> Operands:
+    """Other tensors of the same kind: what floats, halved, and the lengths of the sequences the other way round."""
+
+    def changed(t: torch.Tensor) -> torch.Tensor:
+        if t.is_floating_point():
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t * 0.5)
+        if t.dtype is torch.int32 and x.cu_seqlens_q_padded is None:
+            return torch.cat([t[:1], t.diff().flip(0).cumsum(0, dtype=t.dtype)])
+        return t.clone()
+
+    named = {name: changed(t) for name, t in x._asdict().items() if isinstance(t, torch.Tensor)}
+    return x._replace(**named, mod_tensors=[changed(t) for t in x.mod_tensors])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_surrounds_cudnn_is_played_as_it_was_taken_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_for("cudnn", CASES[name])
+    case = make_case(row, "cpu")
+    spec, x = spec_of(case, row), case.operands
+    if reason := cudnn_backend.rule_error(spec, "forward"):
+        pytest.skip(f"refused: {reason}")
+
+    def run(plan: Any, buffers: dict[int, torch.Tensor], device: torch.device) -> None:
+        with _disable_current_modes():  # cuDNN's own work is no op of torch
+            cudnn_emulator.execute(plan, buffers, device)
+
+    def told(plan: Any, buffers: dict[int, torch.Tensor], device: torch.device) -> None:
+        run(plan, buffers, device)
+        if watcher := getattr(execute._watchers, "one", None):
+            watcher(plan, buffers)
+
+    monkeypatch.setattr(attention, "execute", told)
+    monkeypatch.setattr(execute, "execute", run)
+    device, other = torch.device("cpu"), halved(x)
+
+    def flat(x: Operands, *more: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return [*x[: Operands._fields.index("max_seqlen_q")], *x.mod_tensors, *more]
+
+    def played(made: tape.Tape | None, inputs: list[torch.Tensor | None]) -> list[Any]:
+        assert made is not None
+        return made.play(inputs, [0 if t is None else t.data_ptr() for t in inputs])
+
+    first, made = tape.record(cudnn_backend, lambda: cudnn_backend.forward(spec, x), flat(x), lambda r: r, device)
+    want = cudnn_backend.forward(spec, other)
+    for a, b in zip(played(made, flat(other)), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    if cudnn_backend.rule_error(spec, "backward") is not None:
+        return
+    dout, inputs = case.dout * 0.5, flat(x, *first[:2], case.dout)
+    _, made = tape.record(
+        cudnn_backend,
+        lambda: cudnn_backend.backward(spec, x, *first[:2], case.dout, None),
+        inputs,
+        lambda g: (*g[:-1], *(g.dmod_tensors or ())),
+        device,
+    )
+    wanted = cudnn_backend.backward(spec, other, *want[:2], dout, None)
+    for a, b in zip(played(made, flat(other, *want[:2], dout)), wanted, strict=False):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -15,9 +15,7 @@ import flexattn
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.reference import Differentiable, Sequences, attend, lse_view, slice_block, token_view
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
-from flexattn.kernels_triton.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel
-from flexattn.kernels_triton.bias_gradient import _attn_bwd_dbias_kernel
-from flexattn.kernels_triton.forward import _attn_fwd_kernel
+from flexattn.kernels_triton.launch import kernel_cache_info
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,
@@ -33,7 +31,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 INT32 = 2**31
 PAST_ROOT = 46_400  # a little more than sqrt(2**31): a product of two positions no longer fits 32 bits
-KERNELS = (_attn_fwd_kernel, _attn_bwd_dq_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dbias_kernel)
 RNG_STATE = (-7777777777777, 31415926535)
 REPEATS = 64
 LINEAR = 2.1  # times the memory for twice the length, with room for the allocator's rounding; quadratic would be 4
@@ -357,7 +354,7 @@ def test_dropout_in_a_cuda_graph_is_drawn_anew() -> None:
 
 
 def compilations() -> int:
-    return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
+    return kernel_cache_info()["misses"]
 
 
 BATCHES = ([64, 128], [63, 128], [2], [17, 16, 15], [48] * 16, [129, 0, 2])  # not 1: a bias is broadcast over such a dim

@@ -51,6 +51,15 @@ def test_import_flexattn_imports_no_backend(fresh_python: FreshPython) -> None:
     assert ran.stdout == "[]\n", ran.stdout + ran.stderr
 
 
+def test_import_flexattn_adds_little_to_torch(fresh_python: FreshPython) -> None:
+    """Modules, as a time would depend on the machine: its own, and what little of torch that torch does not import itself."""
+    code = "import sys, torch; torch_s = {*sys.modules}; import flexattn; print(*sorted({*sys.modules} - torch_s))"
+    added = fresh_python("-c", code).stdout.split()
+    others = [name for name in added if name.partition(".")[0] != "flexattn"]
+    assert len(added) - len(others) <= 40, added
+    assert all(name.startswith("torch.") for name in others), others
+
+
 @pytest.mark.parametrize("blocked", [("triton",), ("cudnn",), ("triton", "cudnn", "einops")], ids="-".join)
 def test_reference_and_eager_run_without(blocked: tuple[str, ...], fresh_python: FreshPython) -> None:
     ran = fresh_python("-c", BLOCK.format(blocked=blocked) + USE_EAGER, env={"CUDA_VISIBLE_DEVICES": ""})

@@ -1,0 +1,31 @@
+"""`python -m flexattn build`: the Triton kernels of a call, compiled for a GPU that need not be here into a directory to ship."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flexattn import question
+from flexattn.warm_up import build_missing, recorded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    question.add_arguments(parser)
+    parser.description = (
+        "Names and defaults are those of flexattn.attention(). Kernels depend on lengths by their magnitude alone, and not on "
+        "batch size; run it again for another kind of call. On the other machine set FLEXATTN_KERNELS to the directory."
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to; what is there already stays")
+    parser.add_argument("--workers", type=int, metavar="N", help="kernels compiled at a time (default: one for each core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Builds what is missing and says what there is; raises ValueError for what the Triton backend does not run."""
+    x, _, spec = question.parse(args)
+    if spec.capability is None:
+        raise ValueError("--capability says for which GPU; give it, as 9.0, where there is none")
+    launches = recorded(spec, x, ("forward", "backward") if spec.needs_grad else ("forward",))
+    made = build_missing(launches, spec.capability, args.out, args.workers, "flexattn build")
+    names = sorted({launch.kernel.fn.__name__ for launch in launches})
+    print(f"{made} built, {len(launches) - made} there already, in {args.out}: {', '.join(names)}")  # noqa: T201
+    return 0

@@ -1,0 +1,438 @@
+"""Calls like an earlier one: from the arguments of attention() to what runs them, by one look-up.
+
+The key is everything that the checks, the spec and the choice of a backend read of a call: each tensor's type, shape, strides,
+dtype, device, alignment and whether it requires a gradient; each other argument with its type; what the mods compute; and the state
+around it (grad mode, the backend asked for, the environment variables, torch's switches, what backends have refused). An equal key
+means that all of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing,
+FLEXATTN_CHECK and FLEXATTN_CANARY) has no key, and takes the operators' way.
+
+The first call with a key is an ordinary one, after which no more than the key is kept. The second is taken down (`dispatch.tape`)
+where its backend's kernels can be, and from then on it is played. At most 1024 are kept; of those the ones that are used stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.autograd.profiler import record_function
+from torch.utils._device import DeviceContext
+
+from flexattn import ops
+from flexattn.block_mask import block_lists
+from flexattn.captures import Captures, find_captures
+from flexattn.dispatch import context, options
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.select import backend_module, select
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size
+from flexattn.dispatch.tape import Tape, record
+
+MOST_CALLS = 1024
+_MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
+
+_calls: OrderedDict[Hashable, Call | None] = OrderedDict()  # None: it came once
+_lock = threading.Lock()
+_counts = {"hits": 0, "misses": 0, "tapes": 0}
+
+
+def cache_info() -> dict[str, int]:
+    """Hits and misses since the start or `clear_cache` (without a lock, so near enough with threads), tapes made, and the size."""
+    with _lock:
+        return {**_counts, "size": len(_calls)}
+
+
+def clear_cache() -> None:
+    """Forget every call and the counts."""
+    with _lock:
+        _calls.clear()
+        _counts.update(hits=0, misses=0, tapes=0)
+
+
+_NEW: Any = object()
+_NOTHING = contextlib.nullcontext()
+
+
+class Request(NamedTuple):
+    """A call that has a key, and what of it is no part of that."""
+
+    key: Hashable
+    tensors: tuple[Tensor | None, ...]  # in the order of Operands
+    addresses: list[int]
+    captures: tuple[Captures, ...]
+    block_mask: Any
+    came_before: bool
+
+
+def look_up(
+    tensors: tuple[Tensor | None, ...],
+    others: tuple[Any, ...],
+    window_size: Any,
+    mods: tuple[Any, Any, Any, Any] | None,
+) -> tuple[Request | None, Call | None]:
+    """The key of a call, or None where it has none, and the call that was made with it.
+
+    others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
+    block_mask, or None.
+    """
+    try:
+        state = _state()
+        if state is None:
+            return None, None
+        parts: list[Any] = [others, tuple(window_size), state, type(window_size), *map(type, others), *map(type, window_size)]
+        addresses, together, ids = [], 0, []
+        for t in tensors:
+            if t is None:
+                addresses.append(0)
+                parts.append(None)
+                continue
+            if type(t) not in _PLAIN or t.is_neg():
+                return None, None
+            address = t.data_ptr()
+            if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
+                return None, None
+            together |= address
+            addresses.append(address)
+            ids.append(id(t))
+            parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        if together & 15:
+            parts.append(_low_bits(addresses))
+        captures: tuple[Captures, ...] = ()
+        block_mask = None
+        if mods is not None:
+            *callables, explicit, block_mask = mods
+            if explicit:
+                return None, None
+            if block_mask is not None:
+                if callables[1] is not None:
+                    return None, None
+                callables[1] = block_mask.mask_mod
+            found = _captures(callables, block_mask)
+            if found is None:
+                return None, None
+            captures, key = found
+            parts.append(key)
+            ids += [id(t) for part in captures for _, t in part.tensors]
+        if len(set(ids)) < len(ids):
+            parts.append(_same(ids))
+        whole = tuple(parts)
+        known = _calls.get(whole, _NEW)
+        request = Request(whole, tensors, addresses, captures, block_mask, known is not _NEW)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
+        return None, None
+    if known is None or known is _NEW:
+        return request, None
+    known.is_used = True
+    _counts["hits"] += 1
+    return request, known
+
+
+def _low_bits(addresses: Sequence[int]) -> bytes:
+    """How far each address is from a multiple of 16 bytes."""
+    return bytes([address & 15 for address in addresses])
+
+
+def _same(ids: Sequence[int]) -> tuple[int, ...]:
+    """Of each tensor the first that is the same object: as what is done once for one tensor is done twice for two."""
+    return tuple([ids.index(i) for i in ids])
+
+
+def _state() -> Hashable | None:
+    """What besides its arguments a call depends on; None where it needs the operators: modes, transforms, tracing, checks."""
+    if not _is_ordinary():
+        return None
+    environment = options.snapshot()
+    if environment is None:
+        return None
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
+    return (
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        context.current(),
+        environment,
+        select.generation,
+        autocast,
+    )
+
+
+def _is_ordinary() -> bool:
+    """Whether no mode, transform or trace wants to see the operators."""
+    c = torch._C
+    return not (
+        c._len_torch_dispatch_stack()
+        or c._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or c._get_tracing_state() is not None
+        or (c._is_torch_function_mode_enabled() and not _are_device_contexts())
+    )
+
+
+def _are_device_contexts() -> bool:
+    """Whether the modes of torch functions are those of torch.set_default_device alone, which change nothing here."""
+    return all(
+        type(mode) is DeviceContext
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
+
+
+def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...], Hashable] | None:
+    found: list[Captures] = []
+    parts: list[Any] = []
+    gradient = getattr(mods[0], "score_mod_gradient", None)
+    for mod in (*mods, gradient):
+        if mod is None:
+            parts.append(None)
+            continue
+        captures = find_captures(mod)
+        if captures.key is None:
+            return None
+        found.append(captures)
+        parts += (captures.key, tuple([value.hex() for _, value in captures.floats]))
+        for _, t in captures.tensors:
+            if type(t) not in _PLAIN or t.is_neg():
+                return None
+            parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+    if block_mask is not None:
+        lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices)
+        parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), *(t.shape for t in lists))
+    return tuple(found), tuple(parts)
+
+
+def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None) -> Call | None:
+    """A call that came before, to be kept; None where its operands are not the arguments as they were.
+
+    alibi_slopes: the argument; the slopes that stand in for None are the same each time.
+    """
+    others = (value for name, value in x._asdict().items() if name not in (*_TENSOR_FIELDS, "mod_tensors", "block_mask"))
+    if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
+        return None  # a tensor that `Call.operands` would not put in its place
+    if x.alibi_slopes is not None and x.alibi_slopes.is_inference():
+        return None
+    given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
+    position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
+    sources: list[int | Tensor | None] = []
+    for name, t in zip(
+        (*_TENSOR_FIELDS, *("mod" for _ in x.mod_tensors)), (*x[: len(_TENSOR_FIELDS)], *x.mod_tensors), strict=True
+    ):
+        if t is None or name == "rng_state":
+            sources.append(None)
+        elif id(t) in position:
+            sources.append(position[id(t)])
+        elif name == "alibi_slopes" and alibi_slopes is None:
+            sources.append(x.alibi_slopes)
+        else:
+            return None  # it was copied or moved on the way
+    return Call(x, settings, sources)
+
+
+def remember(request: Request, call: Call | None) -> None:
+    """Keep a call that went well, or that it came."""
+    with _lock:
+        _counts["misses"] += 1
+        _calls[request.key] = call
+        while len(_calls) > MOST_CALLS:  # the oldest that was not used since it was last looked at
+            key, oldest = _calls.popitem(last=False)
+            if oldest is not None and oldest.is_used:
+                oldest.is_used = False
+                _calls[key] = oldest
+
+
+class Call:
+    """A call as its key has it: the spec, and per direction a tape once there is one."""
+
+    def __init__(self, x: Operands, settings: ops.Settings, sources: Sequence[int | Tensor | None]) -> None:
+        self.spec = ops.spec_to_run(x, settings)
+        self.settings = settings
+        self.request = settings.backend
+        self.device = x.q.device
+        self.is_used = False
+        self.num_fields = len(_TENSOR_FIELDS)
+        self.num_mods = len(x.mod_tensors)
+        # All but tensors, so that nothing of a user's is kept alive.
+        nothing: dict[str, Any] = dict.fromkeys(_TENSOR_FIELDS)
+        self.template = x._replace(**nothing, mod_tensors=(), block_mask=())
+        self.sources = tuple(sources)
+        self.rng_at = _TENSOR_FIELDS.index("rng_state")
+        self.has_dropout = x.dropout_p > 0.0
+        is_plain = not (self.has_dropout or x.mod_tensors or x.block_mask)
+        self.is_as_given = is_plain and not any(isinstance(s, Tensor) for s in self.sources)
+        self.block_arguments = (len(x.block_mask) > 0) and _block_arguments(self.spec, x)
+        names = ("q", "k", "v", "bias", "softmax_offset")
+        self.differentiable = [i for i, name in enumerate(_TENSOR_FIELDS) if name in names and getattr(x, name) is not None]
+        self.gradients = [names.index(_TENSOR_FIELDS[i]) for i in self.differentiable]  # their places among Gradients
+        self.differentiable += range(self.num_fields, self.num_fields + self.num_mods)
+        self.tape: Tape | None = None
+        self.is_final = False  # whether there is or will be no tape
+        self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
+
+    def run(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, max_logit) of a call with this key."""
+        tensors, addresses = request.tensors, request.addresses
+        if not self.is_as_given:
+            tensors, addresses = self._inputs(request)
+        if self.spec.needs_grad:
+            leaves = [tensors[i] for i in self.differentiable]
+            out, lse, *rest = _Attention.apply((self, tensors, addresses), *leaves)  # type: ignore[no-untyped-call]
+            return out, lse, rest[0] if rest else None
+        return self.forward(tensors, addresses)
+
+    def _inputs(self, request: Request) -> tuple[tuple[Tensor | None, ...], list[int]]:
+        given: list[Any] = [*request.tensors]
+        for captures in request.captures:
+            given += [t for _, t in captures.tensors]
+        tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]
+        if self.has_dropout:
+            state = request.tensors[self.rng_at]
+            tensors[self.rng_at] = ops.new_rng_state(self.device) if state is None else state
+        if self.block_arguments:
+            tensors += block_lists(request.block_mask, *self.block_arguments, self.device).tensors
+        return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
+
+    def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
+        named: dict[str, Any] = dict(zip(_TENSOR_FIELDS, tensors, strict=False))
+        mod_tensors: Any = tuple(tensors[self.num_fields :])
+        named |= {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
+        return self.template._replace(**named)
+
+    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        if torch._C._autograd._profiler_enabled():  # which then sees it as the operator that it is not
+            with record_function("flexattn::attention_forward"):
+                return self._forward(tensors, addresses)
+        return self._forward(tensors, addresses)
+
+    def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        tape = self.tape
+        if tape is not None and tape.can_play():
+            return tape.play(tensors, addresses)  # type: ignore[return-value]
+        x = self.operands(tensors)
+        if tape is None and not self.is_final and _can_be_taped(self.spec, "forward", self.request):
+            self.is_final = True
+            backend = backend_module(select(self.spec, "forward", self.request).backend)
+            wanted = 3 if self.spec.return_max_logit else 2
+            with contextlib.suppress(Refused):  # then the ordinary way asks another backend
+                results, self.tape = record(
+                    backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device
+                )
+                _counts["tapes"] += self.tape is not None
+                return results
+        return ops.run_forward(self.spec, self.request, x)
+
+    def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        inputs = (*tensors, out, lse, dout, dlse)
+        # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back.
+        parts: list[Any] = [select.generation, options.snapshot()]
+        addresses, together, ids = [], 0, []
+        for t in inputs:
+            if t is None:
+                addresses.append(0)
+                parts.append(None)
+            else:
+                address = t.data_ptr()
+                together |= address
+                addresses.append(address)
+                ids.append(id(t))
+                parts += (t.shape, t.stride())
+        if together & 15:
+            parts.append(_low_bits(addresses))
+        if len(set(ids)) < len(ids):
+            parts.append(_same(ids))
+        key = tuple(parts)
+        found = self.backwards.get(key)
+        if isinstance(found, Tape) and found.can_play():
+            dense = found.play(inputs, addresses)
+            dq, dk, dv, dbias, doffset, *dmod_tensors = dense
+            return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
+        x, spec = self.operands(tensors), self.spec._replace(needs_lse_grad=dlse is not None)
+        if found is _SEEN and _can_be_taped(spec, "backward", self.request):
+            backend = backend_module(select(spec, "backward", self.request).backend)
+            with contextlib.suppress(Refused):
+                gradients, tape = record(
+                    backend,
+                    lambda: backend.backward(spec, x, out, lse, dout, dlse),
+                    inputs,
+                    lambda g: (*g[:-1], *(g.dmod_tensors or ())),
+                    self.device,
+                )
+                self._keep(key, _NEVER if tape is None else tape)
+                _counts["tapes"] += tape is not None
+                return gradients
+        if found is None:
+            self._keep(key, _SEEN)
+        return ops.run_backward(spec, self.request, x, out, lse, dout, dlse)
+
+    def _keep(self, key: Hashable, found: Tape | str) -> None:
+        with _lock:
+            self.backwards[key] = found
+            while len(self.backwards) > _MOST_BACKWARDS:
+                self.backwards.popitem(last=False)
+
+
+_SEEN, _NEVER = "seen", "never"  # of a backward that has no tape: the next one is taken down, or none can be
+
+
+def _can_be_taped(spec: AttentionSpec, direction: Direction, request: str) -> bool:
+    return backend_module(select(spec, direction, request).backend).can_be_taped()
+
+
+def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, int]:
+    return batch_size(spec, x), spec.num_heads, x.max_seqlen_q, x.max_seqlen_kv
+
+
+class _Attention(torch.autograd.Function):
+    """One object carries all that is not differentiable: each argument of a Function costs, and these are read by nobody else."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Call, tuple[Tensor | None, ...], list[int]], *leaves: Tensor) -> tuple[Tensor, ...]:
+        call, tensors, addresses = made
+        out, lse, max_logit = call.forward(tensors, addresses)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *tensors)
+        if not call.spec.return_max_logit or max_logit is None:
+            return out, lse
+        ctx.mark_non_differentiable(max_logit)
+        return out, lse, max_logit
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, dout, dlse)
+        return _backward(ctx, dout, dlse)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    call: Call = ctx.call
+    if dout is None:  # only lse was used
+        dout = torch.zeros_like(out)
+    if (
+        torch.compiler.is_compiling()
+        or not _is_ordinary()
+        or options.snapshot() is None
+        or type(dout) not in _PLAIN
+        or dout.is_neg()
+    ):
+        gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
+    else:
+        with record_function("flexattn::attention_backward") if torch._C._autograd._profiler_enabled() else _NOTHING:
+            gradients = call.backward(tensors, out, lse, dout, dlse)
+    dense: tuple[Any, ...] = gradients
+    if not call.num_mods:
+        return (None, *[dense[i] for i in call.gradients])
+    left = iter(gradients.dmod_tensors or ())
+    flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
+    of_mods = [next(left) if needs_grad else None for needs_grad in flags]
+    return (None, *[dense[i] for i in call.gradients], *of_mods)
+
+
+_backward_once = once_differentiable(_backward)

@@ -1,0 +1,124 @@
+"""Compiled kernels on disk, found without asking Triton: which looks through its whole installation first, in each process.
+
+A file is named by a hash of all that decides what a kernel is compiled to: its source with what that calls, what of its arguments
+it is compiled for, warps, stages, the architecture, Triton's version, and the environment variables that Triton's compiler reads.
+That text stands in the file too, before the binary. So a directory can be copied to a machine that has no compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+FILE_FORMAT = 1
+_PREFIXES = ("TRITON_", "PTXAS_", "NVPTX_", "MLIR_", "LLVM_", "DISABLE_", "USE_IR_LOC")
+_ELSEWHERE = (
+    "TRITON_CACHE_DIR",
+    "TRITON_HOME",
+    "TRITON_LIBCUDA_PATH",
+    "TRITON_DUMP_DIR",
+    "TRITON_OVERRIDE_DIR",
+    "TRITON_INTERPRET",
+)
+
+
+class Binary(NamedTuple):
+    """A kernel as the driver loads it, and how its arguments are handed over."""
+
+    name: str
+    signature: list[Any]  # Triton's type of each argument; a list for a tuple
+    num_warps: int
+    shared: int  # bytes
+    maps: list[Any]  # of each descriptor, what its tensor map is encoded with
+    code: bytes
+
+
+def binary_of(compiled: Any) -> Binary | None:
+    """None for a kernel that needs more than its arguments: scratch memory, clusters, launch attributes."""
+    metadata = compiled.metadata
+    needs = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid")
+    if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in needs):
+        return None
+    signature = json.loads(json.dumps(list(compiled.src.signature.values())))  # tuples as lists, as they come back from a file
+    maps = [dict(meta) if meta is not None else None for meta in getattr(metadata, "tensordesc_meta", None) or ()]
+    return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, compiled.asm["cubin"])
+
+
+def description(kernel: Any, parts: Sequence[Any], num_warps: int, num_stages: int, architecture: int) -> str:
+    """The text that decides what a kernel is compiled to; `parts` is what it is compiled for of each argument."""
+    what = (
+        (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, num_warps, num_stages),
+        (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", kernel.cache_key),
+        tuple(map(_text, parts)),
+        sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in _ELSEWHERE),
+    )
+    return repr(what)
+
+
+def is_used() -> bool:
+    """Not where Triton is asked to compile anew, or to show or to take what is in between."""
+    wishes = triton.knobs.compilation
+    return not (wishes.always_compile or wishes.dump_ir or wishes.override)
+
+
+def default_directory() -> Path:
+    return Path(triton.knobs.cache.dir) / "flexattn"
+
+
+def find(directory: Path, text: str) -> Binary | None:
+    """The kernel that `description` gives that text; None where there is none, or none that can be read."""
+    try:
+        data = _path(directory, text).read_bytes()
+        head, _, code = data.partition(b"\n")
+        found = json.loads(head)
+        binary = Binary(*found["binary"], code)
+        return binary if found["text"] == text and found["bytes"] == len(code) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(directory: Path, text: str, binary: Binary) -> None:
+    """At once, as other processes may read it; quietly not at all where the directory cannot be written."""
+    head = json.dumps({"text": text, "bytes": len(binary.code), "binary": binary[:-1]}).encode()
+    path = _path(directory, text)
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(head + b"\n" + binary.code)
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def has(directory: Path, text: str) -> bool:
+    return _path(directory, text).exists()
+
+
+def _path(directory: Path, text: str) -> Path:
+    return directory / f"{hashlib.sha256(text.encode()).hexdigest()}.kernel"
+
+
+@functools.cache
+def _library_bytes() -> int:
+    """Of Triton's compiler: a build of one's own has the version of the release that it began from."""
+    from triton._C import libtriton
+
+    return Path(libtriton.__file__).stat().st_size
+
+
+def _text(part: Any) -> str:
+    """A part as equal processes write it: a function of Triton's by its source."""
+    if hasattr(part, "cache_key"):
+        return str(part.cache_key)
+    if isinstance(part, tuple):
+        return f"({', '.join(map(_text, part))})"
+    return repr(part)

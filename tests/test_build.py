@@ -1,0 +1,114 @@
+"""Kernels on disk: built ahead for a GPU that is not here, found without a compiler, and the same that a call would have made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flexattn.bench import stub_driver
+from flexattn.kernels_triton import store
+
+needs_compiler = pytest.mark.skipif(
+    stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler"
+)
+
+# A call, forward and backward, in a process whose driver does nothing; "no" forbids compiling.
+CALL = """
+import sys
+import torch
+from flexattn.bench import stub_driver
+stub_driver.install()
+from triton.runtime.jit import JITFunction
+import flexattn
+from flexattn.kernels_triton import launch
+
+def refuse(*_, **__):
+    raise AssertionError("Triton was asked to compile")
+
+if sys.argv[1] == "no":
+    JITFunction._do_compile = refuse
+q, k, v = (torch.zeros(3, 200, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+for length in (200, 150):
+    out = flexattn.attention(q[:, :length], k, v, attn_mask_type="causal", backend="triton")
+    out.sum().backward()
+print(launch.kernel_cache_info())
+"""
+
+
+@needs_compiler
+def test_what_is_built_ahead_is_what_a_call_compiles(fresh_python, tmp_path: Path) -> None:
+    shipped, own = tmp_path / "shipped", tmp_path / "own"
+    what = ("--q", "1,190,4,64", "--mask", "causal", "--capability", "9.0", "--workers", "2")
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_HOPPER": "never"}
+    built = fresh_python("-m", "flexattn", "build", *what, "--out", str(shipped), env=env)
+    assert built.returncode == 0, built.stderr
+    assert built.stdout.startswith("3 built, 0 there already")
+    refused = fresh_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(own)})
+    assert "was asked to compile" in refused.stderr
+    ran = fresh_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(shipped)})
+    assert ran.stdout == "{'hits': 3, 'misses': 3, 'size': 3}\n", ran.stdout + ran.stderr
+
+    compiled = fresh_python("-c", CALL, "yes", env=env | {"FLEXATTN_KERNELS": str(own)})
+    assert compiled.returncode == 0, compiled.stderr
+    assert {path.name: path.read_bytes() for path in own.iterdir()} == {path.name: path.read_bytes() for path in shipped.iterdir()}
+
+
+WARM = """
+import torch
+from flexattn.bench import stub_driver
+stub_driver.install()
+from triton.runtime.jit import JITFunction
+import flexattn
+
+def refuse(*_, **__):
+    raise AssertionError("Triton was asked to compile")
+
+JITFunction._do_compile = refuse  # in this process: warmup compiles in others
+calls = [dict(zip("qkv", [torch.zeros(1, 100, 4, d, dtype=torch.bfloat16)] * 3), backend="triton") for d in (16, 32)]
+print([e.forward.backend for e in flexattn.warmup(*calls, workers=2)])
+flexattn.attention(**calls[0])
+"""
+
+
+@needs_compiler
+def test_warmup_compiles_several_at_a_time(fresh_python, tmp_path: Path) -> None:
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_KERNELS": str(tmp_path / "kernels")}
+    ran = fresh_python("-c", WARM, env=env)
+    assert ran.stdout == "['triton', 'triton']\n", ran.stdout + ran.stderr
+    assert "flexattn.warmup" in ran.stderr
+    assert len([*(tmp_path / "kernels").iterdir()]) == 2
+
+
+def test_build_says_what_it_cannot(fresh_python, tmp_path: Path) -> None:
+    ran = fresh_python("-m", "flexattn", "build", "--q", "1,64,4,60", "--capability", "9.0", "--out", str(tmp_path))
+    assert ran.returncode == 2
+    assert "head dim" in ran.stderr
+    ran = fresh_python(*("-m", "flexattn", "build", "--q", "1,64,4,64", "--out", str(tmp_path)), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "--capability" in ran.stderr
+
+
+BINARY = store.Binary("kernel", ["*bf16", ["i32", "fp32"], "constexpr"], 4, 1024, [{"swizzle": 3}], b"\x00\nbinary\n")
+
+
+def test_a_file_says_all_or_nothing(tmp_path: Path) -> None:
+    text = "what it is compiled for"
+    assert store.find(tmp_path, text) is None
+    store.keep(tmp_path, text, BINARY)
+    assert store.find(tmp_path, text) == BINARY
+    assert store.has(tmp_path, text)
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for wrong in (whole[:-1], whole[:20], b"", b"[]\n", whole.replace(text.encode(), b"something else entirely"), b"\xff\xfe\n"):
+        path.write_bytes(wrong)
+        assert store.find(tmp_path, text) is None
+    head = json.loads(whole.partition(b"\n")[0])
+    assert head["text"] == text
+
+
+def test_a_directory_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    store.keep(file, "text", BINARY)
+    assert store.find(file, "text") is None

@@ -1,0 +1,156 @@
+"""What a mod captures is found again without looking for it, and looked for again once anything that was read has changed."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn.captures import _MEMO, Captures, _Walk, find_captures
+
+SOURCE = """
+def inner(score):
+    return score * factor
+
+def mod(score, b, h, q_idx, kv_idx, bias=1.0):
+    return inner(score) + abs(table[h]) * scale + holder.weight[h] * holder.power(2) + bias + settings.shift
+"""
+
+
+class Holder(torch.nn.Module):
+    exponent = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def power(self, x: int) -> int:
+        return int(x**self.exponent)
+
+
+def make() -> tuple[Any, dict[str, Any]]:
+    names: dict[str, Any] = {
+        "factor": 0.5,
+        "scale": 3,
+        "table": torch.ones(4),
+        "holder": Holder(),
+        "settings": types.ModuleType("settings"),
+        "__name__": "mods",
+    }
+    names["settings"].shift = 7
+    exec(SOURCE, names)
+    return names["mod"], names
+
+
+def walked(mod: Any) -> Captures:
+    """What is found by looking."""
+    walk = _Walk(True, None)
+    key, _ = walk.visit("mod", mod, frozenset(), 0)
+    return Captures(key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats))
+
+
+def defaults(names: dict[str, Any]) -> None:
+    names["mod"].__defaults__ = (2.0,)
+
+
+def code(names: dict[str, Any]) -> None:
+    names["inner"].__code__ = (lambda score: score * factor * 2).__code__  # type: ignore[name-defined] # noqa: F821
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a float": lambda names: names.update(factor=0.25),
+    "an int": lambda names: names.update(scale=4),
+    "a tensor": lambda names: names.update(table=torch.zeros(4)),
+    "a tensor of another dtype": lambda names: names.update(table=torch.ones(4, dtype=torch.float16)),
+    "requires_grad": lambda names: names["table"].requires_grad_(),
+    "a builtin's name": lambda names: names.update(abs=torch.square),
+    "a function": lambda names: names.update(inner=lambda score: score),
+    "its code": code,
+    "defaults": defaults,
+    "a module's attribute": lambda names: setattr(names["settings"], "shift", 8),
+    "a parameter": lambda names: setattr(names["holder"], "weight", torch.nn.Parameter(torch.zeros(4))),
+    "an attribute that hides the class's": lambda names: setattr(names["holder"], "exponent", 3),
+    "another object": lambda names: names.update(holder=Holder()),
+}
+
+
+def same(a: Captures, b: Captures) -> bool:
+    return (
+        a.key == b.key
+        and a.floats == b.floats
+        and [(name, id(t)) for name, t in a.tensors] == [(name, id(t)) for name, t in b.tensors]
+    )
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name: str) -> None:
+    mod, names = make()
+    before = find_captures(mod)
+    assert before.key is not None
+    assert find_captures(mod) is before
+    CHANGES[name](names)
+    after = find_captures(mod)
+    assert after is not before
+    assert same(after, walked(mod))
+    assert not same(after, before)
+    assert find_captures(mod) is after
+
+
+def test_a_class_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    mod, _ = make()
+    before = find_captures(mod)
+    monkeypatch.setattr(Holder, "exponent", 5)
+    assert find_captures(mod).key != before.key
+    monkeypatch.setattr(Holder, "power", lambda self, x: x)
+    assert same(find_captures(mod), walked(mod))
+
+
+def test_grad_mode_is_seen() -> None:
+    mod, names = make()
+    names["table"].requires_grad_()
+    before = find_captures(mod)
+    with torch.no_grad():
+        assert find_captures(mod).key != before.key
+    assert find_captures(mod).key == before.key
+
+
+def test_a_cell_that_is_bound_anew_is_seen() -> None:
+    slopes, by = torch.ones(4), 1
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * by + slopes[h]
+
+    before = find_captures(mod)
+    by = 2
+    after = find_captures(mod)
+    assert after.key != before.key
+    slopes = torch.zeros(4)
+    assert find_captures(mod).tensors[0][1] is slopes
+
+
+def test_lists_and_dicts_are_looked_at_each_time() -> None:
+    values = [1, 2]
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * values[0]
+
+    before = find_captures(mod)
+    values[0] = 3
+    assert find_captures(mod).key != before.key
+
+
+def test_what_wraps_copies_is_not_believed() -> None:
+    mod, _ = make()
+    find_captures(mod)
+
+    @functools.wraps(mod)
+    def wrapper(score: Tensor, *others: Tensor) -> Tensor:
+        return score
+
+    assert _MEMO in wrapper.__dict__
+    assert same(find_captures(wrapper), walked(wrapper))

@@ -1,0 +1,223 @@
+"""Calls that are played from a tape, on a GPU: the same bits as an ordinary call, with other tensors, streams and threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn import calls
+from flexattn.kernels_triton import launch
+from flexattn.testing import make_inputs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")
+
+HEADS = 6
+
+
+def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * FACTOR + SLOPES[h] * (i - j)
+
+
+FACTOR = 0.5
+SLOPES = torch.linspace(0.1, 1.0, HEADS, device="cuda", requires_grad=True) if torch.cuda.is_available() else torch.ones(HEADS)
+LONG = {"head_dim_qk": 128, "head_dim_v": 128, "dtype": torch.bfloat16}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({"qkv_format": "bshd", "lengths_q": [333, 333], **LONG}, {"attn_mask_type": "causal"}),
+    "full, d 64": ({"qkv_format": "bhsd", "lengths_q": [70, 70], "dtype": torch.float16, "head_dim_qk": 64, "head_dim_v": 64}, {}),
+    "strided": ({"qkv_format": "sbhd", "lengths_q": [200], "lengths_kv": [300], "strided": True, **LONG}, {"window_size": (50, 9)}),
+    "packed": ({"qkv_format": "thd", "lengths_q": [200, 0, 333, 1], "gap": 3, **LONG}, {"attn_mask_type": "padding_causal"}),
+    "mod": ({"qkv_format": "bshd", "lengths_q": [150], **LONG}, {"score_mod": biased}),
+    "everything": (
+        {"qkv_format": "bshd", "lengths_q": [150, 150], "lengths_kv": [180, 180], **LONG},
+        {"softcap": 5.0, "softmax_type": "learnable", "dropout_p": 0.2, "attn_mask_type": "causal_bottom_right", "has_bias": True},
+    ),
+    "fp32": ({"qkv_format": "bshd", "lengths_q": [90], "head_dim_qk": 72, "head_dim_v": 40}, {"attn_mask_type": "causal"}),
+}
+
+
+def make_arguments(name: str, seed: int) -> tuple[dict[str, Any], list[Tensor]]:
+    how, more = CASES[name]
+    inputs = make_inputs(**how, num_heads=HEADS, num_heads_kv=2, device="cuda", seed=seed)
+    arguments = inputs._asdict() | {name: value for name, value in more.items() if name != "has_bias"}
+    leaves = [arguments[n].nan_to_num().requires_grad_() for n in "qkv"]
+    arguments |= dict(zip("qkv", leaves, strict=True))
+    if "has_bias" in more:
+        arguments["bias_type"] = "post_scale_bias"
+        arguments["bias"] = torch.randn(1, HEADS, 150, 180, device="cuda", dtype=inputs.q.dtype, requires_grad=True)
+        arguments["softmax_offset"] = torch.randn(HEADS, device="cuda", requires_grad=True)
+        leaves += [arguments["bias"], arguments["softmax_offset"]]
+    if "dropout_p" in more:
+        arguments["rng_state"] = torch.tensor([seed, 7], device="cuda")
+    return arguments, leaves + ([SLOPES] if "score_mod" in more else [])
+
+
+def run(arguments: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:
+    out, lse = flexattn.attention(**arguments, backend="triton", deterministic=True, return_lse=True)
+    gradients = torch.autograd.grad((out, lse), leaves, (torch.sin(out.detach()), torch.cos(lse.detach().nan_to_num(neginf=0.0))))
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def ordinary(arguments: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:
+    calls.clear_cache()
+    return run(arguments, leaves)
+
+
+@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_tape_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    given = [make_arguments(name, seed) for seed in range(4)]
+    wanted = [ordinary(*one) for one in given]
+    calls.clear_cache()
+    for _ in range(3):
+        run(*given[0])
+    assert calls.cache_info()["tapes"] == 2, calls.cache_info()
+    side = torch.cuda.Stream()
+    for (arguments, leaves), want in zip(given, wanted, strict=True):
+        for stream in (torch.cuda.current_stream(), side):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                got = run(arguments, leaves)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"{name} on {stream}"
+    assert calls.cache_info()["size"] == 1
+
+
+@pytest.mark.parametrize("name", ["causal", "full, d 64", "packed"])
+def test_a_tape_of_cudnn(name: str) -> None:
+    given = [make_arguments(name, seed) for seed in range(3)]
+    try:
+        flexattn.explain(**given[0][0], backend="cudnn")
+    except flexattn.BackendError as e:
+        pytest.skip(str(e))
+
+    def run_cudnn(arguments: dict[str, Any], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        out = flexattn.attention(**arguments, backend="cudnn")
+        return out.detach(), *torch.autograd.grad(out, leaves, torch.sin(out.detach()))
+
+    wanted = []
+    for one in given:
+        calls.clear_cache()
+        wanted.append(run_cudnn(*one))
+    calls.clear_cache()
+    for _ in range(3):
+        run_cudnn(*given[0])
+    assert calls.cache_info()["tapes"] == 2, calls.cache_info()
+    for one, want in zip(given, wanted, strict=True):
+        got = run_cudnn(*one)
+        assert torch.equal(got[0], want[0])
+        for mine, theirs in zip(got[1:], want[1:], strict=True):  # sums by atomic additions, in any order
+            assert (mine - theirs).abs().max() <= 0.02 * theirs.abs().max()
+
+
+def test_without_gradients_and_under_inference_mode() -> None:
+    arguments, _ = make_arguments("causal", 0)
+    with torch.no_grad():
+        first = flexattn.attention(**arguments, backend="triton")
+        for _ in range(3):
+            assert torch.equal(first, flexattn.attention(**arguments, backend="triton"))
+    with torch.inference_mode():
+        for _ in range(4):
+            out = flexattn.attention(**arguments, backend="triton")
+            assert torch.equal(first, out)
+        assert out.is_inference()
+    assert calls.cache_info()["tapes"] == 1
+
+
+def test_threads_share_tapes() -> None:
+    given = [make_arguments("causal", seed) for seed in range(4)]
+    wanted = [ordinary(*one) for one in given]
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                got = run(*given[n])
+                torch.cuda.current_stream().synchronize()
+                if not all(torch.equal(a, b) for a, b in zip(got, wanted[n], strict=True)):
+                    wrong.append(n)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert calls.cache_info()["size"] == 1
+
+
+def test_a_graph_of_played_calls_replays() -> None:
+    arguments, leaves = make_arguments("packed", 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(arguments, leaves)
+    torch.cuda.current_stream().wait_stream(side)
+    before = calls.cache_info()["tapes"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(arguments, leaves)
+    assert calls.cache_info()["tapes"] == before == 2
+    other, other_leaves = make_arguments("packed", 1)
+    with torch.no_grad():
+        for mine, theirs in zip(leaves, other_leaves, strict=True):
+            mine.copy_(theirs)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, ordinary(other, other_leaves), strict=True))
+
+
+def test_nothing_but_outputs_stays_allocated() -> None:
+    arguments, leaves = make_arguments("everything", 0)
+    for _ in range(4):
+        run(arguments, leaves)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(10):
+        run(arguments, leaves)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_hook_on_launches_sees_them() -> None:
+    import triton
+
+    arguments, leaves = make_arguments("causal", 0)
+    for _ in range(4):
+        run(arguments, leaves)
+    seen: list[str] = []
+    hooks = triton.knobs.runtime.launch_enter_hook
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    hooks.add(hook)
+    try:
+        run(arguments, leaves)
+    finally:
+        hooks.remove(hook)
+    assert len(seen) >= 3
+    assert launch.is_plain()
+
+
+def test_a_capture_that_moves() -> None:
+    """Saved tensors that come back with other strides are no call that a tape knows."""
+    q = torch.randn(2, 100, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
+    q.requires_grad_()
+    dout = torch.randn(2, 100, 6, 128, device="cuda", dtype=torch.bfloat16)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(flexattn.attention(q, q, q, backend="triton", deterministic=True), q, dout)
+
+    want = gradients()
+    for _ in range(3):
+        gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu(), lambda t: t.cuda().contiguous()):
+        assert torch.equal(gradients()[0], want[0])

@@ -1,0 +1,138 @@
+"""What kernels are given: the same bytes whether Triton launches them, the driver's own call does, or a tape is played."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexattn.bench import stub_driver
+
+COMPARE = """
+import os, sys
+import torch
+from flexattn.bench import stub_driver
+
+library = stub_driver.install()
+import flexattn
+from flexattn import calls
+from flexattn.kernels_triton import launch, store
+from flexattn.testing import make_inputs
+
+# No memory is freed, so that each tensor has an address of its own, as those of a tape have.
+kept = []
+def keeping(make):
+    def wrapper(*args, **kwargs):
+        kept.append(make(*args, **kwargs))
+        return kept[-1]
+    return wrapper
+for owner, names in ((torch, "empty empty_like zeros zeros_like"), (torch.Tensor, "new_empty new_zeros contiguous float sum")):
+    for name in names.split():
+        setattr(owner, name, keeping(getattr(owner, name)))
+
+from flexattn.dispatch import tape
+of_torch = tape._allocator
+tape._allocator = lambda device: keeping(of_torch(device))
+
+def biased(score, b, h, i, j):
+    return score * factor + slopes[h] * (i - j)
+
+factor, slopes = 0.5, torch.ones(6, requires_grad=True)
+D = {"num_heads": 6, "num_heads_kv": 2, "dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
+CASES = {
+    "bshd": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal"}),
+    "thd": ({"qkv_format": "thd", "lengths_q": [70, 0, 33]}, {"attn_mask_type": "padding_causal"}),
+    "mods": ({"qkv_format": "bhsd", "lengths_q": [40, 40]}, {"score_mod": biased}),
+    "everything": (
+        {"qkv_format": "sbhd", "lengths_q": [40, 40], "lengths_kv": [50, 50]},
+        {"softcap": 3.0, "softmax_type": "learnable", "softmax_offset": torch.zeros(6, requires_grad=True), "dropout_p": 0.1,
+         "rng_state": torch.tensor([1, 2]), "window_size": (9, 0), "attn_mask_type": "causal", "bias_type": "post_scale_bias",
+         "bias": torch.zeros(1, 6, 40, 50, requires_grad=True), "return_max_logit": True},
+    ),
+}
+
+def run(call, leaves, outputs):
+    out = flexattn.attention(**call, backend="triton", return_lse=True)
+    gradients = torch.autograd.grad(out[:2], leaves, [torch.ones_like(t) for t in out[:2]] if not outputs else outputs)
+    return [*out, *gradients]
+
+def logged(work):
+    stub_driver.logs(library, True)
+    work()
+    found = stub_driver.launches(library)
+    stub_driver.logs(library, False)
+    return found
+
+def normalised(found, inputs):
+    # addresses by what they are of: an input, or the n-th memory that comes
+    names, rows = dict(inputs), []
+    for numbers, function, arguments in found:
+        direct = directs[function]
+        first, maps = 64 + 128 * len(direct.maps), 64
+        row = [numbers, direct.name]
+        for offset, data in zip(direct.offsets, arguments):
+            is_map, is_pointer = maps <= offset < first, first <= offset < first + 8 * len(direct.pointers)
+            if is_map or is_pointer:
+                address = int.from_bytes(data[:8], "little")
+                base = next((start for start in names if start <= address < start + names[start][1]), None)
+                if base is None:
+                    base = address
+                    names[address] = (f"new {len(names)}", 1)
+                row.append((names[base][0], address - base, data[8:]))
+            else:
+                row.append(data)
+        rows.append(row)
+    return rows
+
+for hopper in ("never", "always"):
+    os.environ["FLEXATTN_HOPPER"] = hopper
+    for name, (how, more) in CASES.items():
+        inputs = make_inputs(**{**D, **how})
+        call = inputs._asdict() | more
+        leaves = [call[n].nan_to_num().requires_grad_() for n in "qkv"]
+        call |= dict(zip("qkv", leaves))
+        leaves += [t for n in ("bias", "softmax_offset") if (t := call.get(n)) is not None]
+        leaves += [slopes] if name == "mods" else []
+        out, lse = flexattn.attention(**call, backend="triton", return_lse=True)[:2]
+        outputs = [torch.ones_like(out), torch.ones_like(lse)]
+        run(call, leaves, outputs)
+        plain, look_up = launch.is_plain, calls.look_up
+        calls.look_up = lambda *_: (None, None)
+        launch.is_plain = lambda: False
+        run(call, leaves, outputs)
+        directs = {d.function: d for d in launch._kernels.values()}
+        by_what = {repr((d.name, d.signature, d.metas, d.shared)): d for d in directs.values()}
+        for kernel in {key[0] for key in launch._kernels}:
+            for compiled in kernel.device_caches[0][0].values():
+                binary = store.binary_of(compiled)
+                if compiled.function:
+                    directs[compiled.function] = by_what[repr((binary.name, binary.signature, binary.maps, binary.shared))]
+        for function, direct in directs.items():
+            stub_driver.knows(library, function, direct.sizes)
+        by_triton = logged(lambda: run(call, leaves, outputs))
+        launch.is_plain = plain
+        by_driver = logged(lambda: run(call, leaves, outputs))
+        calls.look_up = look_up
+        before = calls.cache_info()
+        for _ in range(3):
+            results = run(call, leaves, outputs)
+        played = logged(lambda: run(call, leaves, outputs))
+        info = calls.cache_info()
+        assert info["tapes"] >= before["tapes"], info
+        tapes = [c for c in calls._calls.values() if c.tape]
+        given = {t.data_ptr(): (str(n), max(1, t.numel() * t.element_size())) for n, t in enumerate([*leaves, *outputs])}
+        given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
+        rows = [normalised(found, given) for found in (by_triton, by_driver, played)]
+        assert len(rows[0]) > 2 and len(rows[0]) == len(rows[1]) == len(rows[2]), [len(r) for r in rows]
+        for kind, other in (("direct", rows[1]), ("played", rows[2])):
+            for a, b in zip(rows[0], other):
+                different = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
+                assert not different, (hopper, name, kind, a[1], [(i, a[i], b[i]) for i in different][:4])
+        assert tapes, (hopper, name)
+        print(hopper, name, [row[1] for row in rows[2]])
+"""
+
+
+@pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
+def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
+    done = fresh_python("-c", COMPARE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("_kernel") > 20
