@@ -16,10 +16,12 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Band, Operands, from_bshd, make_band, parse_format
-from flexattn.score_mod import Mod, trace_mods
+from flexattn.score_mod import Mod, Traced, trace_mods
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn.mod_tape import Recorded
 
 
 def attention(
@@ -299,11 +301,10 @@ def _prepare(
         # and a block mask's full blocks are not masked.
         is_open = band.left is None and band.right is None
         find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
-        mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band)
+        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band, q)
         if mods.left is not None or mods.right is not None:
-            left, right = (min((n for n in sides if n is not None), default=None) for sides in zip(band[:2], mods[3:], strict=True))
-            band = Band(left, right, bottom_right=False)
-        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program, mods.tensors, q))
+            band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
+        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
     elif score_mod_tensors:
         raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
@@ -346,6 +347,22 @@ def _prepare(
         block_size_kv=0 if blocks is None else blocks.block_size[1],
     )
     return x, settings
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _trace_mods(
+    score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, find_band: bool, q: Tensor
+) -> Traced | Recorded:
+    if torch.compiler.is_dynamo_compiling():
+        from flexattn.mod_tape import record_mods
+
+        return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
+    return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
 
 
 def _default_alibi_slopes(heads: int, q: Tensor) -> Tensor:

@@ -205,6 +205,15 @@ torch.library.register_fake("flexattn::attention_forward", _forward_fake, lib=_l
 torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=_library)
 
 
+def _captures_with_gradients(mods: str) -> tuple[bool, ...]:
+    program = parse_program(mods)
+    return program.tensor_needs_grad if program else ()
+
+
+# What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
+_captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,8 +240,7 @@ class _Attention(torch.autograd.Function):
             "bias": dbias if settings.needs_bias_grad else None,
             "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
         }
-        program, left = parse_program(settings.mods) if settings.mods else None, iter(dmod_tensors)
-        flags = program.tensor_needs_grad if program else ()
+        flags, left = _captures_with_gradients(settings.mods), iter(dmod_tensors)
         of_mods = (next(left) if needs_grad else None for needs_grad in flags)
         sizes = (None, None)
         of_fields = (gradients.get(name) for name in (*Operands._fields, *Settings._fields))

@@ -41,7 +41,7 @@ from flexattn.warn import warn_once
 Mod = Callable[..., Any]
 _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
+ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
 _CACHE_SIZE = 256  # of each cache of traces
 
 
@@ -53,12 +53,14 @@ class Traced(NamedTuple):
     numbers: tuple[float, ...]
     left: int | None = None  # query i sees no key before i - left, and none after i + right; None: open
     right: int | None = None
+    looked_at: tuple[Tensor, ...] = ()  # captured tensors whose shapes decide what the program is
 
 
 class _Trace(NamedTuple):
     graph: Graph
     captures: tuple[Capture, ...]
     used: tuple[tuple[bool, int], ...]  # of each capture: (is a float, its position among the floats or tensors that were found)
+    looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
 
 
 class _NeedsValueError(ValueError):
@@ -114,13 +116,15 @@ def trace_mods(
     program, left, right = _joined(graphs, roles, needs_grad, find_band)
     tensors: list[Tensor] = []
     numbers: list[float] = []
+    looked_at: list[Tensor] = []
     for trace, found in parts:
+        looked_at += [found.tensors[i][1] for i in trace.looked_at]
         for is_float, position in trace.used:
             if is_float:
                 numbers.append(found.floats[position][1])
             else:
                 tensors.append(found.tensors[position][1])
-    return Traced(program, tuple(tensors), tuple(numbers), left, right)
+    return Traced(program, tuple(tensors), tuple(numbers), left, right, tuple(looked_at))
 
 
 def mod_source(
@@ -221,7 +225,7 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
             "made of. Capture tensors, numbers, functions, or objects with such attributes.",
         )
     try:
-        trace, looked_at = _trace(role, whole, found)
+        trace = _trace(role, whole, found)
     except _NeedsValueError:
         if not found.floats:
             raise
@@ -231,12 +235,12 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
                 _keep(_unlifted, (role, found.key), True)
         found = find_captures(whole, lift=False)
         key = None if found.key is None else (role, found.key)
-        trace, looked_at = _trace(role, whole, found)
+        trace = _trace(role, whole, found)
     with _lock:
         _counts["traces"] += 1
         if key is not None:
-            _keep(_looked_at, key, tuple(looked_at))
-            _keep(_traces, (key, tuple(found.tensors[i][1].shape for i in looked_at)), trace)
+            _keep(_looked_at, key, trace.looked_at)
+            _keep(_traces, (key, tuple(found.tensors[i][1].shape for i in trace.looked_at)), trace)
     return trace, found
 
 
@@ -258,9 +262,9 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
     return with_tensors
 
 
-def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
-    """The mod's graph in the ops of a program, and the tensors whose shapes it looked at."""
-    arguments = _ARGUMENTS_OF[role]
+def _trace(role: str, mod: Mod, found: Captures) -> _Trace:
+    """The mod's graph in the ops of a program."""
+    arguments = ARGUMENTS_OF[role]
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = []
     for name, (_, tensor) in zip(names, found.tensors, strict=False):
@@ -308,7 +312,7 @@ def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.target not in arguments:
             graph.erase_node(node)
-    return _Trace(graph, tuple(capture for capture, _ in kept), positions), sorted(mode.looked_at)
+    return _Trace(graph, tuple(capture for capture, _ in kept), positions, tuple(sorted(mode.looked_at)))
 
 
 @functools.cache

@@ -153,11 +153,16 @@ class TEScoreMod:
         owner = getattr(self.forward, "__self__", None)
         if not isinstance(self.forward, types.MethodType):
             return self.forward, self.bprop
-        clone = copy.copy(owner)
+        if torch.compiler.is_dynamo_compiling():  # which knows no copy.copy
+            clone = object.__new__(type(owner))
+            for name, value in vars(owner).items():
+                setattr(clone, name, value)
+        else:
+            clone = copy.copy(owner)
         bprop = self.bprop
         if isinstance(bprop, types.MethodType) and bprop.__self__ is owner:
-            bprop = types.MethodType(bprop.__func__, clone)
-        return types.MethodType(self.forward.__func__, clone), bprop
+            bprop = functools.partial(bprop.__func__, clone)
+        return functools.partial(self.forward.__func__, clone), bprop
 
     def _run(self, callback: Callback, tensor: Any, tensors: Mapping[str, Tensor], indices: tuple[Any, ...]) -> Any:
         read = {name: GraphTensor(_read(t, indices)) for name, t in tensors.items()}

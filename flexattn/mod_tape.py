@@ -1,0 +1,306 @@
+"""Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, which write down what is done with them.
+
+What is written down, a tape, is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on it
+stay in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself. Dynamo
+guards all else that the mod read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
+from torch.overrides import TorchFunctionMode
+
+from flexattn.dispatch.program import Capture
+from flexattn.score_mod import ARGUMENTS_OF, Mod, trace_mods
+
+ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
+
+
+class Text(NamedTuple):
+    """What a call needs to know of a Program."""
+
+    text: str
+    captures: tuple[Capture, ...]
+    tensor_needs_grad: tuple[bool, ...]
+    is_empty: bool
+
+
+class Recorded(NamedTuple):
+    """As `score_mod.Traced`, but for the program, which is text."""
+
+    program: Text
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
+    left: int | None
+    right: int | None
+
+
+def record_mods(
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
+    needs_grad: bool,
+    find_band: bool,
+    q: Tensor,
+) -> Recorded:
+    """`trace_mods`, for Dynamo to trace. A number that changes from call to call becomes a 0-d tensor on q's device."""
+    gradient = getattr(score_mod, "score_mod_gradient", None)
+    named = dict(score_mod_tensors) if isinstance(score_mod_tensors, Mapping) else {}
+    listed = () if isinstance(score_mod_tensors, Mapping) else tuple(score_mod_tensors)
+    tapes: list[_Tape] = []
+    facts: list[tuple[Any, ...]] = []
+    for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod), ("score_mod_gradient", gradient)):
+        if mod is None:
+            continue
+        tape = _Tape(role, q)
+        with _Recorder(tape):
+            scalars = [Scalar(tape, n) for n in range(tape.arguments)]
+            result = mod(*scalars, *listed, **named) if role == "score_mod" else mod(*scalars)
+        output = tape.written(result)
+        tapes.append(tape)
+        facts.append((role, tuple(tape.nodes), output))
+    is_grad = torch.is_grad_enabled()
+    looked_at = _shapes_looked_at(tuple(facts), tuple(_forms(tape, ()) for tape in tapes), needs_grad, find_band, is_grad)
+    forms = tuple(_forms(tape, looked_at[i]) for i, tape in enumerate(tapes))
+    text, captures, flags, is_empty, left, right, positions = _program(tuple(facts), forms, needs_grad, find_band, is_grad)
+    program = Text(text, tuple(Capture(*capture) for capture in captures), flags, is_empty)
+    return Recorded(program, tuple(tapes[i].tensors[n] for i, n in positions), (), left, right)
+
+
+class _Tape:
+    """One mod's operations, and the tensors among their arguments."""
+
+    def __init__(self, role: str, q: Tensor) -> None:
+        self.role = role
+        self.q = q
+        self.arguments = len(ARGUMENTS_OF[role])
+        self.nodes: list[tuple[Any, ...]] = []
+        self.tensors: list[Tensor] = []
+
+    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scalar:
+        written = tuple(self.written(x) for x in args)
+        self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
+        return Scalar(self, self.arguments + len(self.nodes) - 1)
+
+    def written(self, x: Any) -> tuple[Any, ...]:
+        if isinstance(x, Scalar):
+            return ("scalar", x.position)
+        if isinstance(x, Tensor):
+            return ("tensor", self._capture(x))
+        if isinstance(x, (tuple, list)):
+            return ("tuple", tuple(self.written(item) for item in x))
+        if isinstance(x, slice):
+            return ("slice", (self.written(x.start), self.written(x.stop), self.written(x.step)))
+        if isinstance(x, float):
+            if has_static_value(x):
+                return ("float", x.hex())
+            dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
+            return ("tensor", self._capture(torch.full((), x, dtype=dtype, device=self.q.device)))
+        if isinstance(x, int) and not isinstance(x, bool) and not has_static_value(x):
+            return ("tensor", self._capture(torch.full((), x, dtype=torch.int64, device=self.q.device)))
+        return ("constant", x)
+
+    def _capture(self, x: Tensor) -> int:
+        for n, known in enumerate(self.tensors):
+            if known is x:
+                return n
+        self.tensors.append(x)
+        return len(self.tensors) - 1
+
+
+class _Recorder(TorchFunctionMode):
+    """Takes what torch is asked to do with stand-ins, indexing of tensors by them among it; all else is run."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _has_scalar(args) or _has_scalar(tuple(kwargs.values())):
+            return self.tape.append(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _has_scalar(values: Any) -> bool:
+    for x in values:
+        if isinstance(x, Scalar):
+            return True
+        if isinstance(x, (tuple, list)) and _has_scalar(x):
+            return True
+        if isinstance(x, slice) and _has_scalar((x.start, x.stop, x.step)):
+            return True
+    return False
+
+
+class Scalar:
+    """A 0-d tensor of a mod as Dynamo sees it: it has a position on the tape and no value."""
+
+    def __init__(self, tape: _Tape, position: int) -> None:
+        self.tape = tape
+        self.position = position
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented  # the recorder, which is around, has taken it
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "device":
+            return self.tape.q.device
+        if name == "shape":
+            return torch.Size(())
+        if name == "ndim":
+            return 0
+        if name == "dtype":
+            raise ValueError(
+                f"{self.tape.role} asks for the dtype of a scalar under torch.compile; accepted: what the documentation says of it, "
+                "float32 for the score, int64 for the indices"
+            )
+        return _Method(self, name)
+
+    def _refuse(self) -> Any:
+        raise ValueError(
+            f"{self.tape.role} asks for the value of a tensor; it is known only in the kernel: use torch.where instead of if, "
+            "& | ~ instead of and, or, not, and torch ops"
+        )
+
+    def __bool__(self) -> bool:
+        return self._refuse()  # type: ignore[no-any-return]
+
+    __float__ = __int__ = __index__ = item = tolist = _refuse
+
+
+class _Method:
+    def __init__(self, scalar: Scalar, name: str) -> None:
+        self.scalar = scalar
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Scalar:
+        return self.scalar.tape.append("." + self.name, (self.scalar, *args), kwargs)
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    def method(self: Scalar, other: Any) -> Scalar:
+        return self.tape.append(name, (self, other), {})
+
+    return method
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    def method(self: Scalar, other: Any) -> Scalar:
+        return self.tape.append(name, (other, self), {})
+
+    return method
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    def method(self: Scalar) -> Scalar:
+        return self.tape.append(name, (self,), {})
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    _function = f"{_name}_" if _name in ("and", "or") else _name
+    setattr(Scalar, f"__{_name}__", _binary(_function))
+    setattr(Scalar, f"__r{_name}__", _reflected(_function))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "getitem"):
+    setattr(Scalar, f"__{_name}__", _binary(_name))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Scalar, f"__{_name}__", _unary(_name))
+Scalar.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _forms(tape: _Tape, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
+    """dtype, shape and need of a gradient of each tensor; a size that changes is fixed only where the mod looks at it."""
+    forms = []
+    for n, t in enumerate(tape.tensors):
+        shape = []
+        for size in t.shape:
+            if has_static_value(size):
+                shape.append(size)
+            else:
+                shape.append(operator.index(size) if n in looked_at else ANY_SIZE)
+        forms.append((t.dtype, tuple(shape), t.requires_grad))
+    return tuple(forms)
+
+
+@torch.compiler.assume_constant_result
+def _shapes_looked_at(*tapes: Any) -> tuple[tuple[int, ...], ...]:
+    """Of each tape, the tensors whose shapes decide what the mod does."""
+    traced, tensors = _traced(*tapes)
+    return tuple(tuple(n for n, t in enumerate(of_tape) if any(t is x for x in traced.looked_at)) for of_tape in tensors)
+
+
+@torch.compiler.assume_constant_result
+def _program(*tapes: Any) -> tuple[Any, ...]:
+    """The program of the tapes, the band beside it, and which of the tapes' tensors it takes."""
+    traced, of_tapes = _traced(*tapes)
+    places = {id(t): (i, n) for i, tensors in enumerate(of_tapes) for n, t in enumerate(tensors)}
+    program = traced.program
+    return (
+        program.text,
+        tuple(tuple(capture) for capture in program.captures),
+        program.tensor_needs_grad,
+        program.is_empty,
+        traced.left,
+        traced.right,
+        tuple(places[id(t)] for t in traced.tensors),
+    )
+
+
+def _traced(facts: Any, forms: Any, needs_grad: bool, find_band: bool, is_grad: bool) -> tuple[Any, list[list[Tensor]]]:
+    mods: dict[str, Any] = {}
+    tensors = []
+    for (role, nodes, output), of_tape in zip(facts, forms, strict=True):
+        tensors.append([_stand_in(dtype, shape, grad) for dtype, shape, grad in of_tape])
+        mods[role] = _replayed(nodes, output, tuple(tensors[-1]))
+    if "score_mod_gradient" in mods:
+        mods["score_mod"].score_mod_gradient = mods["score_mod_gradient"]
+    with torch.set_grad_enabled(is_grad):
+        return trace_mods(mods.get("score_mod"), mods.get("mask_mod"), (), needs_grad, find_band), tensors
+
+
+def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
+    """The mod that a tape is of; what it does is in its closure, where it is found as any mod's."""
+
+    def mod(*scalars: Any) -> Any:
+        return _replay(nodes, output, scalars, tensors)
+
+    return mod
+
+
+def _replay(nodes: Any, output: Any, scalars: Any, tensors: Any) -> Any:
+    values = list(scalars)
+
+    def read(written: Any) -> Any:
+        kind, x = written
+        if kind == "tuple":
+            return tuple(read(item) for item in x)
+        if kind == "slice":
+            return slice(*(read(part) for part in x))
+        if kind == "float":
+            return float.fromhex(x)
+        return {"scalar": values, "tensor": tensors}[kind][x] if kind != "constant" else x
+
+    for function, args, kwargs in nodes:
+        given = [read(x) for x in args]
+        if not isinstance(function, str):
+            name = getattr(function, "__name__", "")
+            run = operator.getitem if name == "__getitem__" else function
+        elif function.startswith("."):
+            run, given = getattr(given[0], function[1:]), given[1:]
+        else:
+            run = getattr(operator, function)
+        values.append(run(*given, **{name: read(x) for name, x in kwargs}))
+    return read(output)
