@@ -268,6 +268,11 @@ def _prepare(
 ) -> tuple[Operands, ops.Settings]:
     """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`."""
     q_format, kv_format = parse_format(str(qkv_format))
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
+        # Of these float32 is accepted beside any dtype of q, and is the better one.
+        bias, softmax_offset = _autocast(bias, dtype, torch.float32), _autocast(softmax_offset, dtype, torch.float32)
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
@@ -347,6 +352,13 @@ def _prepare(
         block_size_kv=0 if blocks is None else blocks.block_size[1],
     )
     return x, settings
+
+
+def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
+    """x as autocast gives it to a matrix product: in its dtype, unless it is float64 or no floating point tensor."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *kept):
+        return x.to(dtype)
+    return x
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:

@@ -101,7 +101,8 @@ class _Tape:
             if has_static_value(x):
                 return ("float", x.hex())
             dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
-            return ("tensor", self._capture(torch.full((), x, dtype=dtype, device=self.q.device)))
+            # A product, as torch.compile keeps a float that changes as an input only where it meets a tensor in arithmetic.
+            return ("tensor", self._capture(torch.ones((), dtype=dtype, device=self.q.device) * x))
         if isinstance(x, int) and not isinstance(x, bool) and not has_static_value(x):
             return ("tensor", self._capture(torch.full((), x, dtype=torch.int64, device=self.q.device)))
         return ("constant", x)

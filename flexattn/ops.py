@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flexattn.dispatch import canary, options
@@ -66,6 +67,8 @@ _backward_op = torch.ops.flexattn.attention_backward.default
 
 def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        _refuse_transforms(x)
     if not settings.needs_grad:
         return _forward_op(*x, *settings)  # type: ignore[no-any-return]
     call = _flat(x, settings)
@@ -73,6 +76,23 @@ def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
         # Dynamo refuses a Function that gets one tensor twice, as self-attention's cu_seqlens are; a view is another tensor.
         call = tuple(t.view_as(t) if isinstance(t, Tensor) else t for t in call)
     return _Attention.apply(*call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _refuse_transforms(x: Operands) -> None:
+    """Raises RuntimeError where one of the tensors belongs to a transform, which the operators would silently not see."""
+    for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
+        if t is None:
+            continue
+        if torch._C._functorch.is_batchedtensor(t):
+            raise RuntimeError(
+                "attention() has no rule for torch.vmap; give it a tensor with one batch dim for all: reshape the mapped dim into b"
+            )
+        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+            raise RuntimeError(
+                "attention() has no rule for torch.func's transforms (grad, vjp, jvp, jacrev, ...); use .backward() or torch.autograd.grad"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
 
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:

@@ -7,6 +7,7 @@ tensors are normalised to one index per dim, whatever views they went through.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections import OrderedDict
@@ -39,6 +40,7 @@ from flexattn.mod_graph import INTEGERS, as_dtype, converted, normalised, place_
 from flexattn.warn import warn_once
 
 Mod = Callable[..., Any]
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
@@ -443,7 +445,7 @@ def _user_line() -> tuple[str, int] | None:
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name == __file__ or "/torch/" in name or name.startswith("<frozen")):
+        if not name.startswith((__file__, _TORCH, "<")):
             return name, frame.f_lineno
         frame = frame.f_back
     return None

@@ -122,6 +122,7 @@ class TEScoreMod:
             )
         self.forward = score_mod
         self.bprop = score_mod_bprop
+        self.attributes = tuple(getattr(getattr(score_mod, "__self__", None), "__dict__", ()))  # of the object that it is bound to
         self.tensors = _readable("score_mod_tensors", score_mod_tensors or {})
         self.bprop_tensors = (
             self.tensors if score_mod_bprop_tensors is None else _readable("score_mod_bprop_tensors", score_mod_bprop_tensors)
@@ -155,8 +156,8 @@ class TEScoreMod:
             return self.forward, self.bprop
         if torch.compiler.is_dynamo_compiling():  # which knows no copy.copy
             clone = object.__new__(type(owner))
-            for name, value in vars(owner).items():
-                setattr(clone, name, value)
+            for name in self.attributes:
+                setattr(clone, name, getattr(owner, name))
         else:
             clone = copy.copy(owner)
         bprop = self.bprop
