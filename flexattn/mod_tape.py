@@ -17,9 +17,8 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexattn.dispatch.program import Capture
-from flexattn.score_mod import ARGUMENTS_OF, Mod, trace_mods
+from flexattn.score_mod import ANY_SIZE, ARGUMENTS_OF, Mod, trace_mods
 
-ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
 
 
 class Text(NamedTuple):

@@ -136,7 +136,10 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     fields = len(Operands._fields)
-    return Operands(*call[:fields]), Settings(*call[fields:])
+    x = Operands(*call[:fields])
+    if x.mod_tensors is None or x.mod_numbers is None or x.block_mask is None:  # what AOTInductor makes of an empty list
+        x = x._replace(mod_tensors=x.mod_tensors or (), mod_numbers=x.mod_numbers or (), block_mask=x.block_mask or ())
+    return x, Settings(*call[fields:])
 
 
 def _flat(x: Operands, settings: Settings) -> tuple[Any, ...]:

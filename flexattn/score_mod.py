@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.captures import Captures, find_captures, with_floats
 from flexattn.dispatch import triton_backend
@@ -45,6 +46,7 @@ _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
 _CACHE_SIZE = 256  # of each cache of traces
+ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
 
 
 class Traced(NamedTuple):
@@ -214,9 +216,9 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
         with _lock:
             shapes = _looked_at.get(key)
             if shapes is not None:
-                trace = _traces.get((key, tuple(found.tensors[i][1].shape for i in shapes)))
+                trace = _traces.get((key, _sizes(found, shapes)))
                 if trace is not None:
-                    _traces.move_to_end((key, tuple(found.tensors[i][1].shape for i in shapes)))
+                    _traces.move_to_end((key, _sizes(found, shapes)))
                     _counts["hits"] += 1
                     return trace, found
     elif not torch.compiler.is_compiling():
@@ -242,8 +244,12 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
         _counts["traces"] += 1
         if key is not None:
             _keep(_looked_at, key, trace.looked_at)
-            _keep(_traces, (key, tuple(found.tensors[i][1].shape for i in trace.looked_at)), trace)
+            _keep(_traces, (key, _sizes(found, trace.looked_at)), trace)
     return trace, found
+
+
+def _sizes(found: Captures, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(size) for size in found.tensors[i][1].shape) for i in positions)
 
 
 def _keep(cache: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
@@ -264,8 +270,11 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
     return with_tensors
 
 
-def _trace(role: str, mod: Mod, found: Captures) -> _Trace:
-    """The mod's graph in the ops of a program."""
+def _trace(role: str, mod: Mod, found: Captures, shapes: Sequence[Sequence[int]] | None = None) -> _Trace:
+    """The mod's graph in the ops of a program; shapes: of the captured tensors, where not their own."""
+    own_shapes = [t.shape for _, t in found.tensors]
+    if shapes is None:
+        shapes = [[size if type(size) is int else ANY_SIZE for size in shape] for shape in own_shapes]
     arguments = ARGUMENTS_OF[role]
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = []
@@ -280,8 +289,8 @@ def _trace(role: str, mod: Mod, found: Captures) -> _Trace:
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
 
     floating = ("score", GRADIENT)
-    with FakeTensorMode(), torch.no_grad():
-        stand_ins = [torch.empty(t.shape, dtype=read_dtype(t.dtype)) for _, t in found.tensors]
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():  # torch.export must not see what happens here
+        stand_ins = [torch.empty(shape, dtype=read_dtype(t.dtype)) for (_, t), shape in zip(found.tensors, shapes, strict=True)]
         numbers = [torch.empty((), dtype=torch.float32) for _ in found.floats]
         scalars = [torch.empty((), dtype=torch.float32 if name in floating else torch.int64) for name in arguments]
 
@@ -307,6 +316,8 @@ def _trace(role: str, mod: Mod, found: Captures) -> _Trace:
             raise
         except Exception as e:
             raise ValueError(f"{role} cannot be traced{mode.place()}: {type(e).__name__}: {e}") from e
+    if any(tuple(shapes[i]) != own_shapes[i] for i in mode.looked_at):  # symbolic ones: torch.export is told that they are fixed
+        return _trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes])
     graph = normalised(role, module.graph, arguments, captures)
     used = {node.target for node in graph.nodes if node.op == "placeholder" and node.users}
     kept = [(capture, i) for i, capture in enumerate(captures) if capture.name in used]
@@ -486,7 +497,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
         return list(torch.autograd.grad(out, wanted, gradient, allow_unused=True, materialize_grads=True))
 
     assert score_placeholder is not None
-    with FakeTensorMode():
+    with _disable_current_modes(), FakeTensorMode():
         scalars = [torch.empty((), dtype=node.meta["dtype"]) for node in placeholders]
         scalars += [torch.empty((), dtype=torch.float32) for _ in numbers]
         scalars += [torch.empty((), dtype=node.meta["dtype"]) for node in reads]
