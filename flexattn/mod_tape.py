@@ -1,4 +1,4 @@
-"""Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, which write down what is done with them.
+"""Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, and what is done with them is written down.
 
 What is written down, a tape, is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on it
 stay in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself. Dynamo
@@ -8,7 +8,7 @@ guards all else that the mod read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
-from flexattn.dispatch.program import Capture
+from flexattn.dispatch.program import GRADIENT, Capture
 from flexattn.score_mod import ANY_SIZE, ARGUMENTS_OF, Mod, trace_mods
 
 
@@ -59,7 +59,7 @@ def record_mods(
             continue
         tape = _Tape(role, q)
         with _Recorder(tape):
-            scalars = [Scalar(tape, n) for n in range(tape.arguments)]
+            scalars = tuple(tape.values)
             result = mod(*scalars, *listed, **named) if role == "score_mod" else mod(*scalars)
         output = tape.written(result)
         tapes.append(tape)
@@ -73,25 +73,29 @@ def record_mods(
 
 
 class _Tape:
-    """One mod's operations, and the tensors among their arguments."""
+    """One mod's operations: the tensors among their arguments, and a tensor of no memory for each result and each scalar given."""
 
     def __init__(self, role: str, q: Tensor) -> None:
-        self.role = role
         self.q = q
-        self.arguments = len(ARGUMENTS_OF[role])
         self.nodes: list[tuple[Any, ...]] = []
         self.tensors: list[Tensor] = []
+        # On meta, so that what is computed from one in any way but on the tape is refused for its device.
+        self.values = [
+            torch.empty((), dtype=torch.float32 if name in ("score", GRADIENT) else torch.int64, device="meta")
+            for name in ARGUMENTS_OF[role]
+        ]
 
-    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scalar:
+    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         written = tuple(self.written(x) for x in args)
         self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
-        return Scalar(self, self.arguments + len(self.nodes) - 1)
+        # Its dtype is not known here; whoever asks for it gets one that no mod can have.
+        self.values.append(torch.empty((), dtype=torch.complex64, device="meta"))
+        return self.values[-1]
 
     def written(self, x: Any) -> tuple[Any, ...]:
-        if isinstance(x, Scalar):
-            return ("scalar", x.position)
         if isinstance(x, Tensor):
-            return ("tensor", self._capture(x))
+            position = _position(self.values, x)
+            return ("tensor", self._capture(x)) if position < 0 else ("value", position)
         if isinstance(x, (tuple, list)):
             return ("tuple", tuple(self.written(item) for item in x))
         if isinstance(x, slice):
@@ -107,15 +111,33 @@ class _Tape:
         return ("constant", x)
 
     def _capture(self, x: Tensor) -> int:
-        for n, known in enumerate(self.tensors):
-            if known is x:
-                return n
-        self.tensors.append(x)
-        return len(self.tensors) - 1
+        position = _position(self.tensors, x)
+        if position < 0:
+            self.tensors.append(x)
+            return len(self.tensors) - 1
+        return position
+
+    def is_on(self, values: Any) -> bool:
+        """Whether a result of the tape is among the values, however deep."""
+        for x in values:
+            if isinstance(x, Tensor) and _position(self.values, x) >= 0:
+                return True
+            if isinstance(x, (tuple, list)) and self.is_on(x):
+                return True
+            if isinstance(x, slice) and self.is_on((x.start, x.stop, x.step)):
+                return True
+        return False
+
+
+def _position(tensors: Sequence[Tensor], x: Tensor) -> int:
+    for n, t in enumerate(tensors):
+        if t is x:
+            return n
+    return -1
 
 
 class _Recorder(TorchFunctionMode):
-    """Takes what torch is asked to do with stand-ins, indexing of tensors by them among it; all else is run."""
+    """Writes down what torch is asked to do with what is on the tape, and runs all else."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
@@ -123,98 +145,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _has_scalar(args) or _has_scalar(tuple(kwargs.values())):
+        if self.tape.is_on(args) or self.tape.is_on(tuple(kwargs.values())):
             return self.tape.append(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-def _has_scalar(values: Any) -> bool:
-    for x in values:
-        if isinstance(x, Scalar):
-            return True
-        if isinstance(x, (tuple, list)) and _has_scalar(x):
-            return True
-        if isinstance(x, slice) and _has_scalar((x.start, x.stop, x.step)):
-            return True
-    return False
-
-
-class Scalar:
-    """A 0-d tensor of a mod as Dynamo sees it: it has a position on the tape and no value."""
-
-    def __init__(self, tape: _Tape, position: int) -> None:
-        self.tape = tape
-        self.position = position
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented  # the recorder, which is around, has taken it
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "device":
-            return self.tape.q.device
-        if name == "shape":
-            return torch.Size(())
-        if name == "ndim":
-            return 0
-        if name == "dtype":
-            raise ValueError(
-                f"{self.tape.role} asks for the dtype of a scalar under torch.compile; accepted: what the documentation says of it, "
-                "float32 for the score, int64 for the indices"
-            )
-        return _Method(self, name)
-
-    def _refuse(self) -> Any:
-        raise ValueError(
-            f"{self.tape.role} asks for the value of a tensor; it is known only in the kernel: use torch.where instead of if, "
-            "& | ~ instead of and, or, not, and torch ops"
-        )
-
-    def __bool__(self) -> bool:
-        return self._refuse()  # type: ignore[no-any-return]
-
-    __float__ = __int__ = __index__ = item = tolist = _refuse
-
-
-class _Method:
-    def __init__(self, scalar: Scalar, name: str) -> None:
-        self.scalar = scalar
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Scalar:
-        return self.scalar.tape.append("." + self.name, (self.scalar, *args), kwargs)
-
-
-def _binary(name: str) -> Callable[..., Any]:
-    def method(self: Scalar, other: Any) -> Scalar:
-        return self.tape.append(name, (self, other), {})
-
-    return method
-
-
-def _reflected(name: str) -> Callable[..., Any]:
-    def method(self: Scalar, other: Any) -> Scalar:
-        return self.tape.append(name, (other, self), {})
-
-    return method
-
-
-def _unary(name: str) -> Callable[..., Any]:
-    def method(self: Scalar) -> Scalar:
-        return self.tape.append(name, (self,), {})
-
-    return method
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
-    _function = f"{_name}_" if _name in ("and", "or") else _name
-    setattr(Scalar, f"__{_name}__", _binary(_function))
-    setattr(Scalar, f"__r{_name}__", _reflected(_function))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "getitem"):
-    setattr(Scalar, f"__{_name}__", _binary(_name))
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Scalar, f"__{_name}__", _unary(_name))
-Scalar.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _forms(tape: _Tape, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
@@ -291,16 +224,9 @@ def _replay(nodes: Any, output: Any, scalars: Any, tensors: Any) -> Any:
             return slice(*(read(part) for part in x))
         if kind == "float":
             return float.fromhex(x)
-        return {"scalar": values, "tensor": tensors}[kind][x] if kind != "constant" else x
+        return {"value": values, "tensor": tensors}[kind][x] if kind != "constant" else x
 
     for function, args, kwargs in nodes:
-        given = [read(x) for x in args]
-        if not isinstance(function, str):
-            name = getattr(function, "__name__", "")
-            run = operator.getitem if name == "__getitem__" else function
-        elif function.startswith("."):
-            run, given = getattr(given[0], function[1:]), given[1:]
-        else:
-            run = getattr(operator, function)
-        values.append(run(*given, **{name: read(x) for name, x in kwargs}))
+        run = operator.getitem if getattr(function, "__name__", "") == "__getitem__" else function
+        values.append(run(*(read(x) for x in args), **{name: read(x) for name, x in kwargs}))
     return read(output)
