@@ -112,6 +112,11 @@ class _Tape:
 
     def _capture(self, x: Tensor) -> int:
         position = _position(self.tensors, x)
+        if x.device.type == "meta" and self.q.device.type != "meta":
+            raise ValueError(
+                "a score_mod or mask_mod computes with a score or an index in a way that torch.compile does not show; use the function "
+                "of torch, as torch.abs(x) for abs(x)"
+            )
         if position < 0:
             self.tensors.append(x)
             return len(self.tensors) - 1

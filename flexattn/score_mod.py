@@ -456,6 +456,8 @@ def _user_line() -> tuple[str, int] | None:
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
+        if name.endswith("mod_tape.py"):  # under torch.compile the mod's own frame is not to be had
+            return None
         if not name.startswith((__file__, _TORCH, "<")):
             return name, frame.f_lineno
         frame = frame.f_back

@@ -271,7 +271,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "compare with a length": lambda s, b, h, i, j, t, n: torch.where((i == n - 2) | (n > j + 3) | (j >= n - 1), s, -s),
     "differ from a length": lambda s, b, h, i, j, t, n: torch.where((i != n - 2) & (n - 3 != j), s, -s),
     "divide by a length": lambda s, b, h, i, j, t, n: s + (i * 2 // n) + (j % n) / n - (n - i) * (n // 2),
-    "unary": lambda s, b, h, i, j, t, n: torch.where(~(i > j), -s, abs(s)) + (+s).neg(),
+    "unary": lambda s, b, h, i, j, t, n: torch.where(~(i > j), -s, torch.abs(s)) + (+s).neg(),
     "power": lambda s, b, h, i, j, t, n: s**2 + 2.0 ** (-(i % 3)) + torch.pow(s, 3),
     "methods": lambda s, b, h, i, j, t, n: s.clamp(min=-1.0).exp().mul(0.5) + i.float().sqrt() + (j > 2).to(torch.float32),
     "functions": lambda s, b, h, i, j, t, n: torch.nn.functional.gelu(s) + torch.maximum(s, t[h, i]) + torch.sin(i * 0.1),
@@ -307,8 +307,8 @@ def test_what_mods_do_is_written_down_as_it_is(name):
     [
         (lambda s, b, h, i, j: s if i > j else -s, "Data-dependent branching"),
         (lambda s, b, h, i, j: s * i.item(), "item"),
-        (lambda s, b, h, i, j: s + (i * 2).to((s * 2).dtype), "complex64"),
-        (lambda s, b, h, i, j: s.real.mT, "meta|mT"),
+        (lambda s, b, h, i, j: s + (i * 2).to((s * 2).dtype), "no kernel can run"),
+        (lambda s, b, h, i, j: s.T, "does not show|makes a tensor of its own"),
         (lambda s, b, h, i, j: [s], "returned"),
     ],
 )
