@@ -131,6 +131,39 @@ def attention(
             wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
+    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
+        from flexattn.sharded import attend_sharded
+
+        arguments = {
+            "qkv_format": qkv_format,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "bias_type": bias_type,
+            "bias": bias,
+            "alibi_slopes": alibi_slopes,
+            "softmax_type": softmax_type,
+            "softmax_offset": softmax_offset,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "rng_state": rng_state,
+            "score_mod": score_mod,
+            "mask_mod": mask_mod,
+            "score_mod_tensors": score_mod_tensors,
+            "block_mask": block_mask,
+            "deterministic": deterministic,
+            "return_lse": return_lse,
+            "return_max_logit": return_max_logit,
+            "backend": backend,
+        }
+        return attend_sharded(attention, q, k, v, arguments, _default_alibi_slopes)  # type: ignore[no-any-return]
     x, settings = _prepare(
         q,
         k,
@@ -352,6 +385,11 @@ def _prepare(
         block_size_kv=0 if blocks is None else blocks.block_size[1],
     )
     return x, settings
+
+
+def _is_dtensor(x: Any) -> bool:
+    """By name, as torch.distributed.tensor takes long to import and only who has a DTensor has imported it."""
+    return type(x) is not Tensor and type(x).__name__ == "DTensor"
 
 
 def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
