@@ -1,8 +1,8 @@
 """Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, and what is done with them is written down.
 
-What is written down, a tape, is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on it
-stay in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself. Dynamo
-guards all else that the mod read.
+What is written down, a tape, is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on
+it stay in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself.
+Dynamo guards all else that the mod read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexattn.dispatch.program import GRADIENT, Capture
 from flexattn.score_mod import ANY_SIZE, ARGUMENTS_OF, Mod, trace_mods
-
 
 
 class Text(NamedTuple):
@@ -58,9 +58,10 @@ def record_mods(
         if mod is None:
             continue
         tape = _Tape(role, q)
-        with _Recorder(tape):
-            scalars = tuple(tape.values)
-            result = mod(*scalars, *listed, **named) if role == "score_mod" else mod(*scalars)
+        # Within a checkpoint Dynamo takes a mode that is entered for a side effect, which is over when it is left.
+        result = _disable_side_effect_safety_checks_for_current_subtracer(
+            _run, tape, mod, *((listed, named) if role == "score_mod" else ((), {}))
+        )
         output = tape.written(result)
         tapes.append(tape)
         facts.append((role, tuple(tape.nodes), output))
@@ -72,6 +73,11 @@ def record_mods(
     return Recorded(program, tuple(tapes[i].tensors[n] for i, n in positions), (), left, right)
 
 
+def _run(tape: _Tape, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
+    with _Recorder(tape):
+        return mod(*tuple(tape.values), *listed, **named)
+
+
 class _Tape:
     """One mod's operations: the tensors among their arguments, and a tensor of no memory for each result and each scalar given."""
 
@@ -81,7 +87,7 @@ class _Tape:
         self.tensors: list[Tensor] = []
         # On meta, so that what is computed from one in any way but on the tape is refused for its device.
         self.values = [
-            torch.empty((), dtype=torch.float32 if name in ("score", GRADIENT) else torch.int64, device="meta")
+            torch.zeros((), dtype=torch.float32 if name in ("score", GRADIENT) else torch.int64, device="meta")
             for name in ARGUMENTS_OF[role]
         ]
 
@@ -89,7 +95,7 @@ class _Tape:
         written = tuple(self.written(x) for x in args)
         self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
         # Its dtype is not known here; whoever asks for it gets one that no mod can have.
-        self.values.append(torch.empty((), dtype=torch.complex64, device="meta"))
+        self.values.append(torch.zeros((), dtype=torch.complex64, device="meta"))
         return self.values[-1]
 
     def written(self, x: Any) -> tuple[Any, ...]:
@@ -114,8 +120,8 @@ class _Tape:
         position = _position(self.tensors, x)
         if x.device.type == "meta" and self.q.device.type != "meta":
             raise ValueError(
-                "a score_mod or mask_mod computes with a score or an index in a way that torch.compile does not show; use the function "
-                "of torch, as torch.abs(x) for abs(x)"
+                "a score_mod or mask_mod computes with a score or an index in a way that torch.compile does not show; use the "
+                "function of torch, as torch.abs(x) for abs(x)"
             )
         if position < 0:
             self.tensors.append(x)
@@ -169,14 +175,14 @@ def _forms(tape: _Tape, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(forms)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _shapes_looked_at(*tapes: Any) -> tuple[tuple[int, ...], ...]:
     """Of each tape, the tensors whose shapes decide what the mod does."""
     traced, tensors = _traced(*tapes)
     return tuple(tuple(n for n, t in enumerate(of_tape) if any(t is x for x in traced.looked_at)) for of_tape in tensors)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _program(*tapes: Any) -> tuple[Any, ...]:
     """The program of the tapes, the band beside it, and which of the tapes' tensors it takes."""
     traced, of_tapes = _traced(*tapes)
@@ -206,7 +212,7 @@ def _traced(facts: Any, forms: Any, needs_grad: bool, find_band: bool, is_grad: 
 
 
 def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return torch.zeros(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:

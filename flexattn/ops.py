@@ -81,7 +81,7 @@ def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
 def _refuse_transforms(x: Operands) -> None:
     """Raises RuntimeError where one of the tensors belongs to a transform, which the operators would silently not see."""
     for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
-        if t is None:
+        if not isinstance(t, Tensor):
             continue
         if torch._C._functorch.is_batchedtensor(t):
             raise RuntimeError(
@@ -89,9 +89,10 @@ def _refuse_transforms(x: Operands) -> None:
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(t):
             raise RuntimeError(
-                "attention() has no rule for torch.func's transforms (grad, vjp, jvp, jacrev, ...); use .backward() or torch.autograd.grad"
+                "attention() has no rule for torch.func's transforms (grad, vjp, jvp, jacrev, ...); use .backward() or "
+                "torch.autograd.grad"
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
 
 
@@ -136,10 +137,9 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     fields = len(Operands._fields)
-    x = Operands(*call[:fields])
-    if x.mod_tensors is None or x.mod_numbers is None or x.block_mask is None:  # what AOTInductor makes of an empty list
-        x = x._replace(mod_tensors=x.mod_tensors or (), mod_numbers=x.mod_numbers or (), block_mask=x.block_mask or ())
-    return x, Settings(*call[fields:])
+    if None in call[_LISTS]:  # what AOTInductor makes of an empty list
+        call = (*call[: _LISTS.start], *(part or () for part in call[_LISTS]), *call[_LISTS.stop :])
+    return Operands(*call[:fields]), Settings(*call[fields:])
 
 
 def _flat(x: Operands, settings: Settings) -> tuple[Any, ...]:
@@ -271,3 +271,4 @@ class _Attention(torch.autograd.Function):
 
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
+_LISTS = slice(Operands._fields.index("mod_tensors"), Operands._fields.index("block_mask") + 1)

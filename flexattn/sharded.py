@@ -1,7 +1,7 @@
 """attention() of DTensors: each rank attends over its own heads or rows of the batch, without communication.
 
-No sharding rules of operators: torch's know no operator that returns a list of tensors, as the gradients of captured tensors are. Here
-the arguments become local tensors, laid out as q is, and the results DTensors again; autograd runs through both.
+No sharding rules of operators: torch's know no operator that returns a list of tensors, as the gradients of captured tensors are.
+Here the arguments become local tensors, laid out as q is, and the results DTensors again; autograd runs through both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def attend_sharded(
 ) -> Any:
     """attend(q, k, v, **arguments), where one of q, k and v at least is a DTensor.
 
-    A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; over any
-    other every rank gets all. k, v and what has heads or a batch follow q. Plain tensors count as the same on every rank.
+    A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; over
+    any other every rank gets all. k, v and what has heads or a batch follow q. Plain tensors count as the same on every rank.
     """
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
     q_format, kv_format = parse_format(arguments["qkv_format"])
@@ -128,7 +128,9 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
         if arguments[name] is None:
             continue
         if torch.compiler.is_dynamo_compiling():
-            raise ValueError(f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors")
+            raise ValueError(
+                f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors"
+            )
         for captured, t in find_captures(arguments[name]).tensors:
             if isinstance(t, DTensor) or (t.requires_grad and torch.is_grad_enabled()):
                 raise ValueError(

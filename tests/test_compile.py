@@ -100,7 +100,9 @@ def documents_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def block_mask_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n = q.shape[1]
-    return flexattn.attention(q, k, v, block_mask=create_block_mask(document_causal, None, None, n, n, str(q.device), BLOCK_SIZE=16))
+    return flexattn.attention(
+        q, k, v, block_mask=create_block_mask(document_causal, None, None, n, n, str(q.device), BLOCK_SIZE=16)
+    )
 
 
 def library_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

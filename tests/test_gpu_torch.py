@@ -1,4 +1,4 @@
-"""torch's machinery on a GPU: Inductor, CUDA graphs of every backend without waiting or memory outside their pool, SDPA, varlen_attn."""
+"""torch on a GPU: Inductor, CUDA graphs of every backend that wait for nothing and stay in their pool, SDPA, varlen_attn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flexattn as torch's flash attention: the operators behind scaled_dot_product_attention and varlen_attn, registered for CPU tensors."""
+"""flexattn as torch's flash attention: what is behind scaled_dot_product_attention and varlen_attn, registered for the CPU."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def test_varlen_attn(active: None, window: tuple[int, int]) -> None:
 
 def test_a_causal_mask_of_packed_queries_ends_in_the_bottom_right_corner(active: None) -> None:
     q, k, v = (t.detach() for t in qkv(12, 2, 8, heads_kv=2))
-    cu_q, cu_k = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor(CU[1:], dtype=torch.int32) - 5
-    cu_k = torch.tensor([0, 5, 12], dtype=torch.int32)
+    cu_q, cu_k = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
     out, *_ = torch.ops.aten._flash_attention_forward(q[:4], k, v, cu_q, cu_k, 2, 7, 0.0, True, False)
     for i in range(2):
         one = flexattn.attention(

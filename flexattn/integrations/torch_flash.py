@@ -32,8 +32,8 @@ def register() -> None:
 
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; accepted: torch 2.11 or later; call "
-            "flexattn.attention itself instead"
+            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; accepted: torch 2.11 or later; "
+            "call flexattn.attention itself instead"
         )
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
@@ -94,13 +94,6 @@ def _run(x: Operands, settings: ops.Settings, trained: tuple[Tensor, ...]) -> tu
     needs_grad = any(t.requires_grad for t in trained)
     out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=needs_grad))
     return out, lse
-
-
-def _gradients(
-    x: Operands, settings: ops.Settings, dout: Tensor, out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor, Tensor]
-) -> list[Tensor]:
-    gradients = ops._backward_op(dout, None, out, lse, *x, *settings._replace(needs_grad=True))[:3]
-    return [_laid_out_as(gradient, t) for gradient, t in zip(gradients, given, strict=True)]
 
 
 def _laid_out_as(result: Tensor, x: Tensor) -> Tensor:
@@ -218,7 +211,8 @@ def _backward(
         dropout_p=dropout_p,
         rng_state=rng_state.view(torch.int64) if dropout_p else None,
     )
-    return tuple(_gradients(x, settings, grad_out, out, logsumexp, (query, key, value)))
+    gradients = ops._backward_op(grad_out, None, out, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
+    return tuple(_laid_out_as(g, t) for g, t in zip(gradients, (query, key, value), strict=True))
 
 
 def _format(query: Tensor) -> tuple[str, bool]:
@@ -275,9 +269,7 @@ def _sdpa_backward(
     return tuple(_laid_out_as(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, given, strict=True))
 
 
-def _sdpa_arguments(
-    fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None
-) -> dict[str, Any]:
+def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
     """scaled_dot_product_attention's causal mask starts in the top-left corner."""
     return {
         "qkv_format": fmt,
