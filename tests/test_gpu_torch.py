@@ -144,13 +144,13 @@ def test_inductor_with_and_without_its_graphs(mode: str) -> None:
     torch.compiler.reset()
     cu_seqlens = offsets(LENGTHS[0])
     slopes = randn(4, dtype=torch.float32)
+    call = packed_call(cu_seqlens)
+    q, k, v = (call.pop(name) for name in "qkv")
 
     def step(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        call = packed_call(cu) | {"q": q * 1.5, "k": k, "v": v, "score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j)}
-        return flexattn.attention(**call).relu()
+        more = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j)}
+        return flexattn.attention(q * 1.5, k, v, **(call | more)).relu()
 
-    call = packed_call(cu_seqlens)
-    q, k, v = (call[name] for name in "qkv")
     compiled = torch.compile(step, fullgraph=True, mode=mode)
     for _ in range(3):
         want = torch.autograd.grad(step(q, k, v, cu_seqlens).sum(), (q, k, v))
