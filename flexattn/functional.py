@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -360,7 +361,7 @@ def _prepare(
         rng_state=rng_state if dropout_p > 0.0 else None,
         max_seqlen_q=max_q,
         max_seqlen_kv=max_kv,
-        softmax_scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
+        softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         mod_tensors=() if mods is None else mods.tensors,
