@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,19 +105,28 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
     given = [getattr(block_mask, name) for name in names]
     if given[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
+    if torch.compiler.is_compiling():  # a trace keeps nothing and knows no addresses
+        return _lists(given, (size_q, size_kv))
     version = tuple(None if t is None else (t.data_ptr(), t._version) for t in given)
     kept = getattr(block_mask, _NAME, None)
     if kept is None or kept[0] != version:
-        tensors: list[Tensor] = []
-        for i in range(0, 8, 2):
-            num_blocks, indices = given[i], given[i + 1]
-            if num_blocks is None:  # no full blocks
-                num_blocks, indices = torch.zeros_like(given[i - 2]), given[i - 1]
-            tensors += [num_blocks.to(torch.int32).contiguous(), _ascending(num_blocks, indices)]
-        kept = (version, BlockLists(tuple(tensors), (size_q, size_kv)))
+        kept = (version, _lists(given, (size_q, size_kv)))
         object.__setattr__(block_mask, _NAME, kept)
     lists: BlockLists = kept[1]
     return lists
+
+
+def _lists(given: Sequence[Tensor | None], block_size: tuple[int, int]) -> BlockLists:
+    tensors: list[Tensor] = []
+    for i in range(0, 8, 2):
+        num_blocks, indices = given[i], given[i + 1]
+        if num_blocks is None or indices is None:  # no full blocks
+            partial, indices = given[i - 2], given[i - 1]
+            assert partial is not None
+            assert indices is not None
+            num_blocks = torch.zeros_like(partial)
+        tensors += [num_blocks.to(torch.int32).contiguous(), _ascending(num_blocks, indices)]
+    return BlockLists(tuple(tensors), block_size)
 
 
 def _block_size(given: int | tuple[int, int]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Band, Operands, from_bshd, make_band, parse_format
-from flexattn.score_mod import Mod, trace_mods
+from flexattn.score_mod import Mod, Traced, trace_mods
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn.mod_tape import Recorded
 
 
 def attention(
@@ -140,6 +143,39 @@ def attention(
         request, call = calls.look_up(tensors, others, window_size, mods)
         if request is not None and call is not None:
             return _chosen(*call.run(request), return_lse, return_max_logit)
+    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
+        from flexattn.sharded import attend_sharded
+
+        arguments = {
+            "qkv_format": qkv_format,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "bias_type": bias_type,
+            "bias": bias,
+            "alibi_slopes": alibi_slopes,
+            "softmax_type": softmax_type,
+            "softmax_offset": softmax_offset,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "rng_state": rng_state,
+            "score_mod": score_mod,
+            "mask_mod": mask_mod,
+            "score_mod_tensors": score_mod_tensors,
+            "block_mask": block_mask,
+            "deterministic": deterministic,
+            "return_lse": return_lse,
+            "return_max_logit": return_max_logit,
+            "backend": backend,
+        }
+        return attend_sharded(attention, q, k, v, arguments, _default_alibi_slopes)  # type: ignore[no-any-return]
     x, settings = _prepare(
         q,
         k,
@@ -293,6 +329,11 @@ def _prepare(
 ) -> tuple[Operands, ops.Settings]:
     """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`."""
     q_format, kv_format = parse_format(str(qkv_format))
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
+        # Of these float32 is accepted beside any dtype of q, and is the better one.
+        bias, softmax_offset = _autocast(bias, dtype, torch.float32), _autocast(softmax_offset, dtype, torch.float32)
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
@@ -326,11 +367,10 @@ def _prepare(
         # and a block mask's full blocks are not masked.
         is_open = band.left is None and band.right is None
         find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
-        mods = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band)
+        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band, q)
         if mods.left is not None or mods.right is not None:
-            left, right = (min((n for n in sides if n is not None), default=None) for sides in zip(band[:2], mods[3:], strict=True))
-            band = Band(left, right, bottom_right=False)
-        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program, mods.tensors, q))
+            band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
+        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
     elif score_mod_tensors:
         raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
@@ -348,7 +388,7 @@ def _prepare(
         rng_state=rng_state if dropout_p > 0.0 else None,
         max_seqlen_q=max_q,
         max_seqlen_kv=max_kv,
-        softmax_scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
+        softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         mod_tensors=() if mods is None else mods.tensors,
@@ -373,6 +413,34 @@ def _prepare(
         block_size_kv=0 if blocks is None else blocks.block_size[1],
     )
     return x, settings
+
+
+def _is_dtensor(x: Any) -> bool:
+    """By name, as torch.distributed.tensor takes long to import and only who has a DTensor has imported it."""
+    return type(x) is not Tensor and type(x).__name__ == "DTensor"
+
+
+def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
+    """x as autocast gives it to a matrix product: in its dtype, unless it is float64 or no floating point tensor."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *kept):
+        return x.to(dtype)
+    return x
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _trace_mods(
+    score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, find_band: bool, q: Tensor
+) -> Traced | Recorded:
+    if torch.compiler.is_dynamo_compiling():
+        from flexattn.mod_tape import record_mods
+
+        return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
+    return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
 
 
 def _default_alibi_slopes(heads: int, q: Tensor) -> Tensor:

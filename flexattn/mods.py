@@ -6,6 +6,7 @@ their combinations by both and either. Scores (for `score_mod`): softcap, alibi,
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -31,21 +32,13 @@ __all__ = [
 
 def causal() -> Mod:
     """mask_mod: a query sees the keys up to its own position."""
-
-    def causal_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx >= kv_idx
-
-    return causal_mask
+    return _causal
 
 
 def sliding_window(left: int, right: int) -> Mod:
     """mask_mod: a query sees `left` keys before its own position and `right` after it, and the one at it."""
     _check_counts(left=left, right=right)
-
-    def sliding_window_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
-
-    return sliding_window_mask
+    return functools.partial(_sliding_window, left=left, right=right)
 
 
 def dilated_sliding_window(window: int, dilation: int) -> Mod:
@@ -53,12 +46,7 @@ def dilated_sliding_window(window: int, dilation: int) -> Mod:
     _check_counts(window=window, dilation=dilation)
     if dilation == 0:
         raise ValueError("dilation is 0; accepted: at least 1")
-
-    def dilated_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        distance = (q_idx - kv_idx).abs()
-        return (distance <= window * dilation) & (distance % dilation == 0)
-
-    return dilated_mask
+    return functools.partial(_dilated_sliding_window, window=window, dilation=dilation)
 
 
 def document(document_ids: Tensor) -> Mod:
@@ -67,9 +55,7 @@ def document(document_ids: Tensor) -> Mod:
         raise ValueError(
             f"document_ids is a {document_ids.dtype} tensor of shape {tuple(document_ids.shape)}; accepted: integers, [s] or [b, s]"
         )
-    if document_ids.dim() == 1:
-        return lambda b, h, q_idx, kv_idx: document_ids[q_idx] == document_ids[kv_idx]
-    return lambda b, h, q_idx, kv_idx: document_ids[b, q_idx] == document_ids[b, kv_idx]
+    return functools.partial(_document if document_ids.dim() == 1 else _document_of_batch, document_ids=document_ids)
 
 
 def prefix_lm(prefix_lengths: Tensor) -> Mod:
@@ -78,11 +64,7 @@ def prefix_lm(prefix_lengths: Tensor) -> Mod:
         raise ValueError(
             f"prefix_lengths is a {prefix_lengths.dtype} tensor of shape {tuple(prefix_lengths.shape)}; accepted: integers, [b]"
         )
-
-    def prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) | (kv_idx < prefix_lengths[b])
-
-    return prefix_mask
+    return functools.partial(_prefix_lm, prefix_lengths=prefix_lengths)
 
 
 def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
@@ -95,58 +77,29 @@ def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
         raise ValueError(
             f"kernel_size is {kernel_size} for an image of {height} x {width}; accepted: odd, from 1 to {min(height, width)}"
         )
-    half = kernel_size // 2
-
-    def natten_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        center_y = (q_idx // width).clamp(half, height - 1 - half)
-        center_x = (q_idx % width).clamp(half, width - 1 - half)
-        return ((kv_idx // width - center_y).abs() <= half) & ((kv_idx % width - center_x).abs() <= half)
-
-    return natten_mask
+    return functools.partial(_natten_2d, height=height, width=width, half=kernel_size // 2)
 
 
 def both(*mask_mods: Mod) -> Mod:
     """mask_mod: what all of the masks let a query see."""
-
-    def both_masks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        visible = mask_mods[0](b, h, q_idx, kv_idx)
-        for mask_mod in mask_mods[1:]:
-            visible = visible & mask_mod(b, h, q_idx, kv_idx)
-        return visible
-
-    return both_masks
+    return functools.partial(_both, mask_mods=mask_mods)
 
 
 def either(*mask_mods: Mod) -> Mod:
     """mask_mod: what any of the masks lets a query see."""
-
-    def either_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        visible = mask_mods[0](b, h, q_idx, kv_idx)
-        for mask_mod in mask_mods[1:]:
-            visible = visible | mask_mod(b, h, q_idx, kv_idx)
-        return visible
-
-    return either_mask
+    return functools.partial(_either, mask_mods=mask_mods)
 
 
 def softcap(cap: float | Tensor) -> Mod:
     """score_mod: cap * tanh(score / cap). A 0-d tensor as cap gets a gradient."""
-
-    def softcap_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return cap * torch.tanh(score / cap)
-
-    return softcap_score
+    return functools.partial(_softcap, cap=cap)
 
 
 def alibi(slopes: Tensor) -> Mod:
     """score_mod: -slopes[h] * |q_idx - kv_idx| (Press et al., "Train Short, Test Long", 2022). slopes [h] get a gradient."""
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}; accepted: [h]")
-
-    def alibi_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score - slopes[h] * (q_idx - kv_idx).abs()
-
-    return alibi_score
+    return functools.partial(_alibi, slopes=slopes)
 
 
 def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
@@ -159,12 +112,68 @@ def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: in
     if table.dim() != 2:
         raise ValueError(f"table has shape {tuple(table.shape)}; accepted: [buckets, h]")
     bucket_of = _t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
+    return functools.partial(_relative_bias, table=table, bucket_of=bucket_of, max_distance=max_distance)
 
-    def relative_bias_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        distance = (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance
-        return score + table[bucket_of[distance], h]
 
-    return relative_bias_score
+# The mods themselves: functions of the module and no closures, so that what keeps one can be pickled.
+
+
+def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def _sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: int, right: int) -> Any:
+    return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+
+def _dilated_sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any, window: int, dilation: int) -> Any:
+    distance = (q_idx - kv_idx).abs()
+    return (distance <= window * dilation) & (distance % dilation == 0)
+
+
+def _document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_ids: Tensor) -> Any:
+    return document_ids[q_idx] == document_ids[kv_idx]
+
+
+def _document_of_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_ids: Tensor) -> Any:
+    return document_ids[b, q_idx] == document_ids[b, kv_idx]
+
+
+def _prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, prefix_lengths: Tensor) -> Any:
+    return (q_idx >= kv_idx) | (kv_idx < prefix_lengths[b])
+
+
+def _natten_2d(b: Any, h: Any, q_idx: Any, kv_idx: Any, height: int, width: int, half: int) -> Any:
+    center_y = (q_idx // width).clamp(half, height - 1 - half)
+    center_x = (q_idx % width).clamp(half, width - 1 - half)
+    return ((kv_idx // width - center_y).abs() <= half) & ((kv_idx % width - center_x).abs() <= half)
+
+
+def _both(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask_mods: tuple[Mod, ...]) -> Any:
+    visible = mask_mods[0](b, h, q_idx, kv_idx)
+    for mask_mod in mask_mods[1:]:
+        visible = visible & mask_mod(b, h, q_idx, kv_idx)
+    return visible
+
+
+def _either(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask_mods: tuple[Mod, ...]) -> Any:
+    visible = mask_mods[0](b, h, q_idx, kv_idx)
+    for mask_mod in mask_mods[1:]:
+        visible = visible | mask_mod(b, h, q_idx, kv_idx)
+    return visible
+
+
+def _softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cap: Any) -> Any:
+    return cap * torch.tanh(score / cap)
+
+
+def _alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Tensor) -> Any:
+    return score - slopes[h] * (q_idx - kv_idx).abs()
+
+
+def _relative_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Tensor, bucket_of: Tensor, max_distance: int) -> Any:
+    distance = (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance
+    return score + table[bucket_of[distance], h]
 
 
 def _t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:

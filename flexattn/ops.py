@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flexattn.dispatch import canary, options
@@ -66,6 +67,8 @@ _backward_op = torch.ops.flexattn.attention_backward.default
 
 def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        _refuse_transforms(x)
     if not settings.needs_grad:
         return _forward_op(*x, *settings)  # type: ignore[no-any-return]
     call = _flat(x, settings)
@@ -85,6 +88,24 @@ def gradients(x: Operands, settings: Settings, out: Tensor, lse: Tensor, dout: T
 def new_rng_state(device: torch.device) -> Tensor:
     """A seed and offset from torch's generator of the device."""
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def _refuse_transforms(x: Operands) -> None:
+    """Raises RuntimeError where one of the tensors belongs to a transform, which the operators would silently not see."""
+    for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
+        if not isinstance(t, Tensor):
+            continue
+        if torch._C._functorch.is_batchedtensor(t):
+            raise RuntimeError(
+                "attention() has no rule for torch.vmap; give it a tensor with one batch dim for all: reshape the mapped dim into b"
+            )
+        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+            raise RuntimeError(
+                "attention() has no rule for torch.func's transforms (grad, vjp, jvp, jacrev, ...); use .backward() or "
+                "torch.autograd.grad"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+            raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
 
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
@@ -128,6 +149,8 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     fields = len(Operands._fields)
+    if None in call[_LISTS]:  # what AOTInductor makes of an empty list
+        call = (*call[: _LISTS.start], *(part or () for part in call[_LISTS]), *call[_LISTS.stop :])
     return Operands(*call[:fields]), Settings(*call[fields:])
 
 
@@ -226,6 +249,15 @@ torch.library.register_fake("flexattn::attention_forward", _forward_fake, lib=_l
 torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=_library)
 
 
+def _captures_with_gradients(mods: str) -> tuple[bool, ...]:
+    program = parse_program(mods)
+    return program.tensor_needs_grad if program else ()
+
+
+# What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
+_captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,8 +284,7 @@ class _Attention(torch.autograd.Function):
             "bias": dbias if settings.needs_bias_grad else None,
             "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
         }
-        program, left = parse_program(settings.mods) if settings.mods else None, iter(dmod_tensors)
-        flags = program.tensor_needs_grad if program else ()
+        flags, left = _captures_with_gradients(settings.mods), iter(dmod_tensors)
         of_mods = (next(left) if needs_grad else None for needs_grad in flags)
         sizes = (None, None)
         of_fields = (gradients.get(name) for name in (*Operands._fields, *Settings._fields))
@@ -261,3 +292,4 @@ class _Attention(torch.autograd.Function):
 
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first
+_LISTS = slice(Operands._fields.index("mod_tensors"), Operands._fields.index("block_mask") + 1)

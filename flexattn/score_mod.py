@@ -7,6 +7,7 @@ tensors are normalised to one index per dim, whatever views they went through.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.captures import Captures, find_captures, with_floats
 from flexattn.dispatch import triton_backend
@@ -39,10 +41,12 @@ from flexattn.mod_graph import INTEGERS, as_dtype, cancel_factors, converted, no
 from flexattn.warn import warn_once
 
 Mod = Callable[..., Any]
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
+ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
 _CACHE_SIZE = 256  # of each cache of traces
+ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
 
 
 class Traced(NamedTuple):
@@ -53,12 +57,14 @@ class Traced(NamedTuple):
     numbers: tuple[float, ...]
     left: int | None = None  # query i sees no key before i - left, and none after i + right; None: open
     right: int | None = None
+    looked_at: tuple[Tensor, ...] = ()  # captured tensors whose shapes decide what the program is
 
 
 class _Trace(NamedTuple):
     graph: Graph
     captures: tuple[Capture, ...]
     used: tuple[tuple[bool, int], ...]  # of each capture: (is a float, its position among the floats or tensors that were found)
+    looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
 
 
 class _NeedsValueError(ValueError):
@@ -114,13 +120,15 @@ def trace_mods(
     program, left, right = _joined(graphs, roles, needs_grad, find_band)
     tensors: list[Tensor] = []
     numbers: list[float] = []
+    looked_at: list[Tensor] = []
     for trace, found in parts:
+        looked_at += [found.tensors[i][1] for i in trace.looked_at]
         for is_float, position in trace.used:
             if is_float:
                 numbers.append(found.floats[position][1])
             else:
                 tensors.append(found.tensors[position][1])
-    return Traced(program, tuple(tensors), tuple(numbers), left, right)
+    return Traced(program, tuple(tensors), tuple(numbers), left, right, tuple(looked_at))
 
 
 def mod_source(
@@ -207,9 +215,9 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
         with _lock:
             shapes = _looked_at.get(key)
             if shapes is not None:
-                trace = _traces.get((key, tuple(found.tensors[i][1].shape for i in shapes)))
+                trace = _traces.get((key, _sizes(found, shapes)))
                 if trace is not None:
-                    _traces.move_to_end((key, tuple(found.tensors[i][1].shape for i in shapes)))
+                    _traces.move_to_end((key, _sizes(found, shapes)))
                     _counts["hits"] += 1
                     return trace, found
     elif not torch.compiler.is_compiling():
@@ -220,7 +228,7 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
             "made of. Capture tensors, numbers, functions, or objects with such attributes.",
         )
     try:
-        trace, looked_at = _trace(role, whole, found)
+        trace = _trace(role, whole, found)
     except _NeedsValueError:
         if not found.floats:
             raise
@@ -230,13 +238,17 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
                 _keep(_unlifted, (role, found.key), True)
         found = find_captures(whole, lift=False)
         key = None if found.key is None else (role, found.key)
-        trace, looked_at = _trace(role, whole, found)
+        trace = _trace(role, whole, found)
     with _lock:
         _counts["traces"] += 1
         if key is not None:
-            _keep(_looked_at, key, tuple(looked_at))
-            _keep(_traces, (key, tuple(found.tensors[i][1].shape for i in looked_at)), trace)
+            _keep(_looked_at, key, trace.looked_at)
+            _keep(_traces, (key, _sizes(found, trace.looked_at)), trace)
     return trace, found
+
+
+def _sizes(found: Captures, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(size) for size in found.tensors[i][1].shape) for i in positions)
 
 
 def _keep(cache: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
@@ -257,9 +269,12 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
     return with_tensors
 
 
-def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
-    """The mod's graph in the ops of a program, and the tensors whose shapes it looked at."""
-    arguments = _ARGUMENTS_OF[role]
+def _trace(role: str, mod: Mod, found: Captures, shapes: Sequence[Sequence[int]] | None = None) -> _Trace:
+    """The mod's graph in the ops of a program; shapes: of the captured tensors, where not their own."""
+    own_shapes = [t.shape for _, t in found.tensors]
+    if shapes is None:
+        shapes = [[size if type(size) is int else ANY_SIZE for size in shape] for shape in own_shapes]
+    arguments = ARGUMENTS_OF[role]
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = []
     for name, (_, tensor) in zip(names, found.tensors, strict=False):
@@ -273,8 +288,8 @@ def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
 
     floating = ("score", GRADIENT)
-    with FakeTensorMode(), torch.no_grad():
-        stand_ins = [torch.empty(t.shape, dtype=read_dtype(t.dtype)) for _, t in found.tensors]
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():  # torch.export must not see what happens here
+        stand_ins = [torch.empty(shape, dtype=read_dtype(t.dtype)) for (_, t), shape in zip(found.tensors, shapes, strict=True)]
         numbers = [torch.empty((), dtype=torch.float32) for _ in found.floats]
         scalars = [torch.empty((), dtype=torch.float32 if name in floating else torch.int64) for name in arguments]
 
@@ -300,6 +315,8 @@ def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
             raise
         except Exception as e:
             raise ValueError(f"{role} cannot be traced{mode.place()}: {type(e).__name__}: {e}") from e
+    if any(tuple(shapes[i]) != own_shapes[i] for i in mode.looked_at):  # symbolic ones: torch.export is told that they are fixed
+        return _trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes])
     graph = normalised(role, module.graph, arguments, captures)
     used = {node.target for node in graph.nodes if node.op == "placeholder" and node.users}
     kept = [(capture, i) for i, capture in enumerate(captures) if capture.name in used]
@@ -307,7 +324,7 @@ def _trace(role: str, mod: Mod, found: Captures) -> tuple[_Trace, list[int]]:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.target not in arguments:
             graph.erase_node(node)
-    return _Trace(graph, tuple(capture for capture, _ in kept), positions), sorted(mode.looked_at)
+    return _Trace(graph, tuple(capture for capture, _ in kept), positions, tuple(sorted(mode.looked_at)))
 
 
 @functools.cache
@@ -438,7 +455,9 @@ def _user_line() -> tuple[str, int] | None:
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name == __file__ or "/torch/" in name or name.startswith("<frozen")):
+        if name.endswith("mod_tape.py"):  # under torch.compile the mod's own frame is not to be had
+            return None
+        if not name.startswith((__file__, _TORCH, "<")):
             return name, frame.f_lineno
         frame = frame.f_back
     return None
@@ -479,7 +498,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
         return list(torch.autograd.grad(out, wanted, gradient, allow_unused=True, materialize_grads=True))
 
     assert score_placeholder is not None
-    with FakeTensorMode():
+    with _disable_current_modes(), FakeTensorMode():
         scalars = [torch.empty((), dtype=node.meta["dtype"]) for node in placeholders]
         scalars += [torch.empty((), dtype=torch.float32) for _ in numbers]
         scalars += [torch.empty((), dtype=node.meta["dtype"]) for node in reads]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.program import Program
+from flexattn.dispatch.program import Capture
 from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size, parse_format
 from flexattn.warn import warn_once
 
@@ -214,9 +214,9 @@ def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
             )
 
 
-def check_mod_tensors(program: Program, tensors: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
+def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
     """The captured tensors on q's device: a 0-d tensor on the CPU is moved there, any other must be there."""
-    names = (capture.name for capture in program.captures if not capture.is_number)
+    names = [capture.name for capture in captures if not capture.is_number]
     checked = []
     for name, t in zip(names, tensors, strict=True):
         if t.device != q.device and not (t.dim() == 0 and t.device.type == "cpu"):

@@ -122,6 +122,7 @@ class TEScoreMod:
             )
         self.forward = score_mod
         self.bprop = score_mod_bprop
+        self.attributes = tuple(getattr(getattr(score_mod, "__self__", None), "__dict__", ()))  # of the object that it is bound to
         self.tensors = _readable("score_mod_tensors", score_mod_tensors or {})
         self.bprop_tensors = (
             self.tensors if score_mod_bprop_tensors is None else _readable("score_mod_bprop_tensors", score_mod_bprop_tensors)
@@ -153,11 +154,16 @@ class TEScoreMod:
         owner = getattr(self.forward, "__self__", None)
         if not isinstance(self.forward, types.MethodType):
             return self.forward, self.bprop
-        clone = copy.copy(owner)
+        if torch.compiler.is_dynamo_compiling():  # which knows no copy.copy
+            clone = object.__new__(type(owner))
+            for name in self.attributes:
+                setattr(clone, name, getattr(owner, name))
+        else:
+            clone = copy.copy(owner)
         bprop = self.bprop
         if isinstance(bprop, types.MethodType) and bprop.__self__ is owner:
-            bprop = types.MethodType(bprop.__func__, clone)
-        return types.MethodType(self.forward.__func__, clone), bprop
+            bprop = functools.partial(bprop.__func__, clone)
+        return functools.partial(self.forward.__func__, clone), bprop
 
     def _run(self, callback: Callback, tensor: Any, tensors: Mapping[str, Tensor], indices: tuple[Any, ...]) -> Any:
         read = {name: GraphTensor(_read(t, indices)) for name, t in tensors.items()}

@@ -1,0 +1,280 @@
+"""flexattn behind torch's own front doors: scaled_dot_product_attention's flash backend, and varlen_attn.
+
+    from flexattn.integrations import torch_flash
+    torch_flash.register()
+    torch.nn.attention.activate_flash_attention_impl("flexattn")
+
+From then on what torch would give to FlashAttention runs here, without a change in the code that calls it, until
+`torch.nn.attention.restore_flash_attention_impl()`. Importing this module changes nothing, and neither does `register`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.dispatch.spec import Operands
+from flexattn.functional import bind_call
+
+NAME = "flexattn"
+
+
+def register() -> None:
+    """Makes flexattn one of torch's flash attention implementations, to be chosen by `activate_flash_attention_impl("flexattn")`.
+
+    Raises:
+        RuntimeError: this torch has no such choice.
+    """
+    import torch.nn.attention
+
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; accepted: torch 2.11 or later; "
+            "call flexattn.attention itself instead"
+        )
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
+
+
+class _Handle:
+    """Keeps the operators overridden for as long as it is kept."""
+
+    def __init__(self, library: Any) -> None:
+        self.library: Any = library
+
+    def remove(self) -> None:
+        self.library = None
+
+
+def _activate(key: str = "CUDA") -> _Handle:
+    library: Any = torch.library.Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
+    for name, function in {
+        "_flash_attention_forward": _forward,
+        "_flash_attention_forward_no_dropout_inplace": _forward_into,
+        "_flash_attention_backward": _backward,
+        "_scaled_dot_product_flash_attention": _sdpa_forward,
+        "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    }.items():
+        if hasattr(torch.ops.aten, name):  # the one that writes into a given tensor came with torch 2.13
+            library.impl(name, function, key)
+    return _Handle(library)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_q: int = 0,
+    max_k: int = 0,
+    window: tuple[int | None, int | None] = (None, None),
+    seqused_k: Tensor | None = None,
+    **arguments: Any,
+) -> tuple[Operands, ops.Settings]:
+    """The call as the operators take it. A window is counted from the bottom-right diagonal, as FlashAttention counts it."""
+    left, right = (-1 if side is None or side < 0 else side for side in window)
+    arguments |= {"window_size": (left, right)}
+    if cu_seqlens_q is not None:
+        prefix = "padding_" if arguments["attn_mask_type"] != "no_mask" else "padding"
+        arguments["attn_mask_type"] = prefix + arguments["attn_mask_type"].removeprefix("no_mask")
+        arguments |= {"qkv_format": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+        arguments |= {"max_seqlen_q": max_q, "max_seqlen_kv": max_k}
+        if seqused_k is not None:  # of each slot its first tokens are keys
+            zero = seqused_k.new_zeros(1)
+            arguments["cu_seqlens_kv"] = torch.cat((zero, seqused_k.cumsum(0, dtype=torch.int32)))
+            arguments["cu_seqlens_kv_padded"] = cu_seqlens_kv
+    return bind_call(q, k, v, **arguments)
+
+
+def _run(x: Operands, settings: ops.Settings, trained: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    needs_grad = any(t.requires_grad for t in trained)
+    out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=needs_grad))
+    return out, lse
+
+
+def _laid_out_as(result: Tensor, x: Tensor) -> Tensor:
+    """result with the strides of torch.empty_like(x), which torch's own operators promise."""
+    if result.stride() == torch.empty_like(x, device="meta").stride():
+        return result
+    return torch.empty_like(x).copy_(result)
+
+
+def _rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
+    if dropout_p == 0.0:
+        return None
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def _states(rng_state: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What an operator returns of its generator, and an empty mask."""
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    return rng_state.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            raise RuntimeError(f"flexattn as a flash attention implementation takes no {name}; restore torch's own for this call")
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,  # keys are never split, which is what 1 asks for; more would only be a hint
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    trained = (query, key, value)
+    is_trained = any(t.requires_grad for t in trained)
+    _refuse(return_debug_mask=return_debug_mask, block_table=block_table is not None)
+    _refuse(alibi_slopes_in_training=is_trained and alibi_slopes is not None)  # its backward would not be told of them
+    _refuse(seqused_k_in_training=is_trained and seqused_k is not None)
+    if cum_seq_q is None:
+        _refuse(seqused_k_of_a_dense_batch=seqused_k is not None)
+    rng_state = _rng_state(dropout_p, query.device)
+    x, settings = _call(
+        query,
+        key,
+        value,
+        cu_seqlens_q=cum_seq_q,
+        cu_seqlens_kv=cum_seq_k,
+        max_q=max_q,
+        max_k=max_k,
+        window=(window_size_left, 0 if is_causal else window_size_right),
+        seqused_k=seqused_k,
+        attn_mask_type="causal_bottom_right" if is_causal else "no_mask",
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+        bias_type="no_bias" if alibi_slopes is None else "alibi",
+        alibi_slopes=alibi_slopes,
+    )
+    out, lse = _run(x, settings, trained)
+    return (_laid_out_as(out, query), lse, *_states(rng_state, query))
+
+
+def _forward_into(out: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    result, lse, *_ = _forward(*arguments, **named)
+    out.copy_(result)
+    return lse
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    x, settings = _call(
+        query,
+        key,
+        value,
+        cu_seqlens_q=cum_seq_q,
+        cu_seqlens_kv=cum_seq_k,
+        max_q=max_q,
+        max_k=max_k,
+        window=(window_size_left, 0 if is_causal else window_size_right),
+        attn_mask_type="causal_bottom_right" if is_causal else "no_mask",
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        rng_state=rng_state.view(torch.int64) if dropout_p else None,
+    )
+    gradients = ops._backward_op(grad_out, None, out, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
+    return tuple(_laid_out_as(g, t) for g, t in zip(gradients, (query, key, value), strict=True))
+
+
+def _format(query: Tensor) -> tuple[str, bool]:
+    """The format in which out is laid out as query is, and whether heads and tokens are to be swapped for it."""
+    swapped = query.stride(1) < query.stride(2)
+    return ("bshd" if swapped else "bhsd"), swapped
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _refuse(return_debug_mask=return_debug_mask)
+    fmt, swapped = _format(query)
+    q, k, v = (t.transpose(1, 2) if swapped else t for t in (query, key, value))
+    rng_state = _rng_state(dropout_p, query.device)
+    x, settings = _call(q, k, v, **_sdpa_arguments(fmt, dropout_p, is_causal, scale, rng_state))
+    out, lse = _run(x, settings, (query, key, value))
+    out = _laid_out_as(out.transpose(1, 2) if swapped else out, query)
+    return (out, lse, None, None, query.shape[2], key.shape[2], *_states(rng_state, query))
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    fmt, swapped = _format(query)
+    tensors = (t.transpose(1, 2) if swapped else t for t in (query, key, value, grad_out, out))
+    q, k, v, dout, result = tensors
+    rng_state = philox_seed.view(torch.int64) if dropout_p else None
+    x, settings = _call(q, k, v, **_sdpa_arguments(fmt, dropout_p, is_causal, scale, rng_state))
+    gradients = ops._backward_op(dout, None, result, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
+    given = (query, key, value)
+    return tuple(_laid_out_as(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, given, strict=True))
+
+
+def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
+    """scaled_dot_product_attention's causal mask starts in the top-left corner."""
+    return {
+        "qkv_format": fmt,
+        "attn_mask_type": "causal" if is_causal else "no_mask",
+        "softmax_scale": scale,
+        "dropout_p": dropout_p,
+        "rng_state": rng_state,
+    }

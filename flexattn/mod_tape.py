@@ -1,0 +1,243 @@
+"""Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, and what is done with them is written down.
+
+What is written down, a tape, is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on
+it stay in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself.
+Dynamo guards all else that the mod read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+from torch.fx.experimental.symbolic_shapes import has_static_value
+from torch.overrides import TorchFunctionMode
+
+from flexattn.dispatch.program import GRADIENT, Capture
+from flexattn.score_mod import ANY_SIZE, ARGUMENTS_OF, Mod, trace_mods
+
+
+class Text(NamedTuple):
+    """What a call needs to know of a Program."""
+
+    text: str
+    captures: tuple[Capture, ...]
+    tensor_needs_grad: tuple[bool, ...]
+    is_empty: bool
+
+
+class Recorded(NamedTuple):
+    """As `score_mod.Traced`, but for the program, which is text."""
+
+    program: Text
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
+    left: int | None
+    right: int | None
+
+
+def record_mods(
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
+    needs_grad: bool,
+    find_band: bool,
+    q: Tensor,
+) -> Recorded:
+    """`trace_mods`, for Dynamo to trace. A number that changes from call to call becomes a 0-d tensor on q's device."""
+    gradient = getattr(score_mod, "score_mod_gradient", None)
+    named = dict(score_mod_tensors) if isinstance(score_mod_tensors, Mapping) else {}
+    listed = () if isinstance(score_mod_tensors, Mapping) else tuple(score_mod_tensors)
+    tapes: list[_Tape] = []
+    facts: list[tuple[Any, ...]] = []
+    for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod), ("score_mod_gradient", gradient)):
+        if mod is None:
+            continue
+        tape = _Tape(role, q)
+        # Within a checkpoint Dynamo takes a mode that is entered for a side effect, which is over when it is left.
+        result = _disable_side_effect_safety_checks_for_current_subtracer(
+            _run, tape, mod, *((listed, named) if role == "score_mod" else ((), {}))
+        )
+        output = tape.written(result)
+        tapes.append(tape)
+        facts.append((role, tuple(tape.nodes), output))
+    is_grad = torch.is_grad_enabled()
+    looked_at = _shapes_looked_at(tuple(facts), tuple(_forms(tape, ()) for tape in tapes), needs_grad, find_band, is_grad)
+    forms = tuple(_forms(tape, looked_at[i]) for i, tape in enumerate(tapes))
+    text, captures, flags, is_empty, left, right, positions = _program(tuple(facts), forms, needs_grad, find_band, is_grad)
+    program = Text(text, tuple(Capture(*capture) for capture in captures), flags, is_empty)
+    return Recorded(program, tuple(tapes[i].tensors[n] for i, n in positions), (), left, right)
+
+
+def _run(tape: _Tape, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
+    with _Recorder(tape):
+        return mod(*tuple(tape.values), *listed, **named)
+
+
+class _Tape:
+    """One mod's operations: the tensors among their arguments, and a tensor of no memory for each result and each scalar given."""
+
+    def __init__(self, role: str, q: Tensor) -> None:
+        self.q = q
+        self.nodes: list[tuple[Any, ...]] = []
+        self.tensors: list[Tensor] = []
+        # On meta, so that what is computed from one in any way but on the tape is refused for its device.
+        self.values = [
+            torch.zeros((), dtype=torch.float32 if name in ("score", GRADIENT) else torch.int64, device="meta")
+            for name in ARGUMENTS_OF[role]
+        ]
+
+    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        written = tuple(self.written(x) for x in args)
+        self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
+        # Its dtype is not known here; whoever asks for it gets one that no mod can have.
+        self.values.append(torch.zeros((), dtype=torch.complex64, device="meta"))
+        return self.values[-1]
+
+    def written(self, x: Any) -> tuple[Any, ...]:
+        if isinstance(x, Tensor):
+            position = _position(self.values, x)
+            return ("tensor", self._capture(x)) if position < 0 else ("value", position)
+        if isinstance(x, (tuple, list)):
+            return ("tuple", tuple(self.written(item) for item in x))
+        if isinstance(x, slice):
+            return ("slice", (self.written(x.start), self.written(x.stop), self.written(x.step)))
+        if isinstance(x, float):
+            if has_static_value(x):
+                return ("float", x.hex())
+            dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
+            # A product, as torch.compile keeps a float that changes as an input only where it meets a tensor in arithmetic.
+            return ("tensor", self._capture(torch.ones((), dtype=dtype, device=self.q.device) * x))
+        if isinstance(x, int) and not isinstance(x, bool) and not has_static_value(x):
+            return ("tensor", self._capture(torch.full((), x, dtype=torch.int64, device=self.q.device)))
+        return ("constant", x)
+
+    def _capture(self, x: Tensor) -> int:
+        position = _position(self.tensors, x)
+        if x.device.type == "meta" and self.q.device.type != "meta":
+            raise ValueError(
+                "a score_mod or mask_mod computes with a score or an index in a way that torch.compile does not show; use the "
+                "function of torch, as torch.abs(x) for abs(x)"
+            )
+        if position < 0:
+            self.tensors.append(x)
+            return len(self.tensors) - 1
+        return position
+
+    def is_on(self, values: Any) -> bool:
+        """Whether a result of the tape is among the values, however deep."""
+        for x in values:
+            if isinstance(x, Tensor) and _position(self.values, x) >= 0:
+                return True
+            if isinstance(x, (tuple, list)) and self.is_on(x):
+                return True
+            if isinstance(x, slice) and self.is_on((x.start, x.stop, x.step)):
+                return True
+        return False
+
+
+def _position(tensors: Sequence[Tensor], x: Tensor) -> int:
+    for n, t in enumerate(tensors):
+        if t is x:
+            return n
+    return -1
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down what torch is asked to do with what is on the tape, and runs all else."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tape.is_on(args) or self.tape.is_on(tuple(kwargs.values())):
+            return self.tape.append(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _forms(tape: _Tape, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
+    """dtype, shape and need of a gradient of each tensor; a size that changes is fixed only where the mod looks at it."""
+    forms = []
+    for n, t in enumerate(tape.tensors):
+        shape = []
+        for size in t.shape:
+            if has_static_value(size):
+                shape.append(size)
+            else:
+                shape.append(operator.index(size) if n in looked_at else ANY_SIZE)
+        forms.append((t.dtype, tuple(shape), t.requires_grad))
+    return tuple(forms)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _shapes_looked_at(*tapes: Any) -> tuple[tuple[int, ...], ...]:
+    """Of each tape, the tensors whose shapes decide what the mod does."""
+    traced, tensors = _traced(*tapes)
+    return tuple(tuple(n for n, t in enumerate(of_tape) if any(t is x for x in traced.looked_at)) for of_tape in tensors)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _program(*tapes: Any) -> tuple[Any, ...]:
+    """The program of the tapes, the band beside it, and which of the tapes' tensors it takes."""
+    traced, of_tapes = _traced(*tapes)
+    places = {id(t): (i, n) for i, tensors in enumerate(of_tapes) for n, t in enumerate(tensors)}
+    program = traced.program
+    return (
+        program.text,
+        tuple(tuple(capture) for capture in program.captures),
+        program.tensor_needs_grad,
+        program.is_empty,
+        traced.left,
+        traced.right,
+        tuple(places[id(t)] for t in traced.tensors),
+    )
+
+
+def _traced(facts: Any, forms: Any, needs_grad: bool, find_band: bool, is_grad: bool) -> tuple[Any, list[list[Tensor]]]:
+    mods: dict[str, Any] = {}
+    tensors = []
+    for (role, nodes, output), of_tape in zip(facts, forms, strict=True):
+        tensors.append([_stand_in(dtype, shape, grad) for dtype, shape, grad in of_tape])
+        mods[role] = _replayed(nodes, output, tuple(tensors[-1]))
+    if "score_mod_gradient" in mods:
+        mods["score_mod"].score_mod_gradient = mods["score_mod_gradient"]
+    with torch.set_grad_enabled(is_grad):
+        return trace_mods(mods.get("score_mod"), mods.get("mask_mod"), (), needs_grad, find_band), tensors
+
+
+def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
+    """The mod that a tape is of; what it does is in its closure, where it is found as any mod's."""
+
+    def mod(*scalars: Any) -> Any:
+        return _replay(nodes, output, scalars, tensors)
+
+    return mod
+
+
+def _replay(nodes: Any, output: Any, scalars: Any, tensors: Any) -> Any:
+    values = list(scalars)
+
+    def read(written: Any) -> Any:
+        kind, x = written
+        if kind == "tuple":
+            return tuple(read(item) for item in x)
+        if kind == "slice":
+            return slice(*(read(part) for part in x))
+        if kind == "float":
+            return float.fromhex(x)
+        return {"value": values, "tensor": tensors}[kind][x] if kind != "constant" else x
+
+    for function, args, kwargs in nodes:
+        run = operator.getitem if getattr(function, "__name__", "") == "__getitem__" else function
+        values.append(run(*(read(x) for x in args), **{name: read(x) for name, x in kwargs}))
+    return read(output)

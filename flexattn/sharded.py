@@ -1,0 +1,173 @@
+"""attention() of DTensors: each rank attends over its own heads or rows of the batch, without communication.
+
+No sharding rules of operators: torch's know no operator that returns a list of tensors, as the gradients of captured tensors are.
+Here the arguments become local tensors, laid out as q is, and the results DTensors again; autograd runs through both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from flexattn.captures import find_captures
+from flexattn.dispatch.spec import parse_format
+from flexattn.warn import warn_once
+
+
+def attend_sharded(
+    attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any], default_slopes: Callable[[int, Tensor], Tensor]
+) -> Any:
+    """attend(q, k, v, **arguments), where one of q, k and v at least is a DTensor.
+
+    A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; over
+    any other every rank gets all. k, v and what has heads or a batch follow q. Plain tensors count as the same on every rank.
+    """
+    mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
+    q_format, kv_format = parse_format(arguments["qkv_format"])
+    head_dim, kv_head_dim = q_format.index("h"), kv_format.index("h")
+    heads, heads_kv = q.shape[head_dim], k.shape[kv_head_dim]
+    dense = "thd" not in (q_format, kv_format)
+    batch = q.shape[q_format.index("b")] if dense else 0
+    kinds = _kinds(q, q_format, kv_format, mesh, arguments, (heads, heads_kv), batch)
+    _refuse(kinds, arguments)
+    if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
+        arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
+
+    def local(x: Any, of_heads: int | None, of_batch: int | None) -> Any:
+        """x's part on this rank; the dims that have heads and the batch, None where all of it is for everybody."""
+        if not isinstance(x, Tensor):
+            return x
+        dims = {"heads": of_heads, "batch": of_batch, "all": None}
+        wanted = [Replicate() if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
+        # What every rank has all of gets a part of its gradient from each that has heads or rows of its own.
+        partial = [Partial() if dims[kind] is None and kind != "all" else place for kind, place in zip(kinds, wanted, strict=True)]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        elif x.device_mesh != mesh:
+            raise ValueError(f"a tensor is on {x.device_mesh} and another on {mesh}; accepted: one device mesh for all")
+        return x.redistribute(mesh, wanted).to_local(grad_placements=partial)
+
+    b_q, b_kv = (q_format.index("b"), kv_format.index("b")) if dense else (None, None)
+    bias, slopes = arguments["bias"], arguments["alibi_slopes"]
+    arguments["bias"] = local(bias, *(None if bias is None or bias.shape[dim] == 1 else dim for dim in (1, 0)))
+    arguments["alibi_slopes"] = local(slopes, None if slopes is None else slopes.dim() - 1, 0 if _dim(slopes) == 2 else None)
+    arguments["softmax_offset"] = local(arguments["softmax_offset"], 0, None)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        arguments[name] = _rows(local(arguments[name], None, None), kinds, mesh, batch)
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng_state"):
+        arguments[name] = local(arguments[name], None, None)
+    first_head, first_row = (_first(kinds, mesh, kind, size) for kind, size in (("heads", heads), ("batch", batch)))
+    given = arguments["score_mod_tensors"]
+    if isinstance(given, Mapping):
+        arguments["score_mod_tensors"] = {name: local(t, None, None) for name, t in given.items()}
+    else:
+        arguments["score_mod_tensors"] = [local(t, None, None) for t in given]
+    for name, position in (("score_mod", 1), ("mask_mod", 0)):
+        if arguments[name] is not None and (first_head or first_row):
+            arguments[name] = _shifted(arguments[name], position, first_row, first_head)
+    results = attend(local(q, head_dim, b_q), local(k, kv_head_dim, b_kv), local(v, kv_head_dim, b_kv), **arguments)
+
+    def whole(x: Tensor, of_heads: int, of_batch: int | None) -> Tensor:
+        dims = {"heads": of_heads, "batch": of_batch}
+        places = [Replicate() if kind == "all" else Partial("max") if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
+        return DTensor.from_local(x, mesh, places, run_check=False)
+
+    if isinstance(results, Tensor):
+        return whole(results, head_dim, b_q)
+    out, *statistics = results
+    lse_head = 1 if dense or q_format != "thd" else 0
+    names = [name for name in ("return_lse", "return_max_logit") if arguments[name]]
+    dims = {"return_lse": (lse_head, 0), "return_max_logit": (0, None)}
+    return (whole(out, head_dim, b_q), *(whole(t, *dims[name]) for name, t in zip(names, statistics, strict=True)))
+
+
+def _kinds(
+    q: Any, q_format: str, kv_format: str, mesh: Any, arguments: dict[str, Any], heads: tuple[int, int], batch: int
+) -> list[str]:
+    """Of each mesh dim what it divides: "heads", "batch", or nothing, "all"."""
+    placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
+    kinds = []
+    left = {"heads": math.gcd(*heads), "batch": batch}
+    mask = arguments["block_mask"]
+    if mask is not None and tuple(mask.kv_num_blocks.shape[:2]) != (1, 1):
+        left = {"heads": 1, "batch": 1}  # its lists would have to be divided too
+    if getattr(arguments["score_mod"], "score_mod_gradient", None) is not None:
+        left = {"heads": 1, "batch": 1}  # a given backward reads its tensors at the indices of the whole
+    for dim, place in enumerate(placements):
+        of_q = q_format[place.dim] if isinstance(place, Shard) else ""
+        kind = {"h": "heads", "b": "batch" if batch else "all"}.get(of_q, "all")
+        size = mesh.size(dim)
+        if kind != "all" and left[kind] % size == 0:
+            left[kind] //= size
+        else:
+            if of_q and not torch.compiler.is_compiling():
+                warn_once(
+                    f"sharded {of_q} {heads} {batch} {size}",
+                    f"q is sharded over {of_q!r} of {q_format}, {size} ways, and attention() gathers it on every rank; it stays "
+                    "sharded over heads or a batch that can be divided by as many ranks, k's and v's heads too",
+                )
+            kind = "all"
+        kinds.append(kind)
+    return kinds
+
+
+def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
+    if set(kinds) == {"all"}:
+        return
+    if arguments["dropout_p"] > 0.0:
+        raise ValueError(
+            "dropout_p is given with DTensors that are sharded; accepted: 0, as every rank would drop the weights of its own part "
+            "where another drops its own"
+        )
+    for name in ("score_mod", "mask_mod"):
+        if arguments[name] is None:
+            continue
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError(
+                f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors"
+            )
+        for captured, t in find_captures(arguments[name]).tensors:
+            if isinstance(t, DTensor) or (t.requires_grad and torch.is_grad_enabled()):
+                raise ValueError(
+                    f"{name} captures {captured}, a {type(t).__name__} that "
+                    + ("is sharded" if isinstance(t, DTensor) else "requires a gradient, of which each rank would have a part")
+                    + "; accepted beside DTensors: plain tensors without a gradient, and any in score_mod_tensors"
+                )
+
+
+def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:
+    """The first of `size` heads or rows that is this rank's."""
+    first, part = 0, size
+    for dim, of_dim in enumerate(kinds):
+        if of_dim == kind:
+            part //= mesh.size(dim)
+            first += part * mesh.get_local_rank(dim)
+    return first
+
+
+def _rows(cu_seqlens: Any, kinds: list[str], mesh: Any, batch: int) -> Any:
+    """The cumulative lengths of this rank's rows of a dense batch."""
+    if cu_seqlens is None or "batch" not in kinds:
+        return cu_seqlens
+    first = _first(kinds, mesh, "batch", batch)
+    rows = batch // math.prod(mesh.size(dim) for dim, kind in enumerate(kinds) if kind == "batch")
+    return (cu_seqlens[first : first + rows + 1] - cu_seqlens[first]).contiguous()
+
+
+def _shifted(mod: Callable[..., Any], position: int, first_row: int, first_head: int) -> Callable[..., Any]:
+    """The mod with the batch and head of the whole, of which this rank's are from first_row and first_head on."""
+
+    def shifted(*arguments: Any, **named: Any) -> Any:
+        before, b, h, after = arguments[:position], arguments[position], arguments[position + 1], arguments[position + 2 :]
+        return mod(*before, b + first_row, h + first_head, *after, **named)
+
+    return shifted
+
+
+def _dim(x: Any) -> int:
+    return x.dim() if isinstance(x, Tensor) else 0

@@ -1,0 +1,48 @@
+"""Two processes on a CPU: tensor parallelism by DTensors, FSDP2 and DDP. The cases are in distributed_cases.py."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, SETTINGS
+
+import flexattn
+from flexattn import sharded
+
+
+@pytest.mark.parametrize("case", ["sharded", "wrapped"])
+def test_two_processes(case: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests" / "distributed_cases.py"), case]
+    started = [
+        subprocess.Popen([*command, str(rank), port], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+
+
+def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DTensor(torch.Tensor):
+        pass
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
+    q = torch.randn(1, 3, 2, 8).as_subclass(DTensor)
+    flexattn.attention(q, q, q)
+    assert ["q", "k", "v", *seen[0]] == list(inspect.signature(flexattn.attention).parameters)
