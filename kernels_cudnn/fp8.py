@@ -1,0 +1,268 @@
+"""The launchers of attention in FP8 on cuDNN: scales per tensor, and what cuDNN wants to know before it has computed it.
+
+On sm_90 cuDNN writes out, dq, dk and dv in FP8 alone, so that each needs a scale beforehand. That of out follows from v, as each
+element of out is a mean of elements of v. Those of the gradients come with the call (delayed scaling), or are learned from the
+maxima that a first run writes (current scaling), which costs that run. What was asked for in fp16, bf16 or fp32 is written from
+the FP8 result, and has its precision.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cudnn
+import torch
+from torch import Tensor
+
+from flexattn.kernels_cudnn.attention import Call, Written, backward_call, forward_call, write_empty
+from flexattn.kernels_cudnn.execute import execute
+from flexattn.kernels_cudnn.fp8_rules import Fp8Call, fp8_error
+from flexattn.kernels_cudnn.graphs import ALIGNMENT, Uid
+from flexattn.kernels_cudnn.lengths import constant
+from flexattn.kernels_cudnn.plans import PLANS, PlanNotSupported
+from flexattn.kernels_cudnn.problem import FP8_DTYPES, Problem
+
+WEIGHTS_SCALE = 256.0  # weights are at most 1: 256 uses e4m3's range, of which 448 is the end, and is exact
+
+
+class Descales(NamedTuple):
+    """What q, k and v in FP8 are multiplied by to give their values: fp32, one number each, expanded to any shape."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class GradientScales(NamedTuple):
+    """What the gradients of the scores, q, k and v are multiplied by before they are quantised; fp32 [1]."""
+
+    ds: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Quantized(NamedTuple):
+    """What a launcher tells of a tensor that it wrote; fp32 [1]."""
+
+    descale: Tensor  # for FP8; what was asked for in another dtype has been multiplied by it
+    amax: Tensor  # the largest magnitude before quantisation
+
+
+class GradientsQuantized(NamedTuple):
+    ds: Quantized
+    dq: Quantized
+    dk: Quantized
+    dv: Quantized
+
+
+def fp8_forward(
+    problem: Problem, descales: Descales, out: Tensor, lse: Tensor, scale_out: Tensor | None = None, directory: str | None = None
+) -> Quantized:
+    """Write out and lse as `attention_forward` does, from q, k and v in FP8.
+
+    `out` is in FP8, or in another dtype into which the FP8 result is converted. `scale_out` is fp32 [1], what out is multiplied by
+    before it is quantised; None: the largest with which no value that v could have overflows.
+
+    Raises PlanNotSupported for what cuDNN does not take, before anything is written.
+    """
+    _check(problem, "forward", descales)
+    device = out.device
+    if problem.is_empty:
+        write_empty(problem, out, lse, None)
+        return Quantized(_number(1.0, device), _number(0.0, device))
+    written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
+    numbers = _numbers_of_weights(problem, descales)
+    if scale_out is None:
+        descale_out = _times(numbers[Uid.DESCALE_V], _largest(problem.v.dtype) / _largest(written.dtype))
+        scale_out = descale_out.reciprocal()
+    else:
+        descale_out = scale_out.reciprocal()
+    numbers |= {Uid.SCALE_OUT: _aligned(scale_out), Uid.AMAX_OUT: _empty(device)}
+    call = forward_call(problem, written, lse, None, numbers)
+    execute(PLANS.get(call.sdpa, device, directory), call.buffers, device)
+    call.finish()
+    if written is not out:
+        _convert(written, descale_out, out)
+    return Quantized(descale_out, numbers[Uid.AMAX_OUT])
+
+
+def fp8_backward(
+    problem: Problem,
+    descales: Descales,
+    out: Tensor,
+    descale_out: Tensor | None,
+    lse: Tensor,
+    dout: Tensor,
+    descale_dout: Tensor,
+    gradients: Written,
+    scales: GradientScales | None = None,
+    directory: str | None = None,
+) -> GradientsQuantized:
+    """Write dq, dk and dv, from q, k, v and dout in FP8.
+
+    `out` and `lse` are the forward's, whichever kernel it was; `out` is in FP8 with `descale_out`, or in fp16 or bf16 without. The
+    gradients are in FP8, or in another dtype into which the FP8 result is converted: cuDNN computes them in the dtype of `dout`.
+    Without `scales` it runs twice, for e4m3 `dout` three times, to learn them from the maxima of the runs before.
+
+    Raises as `fp8_forward` does.
+    """
+    _check(problem, "backward", descales, ("dout", descale_dout))
+    device = out.device
+    targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
+    if problem.is_empty:
+        for target in targets.values():
+            target.zero_()
+        nothing = Quantized(_number(1.0, device), _number(0.0, device))
+        return GradientsQuantized(nothing, nothing, nothing, nothing)
+    written = {
+        uid: target if target.dtype in FP8_DTYPES else torch.empty_like(target, dtype=dout.dtype) for uid, target in targets.items()
+    }
+    numbers = _numbers_of_weights(problem, descales)
+    numbers[Uid.DESCALE_OUT] = _number(1.0, device) if descale_out is None else _aligned(_one(descale_out))
+    numbers[Uid.DESCALE_DOUT] = _aligned(_one(descale_dout))
+    numbers |= {amax: _empty(device) for amax in _AMAX.values()}
+    given = scales or GradientScales(
+        _bounding_scale(problem, numbers), _number(1.0, device), _number(1.0, device), _number(1.0, device)
+    )
+    for uid, scale in zip(_SCALES, given, strict=True):
+        numbers[uid] = _aligned(scale)
+    numbers[Uid.DESCALE_DS] = numbers[Uid.SCALE_DS].reciprocal()
+    call = backward_call(problem, out, lse, dout, Written(*(written[uid] for uid in targets)), numbers)
+    plan = PLANS.get(call.sdpa, device, directory)
+    if scales is None:
+        formats = {Uid.SCALE_DS: dout.dtype} | {_SCALE_OF[uid]: t.dtype for uid, t in written.items()}
+        for learned in _lessons(dout.dtype):
+            execute(plan, call.buffers, device)
+            for uid in learned:
+                call.buffers[uid] = _scale_for(call.buffers[_AMAX[uid]], formats[uid])
+            call.buffers[Uid.DESCALE_DS] = call.buffers[Uid.SCALE_DS].reciprocal()
+    execute(plan, call.buffers, device)
+    call.finish()
+    told = [Quantized(call.buffers[uid].reciprocal(), call.buffers[_AMAX[uid]]) for uid in _SCALES]
+    for (uid, target), quantized in zip(targets.items(), told[1:], strict=True):
+        if written[uid] is not target:
+            _convert(written[uid], quantized.descale, target)
+    return GradientsQuantized(*told)
+
+
+def fp8_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None) -> Call:
+    """With tensors on the meta device, the plan that one of the launchers would need; with dout, that of the backward."""
+    if dout is None or gradients is None:
+        written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
+        return forward_call(problem, written, lse)
+    targets = (t if t.dtype in FP8_DTYPES else torch.empty_like(t, dtype=dout.dtype) for t in gradients[:3])
+    return backward_call(problem, out, lse, dout, Written(*targets))
+
+
+_SCALES = (Uid.SCALE_DS, Uid.SCALE_DQ, Uid.SCALE_DK, Uid.SCALE_DV)  # in the order of GradientScales
+_AMAX = dict(zip(_SCALES, (Uid.AMAX_DS, Uid.AMAX_DQ, Uid.AMAX_DK, Uid.AMAX_DV), strict=True))
+_SCALE_OF = dict(zip((Uid.DQ, Uid.DK, Uid.DV), _SCALES[1:], strict=True))
+
+
+def _lessons(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
+    """Which scales each run before the last is for.
+
+    The largest gradient of a score is known from a bound. e5m2 reaches 2**30 below it, so that it rounds as it would from the exact
+    maximum; e4m3 does not, and its scale is learned first, as the other maxima depend on it.
+    """
+    others = _SCALES[1:]
+    return (others,) if dtype is torch.float8_e5m2 else ((Uid.SCALE_DS,), others)
+
+
+def _bounding_scale(x: Problem, numbers: dict[Uid, Tensor]) -> Tensor:
+    """For the scores' gradient P * (dout . v - delta) * softmax_scale, which no two rows of dout and v can take past it."""
+    most = 2.0 * abs(x.softmax_scale) * x.v.shape[-1] * _largest(x.v.dtype)
+    return _times(numbers[Uid.DESCALE_V] * numbers[Uid.DESCALE_DOUT], most or 1.0).reciprocal()
+
+
+def _numbers_of_weights(x: Problem, descales: Descales) -> dict[Uid, Tensor]:
+    device = x.q.device
+    return {
+        Uid.DESCALE_Q: _aligned(_one(descales.q)),
+        Uid.DESCALE_K: _aligned(_one(descales.k)),
+        Uid.DESCALE_V: _aligned(_one(descales.v)),
+        Uid.SCALE_S: _number(WEIGHTS_SCALE, device),
+        Uid.DESCALE_S: _number(1.0 / WEIGHTS_SCALE, device),
+    }
+
+
+def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, Tensor]) -> None:
+    """Raises PlanNotSupported for what the rules are against, or what would never end."""
+    named = (("q", descales.q), ("k", descales.k), ("v", descales.v), *others)
+    for name, descale in named:
+        if descale.dtype is not torch.float32:
+            raise TypeError(f"descale_{name} is {descale.dtype}; accepted: torch.float32")
+    has_band = x.window_left is not None or x.window_right is not None
+    call = Fp8Call(
+        direction,
+        head_dim_qk=x.q.shape[-1],
+        head_dim_v=x.v.shape[-1],
+        one_dtype=x.q.dtype == x.k.dtype == x.v.dtype,
+        per_tensor=all(_is_one(descale) for _, descale in named),
+        is_packed=x.is_ragged,
+        one_query=x.longest_q == 1,
+        is_bottom_right=x.bottom_right and has_band,
+        has_bias=x.bias is not None,
+        has_sink=x.has_sink,
+        has_mods=x.mods is not None,
+        has_dropout=x.dropout_p > 0,
+    )
+    error = fp8_error(call, _capability(x.q.device), cudnn.backend_version())
+    if error is None and direction == "forward" and _may_hang(x):
+        error = (
+            "a window open on no side may leave a tile of queries without a key, and cuDNN's FP8 forward never ends there "
+            "(https://github.com/NVIDIA/cudnn-frontend/issues/1009); use backend='triton'"
+        )
+    if error is not None:
+        raise PlanNotSupported(error)
+
+
+def _may_hang(x: Problem) -> bool:
+    """Whether queries with keys in their sequence may see none: past the last key, by more than the window's left side."""
+    return x.window_left is not None and (x.has_padding or x.longest_q - 1 - x.window_left >= x.longest_kv)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _is_one(t: Tensor) -> bool:
+    return all(n == 1 or step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
+
+
+def _one(t: Tensor) -> Tensor:
+    """The number that is expanded to `t`."""
+    return t.as_strided((1,), (1,))
+
+
+def _aligned(t: Tensor) -> Tensor:
+    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
+
+
+def _empty(device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+@constant
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+def _times(t: Tensor, factor: float) -> Tensor:
+    return t if factor == 1.0 else t * factor
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def _scale_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale that takes `amax` to the dtype's largest number; 1 where there is no such scale."""
+    scale = _largest(dtype) / amax
+    return torch.where(scale.isfinite() & (amax > 0), scale, 1.0)
+
+
+def _convert(source: Tensor, descale: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+    target.mul_(descale.reshape(()))
