@@ -16,8 +16,18 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_cudnn.execute import execute, host_scalar
-from flexattn.kernels_cudnn.graphs import FIRST_INPUT, Fp8, ModInput, Sdpa, Uid, frame_layout, frame_numbers, frame_uids, is_in_memory
-from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, sides, with_a_key
+from flexattn.kernels_cudnn.graphs import (
+    FIRST_INPUT,
+    Fp8,
+    ModInput,
+    Sdpa,
+    Uid,
+    frame_layout,
+    frame_numbers,
+    frame_uids,
+    is_in_memory,
+)
+from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, queries_with_keys, sides
 from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.kernels_cudnn.problem import (
@@ -207,8 +217,8 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
     """What the plan is compiled for, from the tensors that it gets; adds to `buffers` those that say how scores become weights."""
     batch, len_q, len_kv = x.sizes
     is_backward = direction == "backward"
-    if x.is_fp8:  # a tile of queries without any key never ends there (cudnn-frontend issue 1009)
-        side_kv = with_a_key(side_q, side_kv)
+    if x.is_fp8:  # a tile of queries without a key never ends there (cudnn-frontend issue 1009)
+        side_q = queries_with_keys(side_q, side_kv)
     has_lengths = side_q.lengths is not None
     buffers[Uid.SCALE] = host_scalar(x.softmax_scale)
     if has_lengths:

@@ -193,7 +193,6 @@ def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, T
     for name, descale in named:
         if descale.dtype is not torch.float32:
             raise TypeError(f"descale_{name} is {descale.dtype}; accepted: torch.float32")
-    has_band = x.window_left is not None or x.window_right is not None
     call = Fp8Call(
         direction,
         head_dim_qk=x.q.shape[-1],
@@ -202,7 +201,7 @@ def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, T
         per_tensor=all(_is_one(descale) for _, descale in named),
         is_packed=x.is_ragged,
         one_query=x.longest_q == 1,
-        is_bottom_right=x.bottom_right and has_band,
+        is_bottom_right=x.bottom_right and x.window_right is not None,
         has_bias=x.bias is not None,
         has_sink=x.has_sink,
         has_mods=x.mods is not None,
@@ -211,7 +210,7 @@ def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, T
     error = fp8_error(call, _capability(x.q.device), cudnn.backend_version())
     if error is None and direction == "forward" and _may_hang(x):
         error = (
-            "a window open on no side may leave a tile of queries without a key, and cuDNN's FP8 forward never ends there "
+            "the left side of the window may leave queries without a key, where cuDNN's FP8 forward may never end "
             "(https://github.com/NVIDIA/cudnn-frontend/issues/1009); use backend='triton'"
         )
     if error is not None:
@@ -219,8 +218,13 @@ def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, T
 
 
 def _may_hang(x: Problem) -> bool:
-    """Whether queries with keys in their sequence may see none: past the last key, by more than the window's left side."""
-    return x.window_left is not None and (x.has_padding or x.longest_q - 1 - x.window_left >= x.longest_kv)
+    """Whether queries with keys in their sequence may see none: past the last key, by more than the window's left side.
+
+    Along the bottom-right diagonal none is past it, but newer frontends decline a window with lengths in any case.
+    """
+    if x.window_left is None:
+        return False
+    return x.has_padding or (not x.bottom_right and x.longest_q - 1 - x.window_left >= x.longest_kv)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -20,7 +20,7 @@ class Fp8Call(NamedTuple):
     per_tensor: bool = True  # each of the tensors has one scale
     is_packed: bool = False  # q, or k and v, are [total, h, d]
     one_query: bool = False
-    is_bottom_right: bool = False  # there is a band, and it follows that diagonal
+    is_bottom_right: bool = False  # there is a band with a right side, and it follows that diagonal
     has_bias: bool = False
     has_sink: bool = False
     has_mods: bool = False
@@ -45,14 +45,13 @@ RULES = (
     Rule(
         BOTH,
         lambda x: not x.per_tensor,
-        "cuDNN takes one scale for a tensor in FP8, and there are scales for heads, batch entries or blocks of rows; scale per tensor, "
-        "or use backend='triton'",
+        "cuDNN takes one scale for a tensor in FP8, and there are scales for heads, batch entries or blocks of rows; scale per "
+        "tensor, or use backend='triton'",
     ),
     Rule(
         BOTH,
         lambda x: not x.one_dtype,
         "q, k and v are in different FP8 dtypes, and cuDNN's forward takes one; quantise all three to the same",
-        declined=("forward",),
     ),
     Rule(
         ("forward",),
@@ -86,7 +85,7 @@ RULES = (
         "cuDNN's FP8 forward takes no single query on sm_90; use backend='triton'",
         declined=("forward",),
     ),
-    Rule(BOTH, lambda x: x.has_bias, "cuDNN's FP8 graphs take no bias; use backend='triton'", declined=("forward",)),
+    Rule(BOTH, lambda x: x.has_bias, "cuDNN's FP8 graphs take no bias; use backend='triton'", declined=BOTH),
     Rule(
         BOTH,
         lambda x: x.has_sink,

@@ -39,14 +39,11 @@ def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
     return q, _side(x.k, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.longest_kv, x.batch, batch, x.is_ragged, has_lengths)
 
 
-def with_a_key(q: Side, kv: Side) -> Side:
-    """`kv` with one key, whichever lies there, for each sequence that has queries and no key."""
+def queries_with_keys(q: Side, kv: Side) -> Side:
+    """`q` with no query in the sequences that have no key."""
     if kv is q or kv.lengths is None or q.lengths is None:
-        return kv
-    units = kv.units
-    if kv.is_packed and units is not None:
-        units = units.clamp(max=kv.tokens - 1)
-    return kv._replace(lengths=torch.maximum(kv.lengths, (q.lengths > 0).to(kv.lengths.dtype)), units=units)
+        return q
+    return q._replace(lengths=q.lengths * (kv.lengths > 0))
 
 
 def is_self_attention(x: Problem) -> bool:

@@ -1,0 +1,171 @@
+"""Attention in FP8 with a scale per tensor: inputs, the reference on what they stand for, and what rounding to FP8 costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd
+from flexattn.kernels_cudnn.fp8 import Descales
+from flexattn.kernels_cudnn.problem import Problem
+from flexattn.testing import Inputs, make_call, make_dout, make_inputs, reference_attention, reference_gradients
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WEIGHTS_SCALE = 256.0
+
+
+class Case(NamedTuple):
+    """A call in FP8 and the same call in fp64."""
+
+    given: Inputs  # q, k and v in FP8, NaN in the padding
+    descales: Descales
+    dout: Tensor  # FP8
+    descale_dout: Tensor
+    spec: AttentionSpec  # of the same values in fp64
+    x: Operands
+    dout64: Tensor
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        return reference_attention(self.spec, self.x)[:2]
+
+    def reference_gradients(self) -> Gradients:
+        return reference_gradients(self.spec, self.x, self.dout64)
+
+    def problem(self) -> Problem:
+        band = self.spec.band
+        return Problem(
+            q=as_bshd(self.given.q, self.spec.q_format),
+            k=as_bshd(self.given.k, self.spec.kv_format),
+            v=as_bshd(self.given.v, self.spec.kv_format),
+            softmax_scale=self.x.softmax_scale,
+            window_left=band.left,
+            window_right=band.right,
+            bottom_right=band.bottom_right,
+            cu_seqlens_q=self.x.cu_seqlens_q,
+            cu_seqlens_kv=self.x.cu_seqlens_kv,
+            cu_seqlens_q_padded=self.x.cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=self.x.cu_seqlens_kv_padded,
+            max_seqlen_q=self.x.max_seqlen_q,
+            max_seqlen_kv=self.x.max_seqlen_kv,
+        )
+
+
+def make_case(
+    fmt: str = "bshd", dtype: torch.dtype = E4M3, dout_dtype: torch.dtype = E5M2, call: dict[str, Any] | None = None, **inputs: Any
+) -> Case:
+    """`make_inputs` and `make_dout`, quantised with a scale from each tensor's largest magnitude; `call` is for `make_call`."""
+    exact = make_inputs(fmt, **({"head_dim_qk": 128, "head_dim_v": 128, "dtype": torch.float64} | inputs))
+    (q, dq), (k, dk), (v, dv) = (quantized(t, dtype) for t in (exact.q, exact.k, exact.v))
+    dout, descale_dout = quantized(make_dout(exact), dout_dtype)
+    values = exact._replace(q=q.double() * dq, k=k.double() * dk, v=v.double() * dv)
+    spec, x = make_call(values, **{"return_max_logit": False, **(call or {})})
+    given = exact._replace(q=q, k=k, v=v)
+    return Case(given, Descales(dq, dk, dv), dout, descale_dout, spec, x, dout.double() * descale_dout)
+
+
+def quantized(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(t / descale in FP8, laid out as t; descale, fp32 [1]); NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    amax = t.nan_to_num().abs().amax().float() if t.numel() else torch.ones((), device=t.device)
+    descale = torch.where(amax > 0, amax / largest, 1.0).reshape(1)
+    rounded = (t.float() / descale).clamp(-largest, largest).to(dtype)
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device).copy_(rounded), descale
+
+
+class Rounded(NamedTuple):
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Rounded:
+    """The textbook's attention and gradients in fp64, with weights, scores' gradient and all results rounded to FP8.
+
+    Its error is the budget of a kernel that rounds there. `out_dtype` None: that of q.
+    """
+    dtype, dout_dtype = case.given.q.dtype, case.dout.dtype
+    q, k, v, dout = (as_bshd(t, f).double() for t, f in _tensors(case))
+    out, dq, dk, dv = (torch.zeros_like(t) for t in (dout, q, k, v))
+    bound = case.descales.v.double() * torch.finfo(case.given.v.dtype).max
+    parts = []
+    for rows_q, rows_kv in _sequences(case):
+        p = _weights(case, q[rows_q], k[rows_kv])
+        weights = round8(p, dtype, WEIGHTS_SCALE)
+        out[rows_q] = _from_heads(round8(weights @ _heads(case, v[rows_kv]), out_dtype or dtype, None, bound))
+        delta = (_to_heads(dout[rows_q]) * _to_heads(out[rows_q])).sum(-1, keepdim=True)
+        ds = p * (_to_heads(dout[rows_q]) @ _heads(case, v[rows_kv]).transpose(-1, -2) - delta) * case.x.softmax_scale
+        parts.append((rows_q, rows_kv, weights, ds))
+    largest = max((ds.abs().max() for *_, ds in parts if ds.numel()), default=torch.ones(()))
+    for rows_q, rows_kv, weights, ds in parts:
+        ds = round8(ds, dout_dtype, None, largest)
+        dq[rows_q] = _from_heads(ds @ _heads(case, k[rows_kv]))
+        dk[rows_kv] = _from_heads(_grouped(case, ds.transpose(-1, -2) @ _to_heads(q[rows_q])))
+        dv[rows_kv] = _from_heads(_grouped(case, weights.transpose(-1, -2) @ _to_heads(dout[rows_q])))
+    dq, dk, dv = (round8(t, dout_dtype, None, t.abs().max()) for t in (dq, dk, dv))
+    q_format, kv_format = case.spec.q_format, case.spec.kv_format
+    formats = (q_format, q_format, kv_format, kv_format)
+    return Rounded(*(as_bshd(t, f) for t, f in zip((out, dq, dk, dv), formats, strict=True)))
+
+
+def round8(t: Tensor, dtype: torch.dtype, scale: float | None, amax: Tensor | float = 1.0) -> Tensor:
+    """`t` after a passage through an FP8 dtype: times `scale`, or what takes `amax` to its largest number."""
+    largest = torch.finfo(dtype).max
+    by = scale if scale is not None else largest / torch.as_tensor(amax, device=t.device)
+    return (t * by).clamp(-largest, largest).to(dtype).double() / by
+
+
+def _tensors(case: Case) -> tuple[tuple[Tensor, str], ...]:
+    q_format, kv_format = case.spec.q_format, case.spec.kv_format
+    return ((case.x.q, q_format), (case.x.k, kv_format), (case.x.v, kv_format), (case.dout64, q_format))
+
+
+def _sequences(case: Case) -> Iterator[tuple[Any, Any]]:
+    """Indices of each sequence's tokens in [b, s, h, d] or [total, h, d]."""
+
+    def rows(fmt: str, cu: Tensor | None, padded: Tensor | None, batch: int, whole: int) -> list[Any]:
+        if cu is None:
+            return [(b, slice(0, whole)) for b in range(batch)]
+        lengths = cu.diff().tolist()
+        if fmt != "thd":
+            return [(b, slice(0, n)) for b, n in enumerate(lengths)]
+        starts = (cu if padded is None else padded).tolist()
+        return [slice(start, start + n) for start, n in zip(starts, lengths, strict=False)]
+
+    x, spec = case.x, case.spec
+    batch = x.q.shape[spec.q_format.index("b")] if "b" in spec.q_format else 0
+    sides = (
+        rows(spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, batch, x.max_seqlen_q),
+        rows(spec.kv_format, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, batch, x.max_seqlen_kv),
+    )
+    yield from zip(*sides, strict=True)
+
+
+def _weights(case: Case, q: Tensor, k: Tensor) -> Tensor:
+    """[h, sq, skv]; 0 in the rows that see nothing."""
+    s = _to_heads(q) @ _heads(case, k).transpose(-1, -2) * case.x.softmax_scale
+    return torch.softmax(s.masked_fill(~_visible(case.spec.band, *s.shape[1:], s.device), -torch.inf), -1).nan_to_num(0.0)
+
+
+def _visible(band: Band, sq: int, skv: int, device: torch.device) -> Tensor:
+    distance = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None] - (skv - sq if band.bottom_right else 0)
+    left, right = (2**30 if side is None else side for side in (band.left, band.right))
+    return (distance >= -left) & (distance <= right)
+
+
+def _to_heads(t: Tensor) -> Tensor:
+    return t.transpose(0, 1)
+
+
+_from_heads = _to_heads
+
+
+def _heads(case: Case, t: Tensor) -> Tensor:
+    return _to_heads(t).repeat_interleave(case.spec.group_size, 0)
+
+
+def _grouped(case: Case, t: Tensor) -> Tensor:
+    return t.unflatten(0, (-1, case.spec.group_size)).sum(1)
