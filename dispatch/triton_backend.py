@@ -23,6 +23,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the kernels can run `spec` in `direction`, else why not and what to change."""
+    if spec.fp8 is not None:
+        return "the kernels do not take FP8 yet"
     if spec.dtype not in _DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
@@ -51,6 +53,11 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
             "imported"
         )
     return f"the kernels run on CUDA devices, not on {device_type!r}"
+
+
+def quantizer(x: Tensor) -> Any:
+    """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
+    return None
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
