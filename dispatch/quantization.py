@@ -19,7 +19,7 @@ P_SCALE = 256.0  # of the softmax weights relative to their row's largest, which
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     """What fills the range of `dtype` with values up to `amax`; 1 for an amax of 0 or next to it."""
-    scale = LARGEST[dtype] * 2.0**-margin / amax
+    scale = torch.full_like(amax, LARGEST[dtype] * 2.0**-margin) / amax  # a number / a tensor would round twice
     return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
+from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
@@ -57,7 +58,30 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 def quantizer(x: Tensor) -> Any:
     """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
-    return None
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    return _quantize if device_error(x.device.type, capability) is None and (capability or (9, 0)) >= (8, 9) else None
+
+
+def _quantize(
+    x: Tensor,
+    fmt: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    max_seqlen: int,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    block_rows: int,
+    margin: int,
+    rotation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_triton.quantize import quantize
+
+    data = x.new_empty(x.shape, dtype=dtype)
+    sizes = amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
+    rows = as_bshd(_rows_contiguous(x), fmt)
+    given = (cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
+    return data, *quantize(rows, *given, as_bshd(data, fmt), sizes, block_rows, margin, rotation)
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:

@@ -181,6 +181,60 @@ def load_tile(
 
 
 @triton.jit
+def transposed_column(start, b, IS_RAGGED: tl.constexpr):
+    # Where a sequence's tokens begin in a row of a transposed copy: at multiples of 16, a place of its own for each sequence.
+    return (start + 16 * b) // 16 * 16 if IS_RAGGED else 0
+
+
+@triton.jit
+def load_columns(
+    base,  # at the sequence's first token
+    stride,  # elements from one channel to the next, over 16
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    # As `load_tile`, from a transposed copy: [WIDTH, ROWS].
+    channels = COLUMN + tl.arange(0, WIDTH)
+    rows = first + tl.arange(0, ROWS)
+    pointers = base + (channels.to(tl.int64) * stride * 16)[:, None] + rows[None, :]
+    inside = (rows < num_rows)[None, :]
+    if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=inside & (channels < HEAD_DIM)[:, None], other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=(channels < HEAD_DIM)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_descale(scales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
+    # What the rows around `row` of q (0), k (1), v (2) or dout (3) in FP8 are to be multiplied with.
+    offset = b * scales[4 * WHICH + 2] + h * scales[4 * WHICH + 3]
+    if META.HAS_BLOCK_SCALES:
+        offset += row // META.SCALE_ROWS * scales[4 * WHICH + 1]
+    return tl.load(scales[4 * WHICH] + offset)
+
+
+@triton.jit
+def to_fp8_rows(x, DTYPE: tl.constexpr):
+    # (x in FP8, what each row is to be multiplied with): by powers of two that bring its largest to 2**7, or 2**14 of e5m2.
+    TOP: tl.constexpr = 7 if DTYPE == tl.float8e4nv else 14
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 20), 230)
+    scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    descale = ((exponent - TOP) << 23).to(tl.float32, bitcast=True)
+    return (x * scale[:, None]).to(DTYPE), descale
+
+
+@triton.jit
 def store_tile(
     pointer,
     tile,
