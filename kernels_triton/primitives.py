@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
 
 
 @triton.jit
@@ -187,6 +188,13 @@ def transposed_column(start, b, IS_RAGGED: tl.constexpr):
 
 
 @triton.jit
+def transposed_pointer(ptr, b, h, start, stride_b, stride_h, IS_RAGGED: tl.constexpr):
+    # Of a sequence and head in a transposed copy, its first channel and token. Strides are in units of 16.
+    row = (tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h) * 16
+    return ptr + row + transposed_column(start, b, IS_RAGGED)
+
+
+@triton.jit
 def load_columns(
     base,  # at the sequence's first token
     stride,  # elements from one channel to the next, over 16
@@ -221,6 +229,15 @@ def load_descale(scales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
     if META.HAS_BLOCK_SCALES:
         offset += row // META.SCALE_ROWS * scales[4 * WHICH + 1]
     return tl.load(scales[4 * WHICH] + offset)
+
+
+@triton.jit
+def descaled(qk, descale, softmax_scale, META: tl.constexpr):
+    # (product, scale) that make the scaled score. Only a bias that is added before the scale needs the product to be right.
+    if META.HAS_PRE_SCALE_BIAS:
+        return qk * descale, softmax_scale
+    else:
+        return qk, softmax_scale * descale
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from flexattn.kernels_triton.primitives import (
     store_zeros,
     transposed_column,
 )
-from flexattn.kernels_triton.problem import row_strides
+from flexattn.kernels_triton.problem import Problem, row_strides
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 LARGEST_SCALE = tl.constexpr(2.0**120)
@@ -145,7 +145,7 @@ def _quantize_kernel(
         else:
             if not FINDS_AMAX:
                 amax = tl.load(amax_ptr + group)
-            scale = tl.div_rn(range_scale, tl.maximum(amax, 1e-37))
+            scale = tl.div_rn(range_scale, tl.where(amax > 0.0, amax, 1.0))
             scale = tl.where((amax > 0.0) & (scale <= LARGEST_SCALE), scale, 1.0)
             tl.store(descale_ptr + (program if FINDS_AMAX else group), tl.div_rn(1.0, scale))
         data_base = row_pointer(data_ptr, b, h, start, stride_db, stride_ds, stride_dh, META)
@@ -339,3 +339,17 @@ def transpose_tokens(
     programs = triton.cdiv(longest, _COLUMNS.block_m) * heads * batch
     launch(_transpose_kernel, programs, x.device, _COLUMNS, (x, *row_strides(x, meta), *lengths, out, *strides_out, meta))
     return out
+
+
+def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None = None) -> tuple[Any, int, int, int]:
+    """What a kernel takes of a transposed copy: the tensor and its strides by batch, head and channel, in units of 16.
+
+    x: what lies as the problem's tensor of that name does, and is copied in its place. Nothing where the problem is not FP8.
+    """
+    if not problem.is_fp8:
+        return None, 0, 0, 0
+    p = problem
+    x = getattr(p, name) if x is None else x
+    lengths = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q) if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
+    copy = transpose_tokens(x, *lengths)
+    return copy, 0 if copy.dim() == 3 else copy.stride(0) // 16, copy.stride(-3) // 16, copy.stride(-2) // 16
