@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
+from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
@@ -23,12 +24,26 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the kernels can run `spec` in `direction`, else why not and what to change."""
+    if spec.fp8 is not None:
+        return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
     return device_error(spec.device_type, spec.capability)
+
+
+def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
+        if dim % 16 or not 16 <= dim <= 256:
+            return f"the head dim of {name} is {dim}; in FP8 the kernels take multiples of 16 up to 256; pad it with zeros"
+    if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
+        return (
+            f"compute capability {spec.capability[0]}.{spec.capability[1]} has no FP8 matrix instructions, which 8.9 (Ada) is the first "
+            "to have; leave out fp8_recipe"
+        )
+    return None
 
 
 @functools.cache
@@ -53,6 +68,34 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
     return f"the kernels run on CUDA devices, not on {device_type!r}"
 
 
+def quantizer(x: Tensor) -> Any:
+    """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    return _quantize if device_error(x.device.type, capability) is None and (capability or (9, 0)) >= (8, 9) else None
+
+
+def _quantize(
+    x: Tensor,
+    fmt: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    max_seqlen: int,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    block_rows: int,
+    margin: int,
+    rotation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_triton.quantize import quantize
+
+    data = x.new_empty(x.shape, dtype=dtype)
+    sizes = amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
+    rows = as_bshd(_rows_contiguous(x), fmt)
+    given = (cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
+    return data, *quantize(rows, *given, as_bshd(data, fmt), sizes, block_rows, margin, rotation)
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.forward import attention_forward
 
@@ -65,7 +108,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def _hopper_wish(spec: AttentionSpec) -> str:
     """FLEXATTN_HOPPER where there can be such kernels; Triton's interpreter does not run Gluon."""
-    if spec.capability != (9, 0):
+    if spec.capability != (9, 0) or spec.fp8 is not None:
         return "never"
     from flexattn.kernels_triton.interpreter import INTERPRETED
 
@@ -168,6 +211,8 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         mods=mods,
         captures=captures,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
+        descales=tuple(descale.contiguous() for descale in x.descales),
+        scale_rows=spec.fp8.block_rows if spec.fp8 is not None else 0,
     )
 
 

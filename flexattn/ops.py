@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 from flexattn.dispatch import canary, options
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
+from flexattn.dispatch.quantization import dtype_of
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import Backend, backend_module, reject, select
-from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Operands, empty_outputs, parse_format, with_classes
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Fp8, Operands, empty_outputs, parse_format, with_classes
 from flexattn.validation import check_cu_seqlens_values
 from flexattn.warn import warn_once
 
@@ -44,15 +45,20 @@ class Settings(NamedTuple):
     mods: str = ""  # the text of a Program
     block_size_q: int = 0  # of the block mask
     block_size_kv: int = 0
+    fp8_out: str = ""  # for q, k and v in FP8: the dtype of out and the gradients, as "bfloat16"
+    fp8_grad: str = ""  # of dout
+    fp8_block_rows: int = 0
+    bf16_backward: bool = False
 
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
-    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask,
+    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
-    str mods, int block_size_q, int block_size_kv"""
+    str mods, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
+    bool bf16_backward"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
@@ -101,7 +107,14 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         capability=capability,
         mods=parse_program(settings.mods),
         block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
+        fp8=_fp8(x, settings) if settings.fp8_out else None,
     )
+
+
+def _fp8(x: Operands, settings: Settings) -> Fp8:
+    dims = tuple(any(descale.shape[dim] != 1 for descale in x.descales) for dim in range(3))
+    dtypes = dtype_of(settings.fp8_out), dtype_of(settings.fp8_grad)
+    return Fp8(dims, settings.fp8_block_rows, *dtypes, settings.bf16_backward)  # type: ignore[arg-type]
 
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
@@ -167,7 +180,9 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     spec = spec_to_run(x, settings)
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
-    if spec.needs_grad:  # what cannot be trained fails here, not after a forward
+    if spec.needs_grad and spec.of_backward() is not spec:
+        select(spec.of_backward(), "backward", settings.backend)
+    elif spec.needs_grad:  # what cannot be trained fails here, not after a forward
         run(spec, "backward", settings.backend, x.q.device, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
     return run(spec, "forward", settings.backend, x.q.device, lambda backend: backend.forward(spec, x))
 
@@ -180,7 +195,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
         gradients = run(
             spec, "backward", settings.backend, x.q.device, lambda backend: backend.backward(spec, x, out, lse, dout, dlse)
         )
-    dense = (x.q.new_empty(0) if gradient is None else gradient for gradient in gradients[:-1])
+    dense = (x.q.new_empty(0, dtype=spec.out_dtype) if gradient is None else gradient for gradient in gradients[:-1])
     return (*dense, list(gradients.dmod_tensors or ()))
 
 
@@ -192,7 +207,9 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
-    dense = (x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, bias, x.softmax_offset))
+    dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype
+    dense = [t.new_empty(t.shape, dtype=dtype) for t in (x.q, x.k, x.v)]
+    dense += (x.q.new_empty(0, dtype=dtype) if t is None else t.new_empty(t.shape) for t in (bias, x.softmax_offset))
     program = parse_program(settings.mods)
     wanted = program.wanted(x.mod_tensors) if program else ()
     return (*dense, [t.new_empty(t.shape) for t in wanted])

@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
 
 
 @triton.jit
@@ -178,6 +179,76 @@ def load_tile(
     else:
         tile = tl.load(pointers)
     return tile
+
+
+@triton.jit
+def transposed_column(start, b, IS_RAGGED: tl.constexpr):
+    # Where a sequence's tokens begin in a row of a transposed copy: at multiples of 16, a place of its own for each sequence.
+    return (start + 16 * b) // 16 * 16 if IS_RAGGED else 0
+
+
+@triton.jit
+def transposed_pointer(ptr, b, h, start, stride_b, stride_h, IS_RAGGED: tl.constexpr):
+    # Of a sequence and head in a transposed copy, its first channel and token. Strides are in units of 16.
+    row = (tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h) * 16
+    return ptr + row + transposed_column(start, b, IS_RAGGED)
+
+
+@triton.jit
+def load_columns(
+    base,  # at the sequence's first token
+    stride,  # elements from one channel to the next, over 16
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    # As `load_tile`, from a transposed copy: [WIDTH, ROWS].
+    channels = COLUMN + tl.arange(0, WIDTH)
+    rows = first + tl.arange(0, ROWS)
+    pointers = base + (channels.to(tl.int64) * stride * 16)[:, None] + rows[None, :]
+    inside = (rows < num_rows)[None, :]
+    if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=inside & (channels < HEAD_DIM)[:, None], other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=(channels < HEAD_DIM)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_descale(scales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
+    # What the rows around `row` of q (0), k (1), v (2) or dout (3) in FP8 are to be multiplied with.
+    offset = b * scales[4 * WHICH + 2] + h * scales[4 * WHICH + 3]
+    if META.HAS_BLOCK_SCALES:
+        offset += row // META.SCALE_ROWS * scales[4 * WHICH + 1]
+    return tl.load(scales[4 * WHICH] + offset)
+
+
+@triton.jit
+def descaled(qk, descale, softmax_scale, META: tl.constexpr):
+    # (product, scale) that make the scaled score. Only a bias that is added before the scale needs the product to be right.
+    if META.HAS_PRE_SCALE_BIAS:
+        return qk * descale, softmax_scale
+    else:
+        return qk, softmax_scale * descale
+
+
+@triton.jit
+def to_fp8_rows(x, DTYPE: tl.constexpr):
+    # (x in FP8, what each row is to be multiplied with): by powers of two that bring its largest to 2**7, or 2**14 of e5m2.
+    TOP: tl.constexpr = 7 if DTYPE == tl.float8e4nv else 14
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 20), 230)
+    scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    descale = ((exponent - TOP) << 23).to(tl.float32, bitcast=True)
+    return (x * scale[:, None]).to(DTYPE), descale
 
 
 @triton.jit
