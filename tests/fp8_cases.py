@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd
-from flexattn.kernels_cudnn.fp8 import Descales
+from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, empty_outputs
+from flexattn.kernels_cudnn.attention import Written
+from flexattn.kernels_cudnn.fp8 import Descales, GradientsQuantized, Quantized, fp8_backward, fp8_forward
 from flexattn.kernels_cudnn.problem import Problem
 from flexattn.testing import Inputs, make_call, make_dout, make_inputs, reference_attention, reference_gradients
 
@@ -75,6 +76,38 @@ def quantized(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device).copy_(rounded), descale
 
 
+def forward(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Quantized]:
+    q = case.given.q
+    out = torch.empty((*q.shape[:-1], case.spec.head_dim_v), dtype=dtype, device=q.device)
+    lse = empty_outputs(case.spec, case.x)[1].float()
+    told = fp8_forward(case.problem(), case.descales, as_bshd(out, case.spec.q_format), lse)
+    return out, lse, told
+
+
+def backward(
+    case: Case, out: Tensor, descale_out: Tensor | None, lse: Tensor, dtype: torch.dtype, **kwargs: Any
+) -> tuple[list[Tensor], GradientsQuantized]:
+    given, spec = case.given, case.spec
+    grads = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in (given.q, given.k, given.v)]
+    formats = (spec.q_format, spec.kv_format, spec.kv_format)
+    told = fp8_backward(
+        case.problem(),
+        case.descales,
+        as_bshd(out, spec.q_format),
+        descale_out,
+        lse,
+        as_bshd(case.dout, spec.q_format),
+        case.descale_dout,
+        Written(*(as_bshd(t, f) for t, f in zip(grads, formats, strict=True))),
+        **kwargs,
+    )
+    return grads, told
+
+
+def takes_backward(case: Case) -> bool:
+    return case.spec.head_dim_qk == 128 and "thd" not in (case.spec.q_format, case.spec.kv_format)
+
+
 class Rounded(NamedTuple):
     out: Tensor
     dq: Tensor
@@ -115,7 +148,7 @@ def round8(t: Tensor, dtype: torch.dtype, scale: float | None, amax: Tensor | fl
     """`t` after a passage through an FP8 dtype: times `scale`, or what takes `amax` to its largest number."""
     largest = torch.finfo(dtype).max
     by = scale if scale is not None else largest / torch.as_tensor(amax, device=t.device)
-    return (t * by).clamp(-largest, largest).to(dtype).double() / by
+    return (t * by).clamp(-largest, largest).float().to(dtype).double() / by
 
 
 def _tensors(case: Case) -> tuple[tuple[Tensor, str], ...]:
