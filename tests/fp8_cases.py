@@ -116,7 +116,8 @@ class Rounded(NamedTuple):
 
 
 def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Rounded:
-    """The textbook's attention and gradients in fp64, with weights, scores' gradient and all results rounded to FP8.
+    """The textbook's attention and gradients in fp64, with weights, scores' gradient and all results rounded to FP8, and out to
+    bfloat16 where the gradients start from it.
 
     Its error is the budget of a kernel that rounds there. `out_dtype` None: that of q.
     """
@@ -129,7 +130,7 @@ def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Round
         p = _weights(case, q[rows_q], k[rows_kv])
         weights = round8(p, dtype, WEIGHTS_SCALE)
         out[rows_q] = _from_heads(round8(weights @ _heads(case, v[rows_kv]), out_dtype or dtype, None, bound))
-        delta = (_to_heads(dout[rows_q]) * _to_heads(out[rows_q])).sum(-1, keepdim=True)
+        delta = (_to_heads(dout[rows_q]) * _to_heads(out[rows_q].bfloat16().double())).sum(-1, keepdim=True)
         ds = p * (_to_heads(dout[rows_q]) @ _heads(case, v[rows_kv]).transpose(-1, -2) - delta) * case.x.softmax_scale
         parts.append((rows_q, rows_kv, weights, ds))
     largest = max((ds.abs().max() for *_, ds in parts if ds.numel()), default=torch.ones(()))
