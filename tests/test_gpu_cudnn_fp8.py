@@ -97,7 +97,7 @@ def check(case: Case) -> None:
         for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget[1:], strict=True):
             check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
         for quantized, ref in zip(told_of[1:], exact[:3], strict=True):
-            assert float(quantized.amax) == pytest.approx(float(ref.abs().max()), rel=0.3, abs=0.05)
+            assert float(quantized.amax) == pytest.approx(float(ref.abs().max()), rel=0.3, abs=0.2)
 
 
 @pytest.mark.parametrize("name", DENSE)
