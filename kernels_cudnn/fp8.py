@@ -65,7 +65,7 @@ def fp8_forward(
 
     Raises PlanNotSupported for what cuDNN does not take, before anything is written.
     """
-    _check(problem, "forward", descales)
+    _check(problem, "forward", **descales._asdict())
     device = out.device
     if problem.is_empty:
         write_empty(problem, out, lse, None)
@@ -106,7 +106,7 @@ def fp8_backward(
 
     Raises as `fp8_forward` does.
     """
-    _check(problem, "backward", descales, ("dout", descale_dout))
+    _check(problem, "backward", **descales._asdict(), dout=descale_dout)
     device = out.device
     targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
     if problem.is_empty:
@@ -146,7 +146,18 @@ def fp8_backward(
 
 
 def fp8_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None) -> Call:
-    """With tensors on the meta device, the plan that one of the launchers would need; with dout, that of the backward."""
+    """With tensors on the meta device, the plan that one of the launchers would need; with dout, that of the backward.
+
+    Raises as they do, but for what descales say.
+    """
+    _check(problem, "forward" if dout is None else "backward")
+    return unchecked_call(problem, out, lse, dout, gradients)
+
+
+def unchecked_call(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None
+) -> Call:
+    """`fp8_call` for what the launchers refuse too, to ask cuDNN about it."""
     if dout is None or gradients is None:
         written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
         return forward_call(problem, written, lse)
@@ -186,10 +197,9 @@ def _numbers_of_weights(x: Problem, descales: Descales) -> dict[Uid, Tensor]:
     }
 
 
-def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, Tensor]) -> None:
+def _check(x: Problem, direction: str, **descales: Tensor) -> None:
     """Raises PlanNotSupported for what the rules are against, or what would never end."""
-    named = (("q", descales.q), ("k", descales.k), ("v", descales.v), *others)
-    for name, descale in named:
+    for name, descale in descales.items():
         if descale.dtype is not torch.float32:
             raise TypeError(f"descale_{name} is {descale.dtype}; accepted: torch.float32")
     call = Fp8Call(
@@ -197,7 +207,7 @@ def _check(x: Problem, direction: str, descales: Descales, *others: tuple[str, T
         head_dim_qk=x.q.shape[-1],
         head_dim_v=x.v.shape[-1],
         one_dtype=x.q.dtype == x.k.dtype == x.v.dtype,
-        per_tensor=all(_is_one(descale) for _, descale in named),
+        per_tensor=all(map(_is_one, descales.values())),
         is_packed=x.is_ragged,
         one_query=x.longest_q == 1,
         is_bottom_right=x.bottom_right and x.window_right is not None,

@@ -16,7 +16,7 @@ from test_support import on_h200
 import flexattn
 from flexattn import ops
 from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd
+from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
 from flexattn.kernels_cudnn import attention, fp8
 from flexattn.kernels_cudnn import plans as plans_module
 from flexattn.kernels_cudnn.attention import Written
@@ -211,6 +211,9 @@ def test_what_may_never_end_is_refused(name: str) -> None:
     case = case._replace(spec=case.spec._replace(band=case.spec.band._replace(bottom_right=False)))
     with pytest.raises(PlanNotSupported, match="cudnn-frontend/issues/1009"):
         forward(case, torch.float32)
+    out, lse, _ = empty_outputs(case.spec, case.x)
+    with pytest.raises(PlanNotSupported, match="cudnn-frontend/issues/1009"):
+        fp8_call(case.problem(), as_bshd(out, case.spec.q_format), lse)
 
 
 def test_a_window_under_which_each_query_sees_a_key_runs() -> None:
@@ -262,7 +265,8 @@ def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulato
     explained = flexattn.explain(*leaves, **call)
     assert (explained.forward.backend, explained.backward.backend) == ("cudnn", "cudnn")
     automatic = flexattn.explain(*leaves, **{**call, "backend": "auto"})
-    assert automatic.forward.backend == "triton"
+    assert automatic.forward.backend == automatic.backward.backend == "triton"
+    assert "before it is measured to be faster" in automatic.forward.why
     out = flexattn.attention(*leaves, **call)
     gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
     out = out.detach()

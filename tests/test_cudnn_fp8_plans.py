@@ -20,7 +20,7 @@ from fp8_cases import E4M3, E5M2
 
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.attention import Written
-from flexattn.kernels_cudnn.fp8 import fp8_call
+from flexattn.kernels_cudnn.fp8 import unchecked_call
 from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
 from flexattn.kernels_cudnn.graphs import Sdpa
 from flexattn.kernels_cudnn.plans import PlanCache, PlanNotSupported
@@ -76,9 +76,9 @@ def sdpa_of(
     lse = torch.empty((h, 2 * sq) if fmt == "thd" else (2, h, sq), dtype=torch.float32, device="meta")
     written = tokens(sq, h, d_v, out)
     if direction == "forward":
-        return fp8_call(x, written, lse).sdpa
+        return unchecked_call(x, written, lse).sdpa
     grads = Written(tokens(sq, h, d_qk, gradients), tokens(skv, h_kv, d_qk, gradients), tokens(skv, h_kv, d_v, gradients))
-    return fp8_call(x, written, lse, tokens(sq, h, d_v, dout), grads).sdpa
+    return unchecked_call(x, written, lse, tokens(sq, h, d_v, dout), grads).sdpa
 
 
 def cudnns_answer(sdpa: Sdpa) -> str | None:
