@@ -1,7 +1,7 @@
 """The launchers of attention in FP8 on cuDNN: scales per tensor, and what cuDNN wants to know before it has computed it.
 
-On sm_90 cuDNN writes out, dq, dk and dv in FP8 alone, so that each needs a scale beforehand. That of out follows from v, as each
-element of out is a mean of elements of v. Those of the gradients come with the call (delayed scaling), or are learned from the
+On sm_90 cuDNN writes out, dq, dk and dv in FP8 alone, so that each needs a scale beforehand. That of out follows from v, of whose
+elements each element of out is a mean. Those of the gradients come with the call (delayed scaling), or are learned from the
 maxima that a first run writes (current scaling), which costs that run. What was asked for in fp16, bf16 or fp32 is written from
 the FP8 result, and has its precision.
 """
@@ -61,7 +61,7 @@ def fp8_forward(
     """Write out and lse as `attention_forward` does, from q, k and v in FP8.
 
     `out` is in FP8, or in another dtype into which the FP8 result is converted. `scale_out` is fp32 [1], what out is multiplied by
-    before it is quantised; None: the largest with which no value that v could have overflows.
+    before it is quantised; None: what takes the largest magnitude in v to the end of the range.
 
     Raises PlanNotSupported for what cuDNN does not take, before anything is written.
     """
@@ -72,15 +72,14 @@ def fp8_forward(
         return Quantized(_number(1.0, device), _number(0.0, device))
     written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
     numbers = _numbers_of_weights(problem, descales)
-    if scale_out is None:
-        descale_out = _times(numbers[Uid.DESCALE_V], _largest(problem.v.dtype) / _largest(written.dtype))
-        scale_out = descale_out.reciprocal()
-    else:
-        descale_out = scale_out.reciprocal()
-    numbers |= {Uid.SCALE_OUT: _aligned(scale_out), Uid.AMAX_OUT: _empty(device)}
+    numbers[Uid.AMAX_OUT] = _empty(device)
     call = forward_call(problem, written, lse, None, numbers)
+    if scale_out is None:
+        scale_out = _scale_for(_amax(call.buffers[Uid.V], numbers[Uid.DESCALE_V]), written.dtype)
+    call.buffers[Uid.SCALE_OUT] = _aligned(scale_out)
     execute(PLANS.get(call.sdpa, device, directory), call.buffers, device)
     call.finish()
+    descale_out = scale_out.reciprocal()
     if written is not out:
         _convert(written, descale_out, out)
     return Quantized(descale_out, numbers[Uid.AMAX_OUT])
@@ -121,14 +120,12 @@ def fp8_backward(
     numbers[Uid.DESCALE_OUT] = _number(1.0, device) if descale_out is None else _aligned(_one(descale_out))
     numbers[Uid.DESCALE_DOUT] = _aligned(_one(descale_dout))
     numbers |= {amax: _empty(device) for amax in _AMAX.values()}
-    given = scales or GradientScales(
-        _bounding_scale(problem, numbers), _number(1.0, device), _number(1.0, device), _number(1.0, device)
-    )
-    for uid, scale in zip(_SCALES, given, strict=True):
-        numbers[uid] = _aligned(scale)
-    numbers[Uid.DESCALE_DS] = numbers[Uid.SCALE_DS].reciprocal()
     call = backward_call(problem, out, lse, dout, Written(*(written[uid] for uid in targets)), numbers)
     plan = PLANS.get(call.sdpa, device, directory)
+    given = scales or GradientScales(_bounding_scale(problem, call.buffers), *(_number(1.0, device) for _ in targets))
+    for uid, scale in zip(_SCALES, given, strict=True):
+        call.buffers[uid] = _aligned(scale)
+    call.buffers[Uid.DESCALE_DS] = call.buffers[Uid.SCALE_DS].reciprocal()
     if scales is None:
         formats = {Uid.SCALE_DS: dout.dtype} | {_SCALE_OF[uid]: t.dtype for uid, t in written.items()}
         for learned in _lessons(dout.dtype):
@@ -173,17 +170,17 @@ _SCALE_OF = dict(zip((Uid.DQ, Uid.DK, Uid.DV), _SCALES[1:], strict=True))
 def _lessons(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
     """Which scales each run before the last is for.
 
-    The largest gradient of a score is known from a bound. e5m2 reaches 2**30 below it, so that it rounds as it would from the exact
-    maximum; e4m3 does not, and its scale is learned first, as the other maxima depend on it.
+    No gradient of a score is above a bound, from which the first run has its scale. e5m2 reaches 2**30 below it, so that it rounds
+    as it would from the exact maximum; e4m3 does not, and its scale is learned first, as the other maxima depend on it.
     """
     others = _SCALES[1:]
     return (others,) if dtype is torch.float8_e5m2 else ((Uid.SCALE_DS,), others)
 
 
-def _bounding_scale(x: Problem, numbers: dict[Uid, Tensor]) -> Tensor:
-    """For the scores' gradient P * (dout . v - delta) * softmax_scale, which no two rows of dout and v can take past it."""
-    most = 2.0 * abs(x.softmax_scale) * x.v.shape[-1] * _largest(x.v.dtype)
-    return _times(numbers[Uid.DESCALE_V] * numbers[Uid.DESCALE_DOUT], most or 1.0).reciprocal()
+def _bounding_scale(x: Problem, buffers: dict[int, Tensor]) -> Tensor:
+    """For the scores' gradient P * (dout . v - delta) * softmax_scale, which no two rows of dout and v take past it."""
+    largest = [_amax(buffers[t], buffers[descale]) for t, descale in ((Uid.V, Uid.DESCALE_V), (Uid.DOUT, Uid.DESCALE_DOUT))]
+    return _scale_for(2.0 * abs(x.softmax_scale) * x.v.shape[-1] * largest[0] * largest[1], buffers[Uid.DOUT].dtype)
 
 
 def _numbers_of_weights(x: Problem, descales: Descales) -> dict[Uid, Tensor]:
@@ -258,8 +255,9 @@ def _number(value: float, device: torch.device) -> Tensor:
     return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
-def _times(t: Tensor, factor: float) -> Tensor:
-    return t if factor == 1.0 else t * factor
+def _amax(t: Tensor, descale: Tensor) -> Tensor:
+    """fp32 [1], the largest magnitude in an FP8 tensor: without their sign, its bytes are in the order of what they stand for."""
+    return t.view(torch.uint8).bitwise_and(0x7F).amax().view(t.dtype).float() * descale
 
 
 def _largest(dtype: torch.dtype) -> float:

@@ -55,23 +55,31 @@ class Case(NamedTuple):
 
 
 def make_case(
-    fmt: str = "bshd", dtype: torch.dtype = E4M3, dout_dtype: torch.dtype = E5M2, call: dict[str, Any] | None = None, **inputs: Any
+    fmt: str = "bshd",
+    dtype: torch.dtype = E4M3,
+    dout_dtype: torch.dtype = E5M2,
+    call: dict[str, Any] | None = None,
+    fills: bool = True,
+    **inputs: Any,
 ) -> Case:
-    """`make_inputs` and `make_dout`, quantised with a scale from each tensor's largest magnitude; `call` is for `make_call`."""
+    """`make_inputs` and `make_dout`, quantised with a scale from each tensor's largest magnitude, or without `fills` as they are.
+
+    `call` is for `make_call`.
+    """
     exact = make_inputs(fmt, **({"head_dim_qk": 128, "head_dim_v": 128, "dtype": torch.float64} | inputs))
-    (q, dq), (k, dk), (v, dv) = (quantized(t, dtype) for t in (exact.q, exact.k, exact.v))
-    dout, descale_dout = quantized(make_dout(exact), dout_dtype)
+    (q, dq), (k, dk), (v, dv) = (quantized(t, dtype, fills) for t in (exact.q, exact.k, exact.v))
+    dout, descale_dout = quantized(make_dout(exact), dout_dtype, fills)
     values = exact._replace(q=q.double() * dq, k=k.double() * dk, v=v.double() * dv)
     spec, x = make_call(values, **{"return_max_logit": False, **(call or {})})
     given = exact._replace(q=q, k=k, v=v)
     return Case(given, Descales(dq, dk, dv), dout, descale_dout, spec, x, dout.double() * descale_dout)
 
 
-def quantized(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(t: Tensor, dtype: torch.dtype, fills: bool = True) -> tuple[Tensor, Tensor]:
     """(t / descale in FP8, laid out as t; descale, fp32 [1]); NaN stays NaN."""
     largest = torch.finfo(dtype).max
     amax = t.nan_to_num().abs().amax().float() if t.numel() else torch.ones((), device=t.device)
-    descale = torch.where(amax > 0, amax / largest, 1.0).reshape(1)
+    descale = torch.where((amax > 0) & fills, amax / largest, 1.0).reshape(1)
     rounded = (t.float() / descale).clamp(-largest, largest).to(dtype)
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device).copy_(rounded), descale
 
@@ -124,7 +132,7 @@ def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Round
     dtype, dout_dtype = case.given.q.dtype, case.dout.dtype
     q, k, v, dout = (as_bshd(t, f).double() for t, f in _tensors(case))
     out, dq, dk, dv = (torch.zeros_like(t) for t in (dout, q, k, v))
-    bound = case.descales.v.double() * torch.finfo(case.given.v.dtype).max
+    bound = v.nan_to_num().abs().max()
     parts = []
     for rows_q, rows_kv in _sequences(case):
         p = _weights(case, q[rows_q], k[rows_kv])

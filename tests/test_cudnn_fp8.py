@@ -15,7 +15,7 @@ from test_support import on_h200
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import cudnn_backend
+from flexattn.dispatch import canary, cudnn_backend
 from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
 from flexattn.kernels_cudnn import attention, fp8
 from flexattn.kernels_cudnn import plans as plans_module
@@ -59,6 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one key head": {**EQUAL, "num_heads": 5, "num_heads_kv": 1},
     "e5m2": {**EQUAL, "dtype": E5M2},
     "e4m3 gradients": {**EQUAL, "dout_dtype": E4M3, "call": {"attn_mask_type": "causal"}},
+    "scales of 1": {**EQUAL, "fills": False},
     "outliers": {**EQUAL, "outliers": True},
     "lengths": UNEVEN,
     "lengths, sbhd": {**UNEVEN, "fmt": "sbhd"},
@@ -251,6 +252,13 @@ def test_the_backend(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
             assert got.dtype is torch.bfloat16
             check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
     assert emulated.asked[::2] == emulated.asked[1::2]
+
+
+@pytest.mark.parametrize("name", ["lengths, causal", "e4m3 gradients", "scales of 1"])
+def test_the_canary_finds_it_right(name: str) -> None:
+    spec, _ = as_call(make_case(**CASES[name]))
+    for direction in ("forward", "backward"):
+        assert canary.mismatch("cudnn", spec, direction, torch.device("cpu")) is None
 
 
 def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans) -> None:

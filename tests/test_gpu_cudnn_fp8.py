@@ -52,6 +52,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "e5m2": {**EQUAL, "dtype": E5M2},
     "e4m3 gradients": {**EQUAL, "dout_dtype": E4M3},
     "e4m3 gradients, causal": {**TILES, "dout_dtype": E4M3, "call": CAUSAL},
+    "scales of 1": {**EQUAL, "fills": False},
     "outliers": {**EQUAL, "outliers": True, "call": {"softmax_scale": 0.02}},
     "long": {"lengths_q": [4096], "lengths_kv": [4096], "num_heads": 2, "num_heads_kv": 1, "call": CAUSAL},
     **{f"head dims {d}": {**EQUAL, "head_dim_qk": d[0], "head_dim_v": d[1]} for d in ((64, 64), (96, 96), (192, 128), (256, 256))},
