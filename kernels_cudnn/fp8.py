@@ -21,6 +21,7 @@ from flexattn.kernels_cudnn.lengths import constant
 from flexattn.kernels_cudnn.plans import PLANS, PlanNotSupported
 from flexattn.kernels_cudnn.problem import FP8_DTYPES, Problem
 
+LARGEST_SCALE = 2.0**120  # so that neither a scale nor its inverse is infinite or denormal
 WEIGHTS_SCALE = 256.0  # weights are at most 1: 256 uses e4m3's range, of which 448 is the end, and is exact
 
 
@@ -69,7 +70,7 @@ def fp8_forward(
     device = out.device
     if problem.is_empty:
         write_empty(problem, out, lse, None)
-        return Quantized(_number(1.0, device), _number(0.0, device))
+        return _nothing(device)
     written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
     numbers = _numbers_of_weights(problem, descales)
     numbers[Uid.AMAX_OUT] = _empty(device)
@@ -111,8 +112,7 @@ def fp8_backward(
     if problem.is_empty:
         for target in targets.values():
             target.zero_()
-        nothing = Quantized(_number(1.0, device), _number(0.0, device))
-        return GradientsQuantized(nothing, nothing, nothing, nothing)
+        return GradientsQuantized(*(_nothing(device) for _ in _SCALES))
     written = {
         uid: target if target.dtype in FP8_DTYPES else torch.empty_like(target, dtype=dout.dtype) for uid, target in targets.items()
     }
@@ -250,6 +250,10 @@ def _empty(device: torch.device) -> Tensor:
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
+def _nothing(device: torch.device) -> Quantized:
+    return Quantized(torch.ones(1, device=device), torch.zeros(1, device=device))
+
+
 @constant
 def _number(value: float, device: torch.device) -> Tensor:
     return torch.full((1,), value, dtype=torch.float32, device=device)
@@ -267,7 +271,7 @@ def _largest(dtype: torch.dtype) -> float:
 def _scale_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale that takes `amax` to the dtype's largest number; 1 where there is no such scale."""
     scale = _largest(dtype) / amax
-    return torch.where(scale.isfinite() & (amax > 0), scale, 1.0)
+    return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 
 def _convert(source: Tensor, descale: Tensor, target: Tensor) -> None:
