@@ -152,7 +152,7 @@ def _hopper_backward(
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
 
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
@@ -179,7 +179,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         forward(spec, x)
     else:
         out, lse, _ = forward(spec, x)
-        backward(spec, x, out, lse, out, None)
+        backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
 
 
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:
