@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
+from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
             return f"the head dim of {name} is {dim}; in FP8 the kernels take multiples of 16 up to 256; pad it with zeros"
     if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
         return (
-            f"compute capability {spec.capability[0]}.{spec.capability[1]} has no FP8 matrix instructions, which 8.9 (Ada) is the first "
-            "to have; leave out fp8_recipe"
+            "FP8 matrix instructions begin with compute capability 8.9 (Ada), and this is "
+            f"{spec.capability[0]}.{spec.capability[1]}; leave out fp8_recipe"
         )
     return None
 

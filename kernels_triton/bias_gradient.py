@@ -176,7 +176,9 @@ def _attn_bwd_dbias_kernel(
             lse_log2, delta, p_scale = load_row_statistics(
                 lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
             )
-            qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h // group_size, first_row, first_column, softmax_scale, META)
+            qk, dp, score_scale = descaled_products(
+                qk, dp, descales, b, h, h // group_size, first_row, first_column, softmax_scale, META
+            )
             keep = True
             if META.HAS_DROPOUT:
                 keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)

@@ -209,11 +209,12 @@ def load_columns(
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # As `load_tile`, from a transposed copy: [WIDTH, ROWS].
+    # As `load_tile`, from a transposed copy: [WIDTH, ROWS]. Rows are cut 16 at a time, so that 16 bytes are loaded at a time; the
+    # copy has zeros up to there.
     channels = COLUMN + tl.arange(0, WIDTH)
     rows = first + tl.arange(0, ROWS)
     pointers = base + (channels.to(tl.int64) * stride * 16)[:, None] + rows[None, :]
-    inside = (rows < num_rows)[None, :]
+    inside = (first + tl.arange(0, ROWS) // 16 * 16 < num_rows)[None, :]
     if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
         tile = tl.load(pointers, mask=inside & (channels < HEAD_DIM)[:, None], other=0.0)
     elif CHECK_ROWS:
@@ -257,7 +258,7 @@ def descaled_products(qk, dp, descales, b, h, h_kv, row, column, softmax_scale, 
 @triton.jit
 def to_fp8_rows(x, DTYPE: tl.constexpr):
     # (x in FP8, what each row is to be multiplied with): by powers of two that bring its largest to 2**7, or 2**14 of e5m2.
-    TOP: tl.constexpr = 7 if DTYPE == tl.float8e4nv else 14
+    TOP: tl.constexpr = 7 if tl.float8e4nv == DTYPE else 14
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 20), 230)
     scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
