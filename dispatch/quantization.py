@@ -146,6 +146,8 @@ class _RoundedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         dtype = ctx.dtype  # type: ignore[attr-defined]
+        if gradient.numel() == 0:
+            return gradient, None
         scale = scale_of(gradient.abs().amax(-1, keepdim=True), dtype)
         return cast(gradient, scale, dtype).to(gradient.dtype) / scale, None
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
+from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
             return f"the head dim of {name} is {dim}; in FP8 the kernels take multiples of 16 up to 256; pad it with zeros"
     if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
         return (
-            f"compute capability {spec.capability[0]}.{spec.capability[1]} has no FP8 matrix instructions, which 8.9 (Ada) is the first "
-            "to have; leave out fp8_recipe"
+            "FP8 matrix instructions begin with compute capability 8.9 (Ada), and this is "
+            f"{spec.capability[0]}.{spec.capability[1]}; leave out fp8_recipe"
         )
     return None
 
@@ -152,7 +152,7 @@ def _hopper_backward(
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
 
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
@@ -179,7 +179,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         forward(spec, x)
     else:
         out, lse, _ = forward(spec, x)
-        backward(spec, x, out, lse, out, None)
+        backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
 
 
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:

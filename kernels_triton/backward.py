@@ -18,9 +18,12 @@ from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    descaled_products,
     dropout_keep,
     listed_tile,
     load_block_lists,
+    load_columns,
+    load_descale,
     load_head,
     load_row_statistics,
     load_sequence,
@@ -34,9 +37,12 @@ from flexattn.kernels_triton.primitives import (
     statistics_row,
     store_tile,
     store_zeros,
+    to_fp8_rows,
+    transposed_pointer,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.quantize import transposed
 from flexattn.kernels_triton.statistics import new_statistics, row_statistics
 
 
@@ -82,6 +88,10 @@ def _attn_bwd_dq_loop(
     num_masked,
     full_ptr,
     first_full,
+    descales,
+    h_kv,
+    k_t_base,  # in FP8: k with its tokens innermost
+    stride_ktd,
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -109,6 +119,7 @@ def _attn_bwd_dq_loop(
         if META.V1 > 0:
             v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+        qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h_kv, first_row, n, softmax_scale, META)
         keep = True
         if META.HAS_DROPOUT:
             keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
@@ -126,7 +137,7 @@ def _attn_bwd_dq_loop(
             shift,
             window_left,
             window_right,
-            softmax_scale,
+            score_scale,
             softcap,
             keep_scale,
             bias_base,
@@ -143,10 +154,19 @@ def _attn_bwd_dq_loop(
         )
         if META.IS_FP32:
             row_sum += tl.sum(p, 1)
-        ds = ds.to(k0.dtype)
-        dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
-        if META.QK1 > 0:
-            dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
+        if META.IS_FP8:
+            ds, descale = to_fp8_rows(ds, dout0.dtype)
+            descale = (descale * load_descale(descales, 1, b, h_kv, n, META))[:, None]
+            k0 = load_columns(k_t_base, stride_ktd, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+            dq0 += tl.dot(ds, tl.trans(k0)) * descale
+            if META.QK1 > 0:
+                k1 = load_columns(k_t_base, stride_ktd, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+                dq1 += tl.dot(ds, tl.trans(k1)) * descale
+        else:
+            ds = ds.to(k0.dtype)
+            dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
+            if META.QK1 > 0:
+                dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * k_step
             v_pointer += BLOCK_N * v_step
@@ -195,6 +215,7 @@ def _attn_bwd_dq_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -220,6 +241,10 @@ def _attn_bwd_dq_kernel(
     delta_ptr,  # sum(out * dout) - dlse
     p_scale_ptr,  # and, for fp32, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
+    k_t_ptr,  # in FP8: k as `transpose_tokens` copies it
+    stride_ktb,
+    stride_kth,
+    stride_ktd,
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -281,11 +306,15 @@ def _attn_bwd_dq_kernel(
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
     out = (out_ptr, stride_ob, stride_os, stride_oh)
     lse_log2, delta = make_row_statistics(
-        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, META
+        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
     )
     row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
+
+    k_t_base = k_t_ptr
+    if META.IS_FP8:
+        k_t_base = transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV)
 
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -355,6 +384,10 @@ def _attn_bwd_dq_kernel(
                 0 if phase == 1 else num_masked,
                 full_ptr,
                 0 if phase == 1 else inside,
+                descales,
+                h_kv,
+                k_t_base,
+                stride_ktd,
                 MODS,
                 phase != 1,
                 META,
@@ -429,6 +462,12 @@ def _attn_bwd_dkdv_loop(
     num_masked,
     full_ptr,
     first_full,
+    descales,
+    h_kv,
+    q_t_base,  # in FP8: q and dout with their tokens innermost
+    stride_qtd,
+    dout_t_base,
+    stride_dotd,
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -461,6 +500,7 @@ def _attn_bwd_dkdv_loop(
         if META.V1 > 0:
             dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
+        kq, dp, score_scale = descaled_products(kq, dp, descales, b, h, h_kv, m, first_column, softmax_scale, META)
         keep = True
         if META.HAS_DROPOUT:
             keep = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, b_h, m, first_column, META))
@@ -478,7 +518,7 @@ def _attn_bwd_dkdv_loop(
             shift,
             window_left,
             window_right,
-            softmax_scale,
+            score_scale,
             softcap,
             keep_scale,
             bias_base,
@@ -493,16 +533,34 @@ def _attn_bwd_dkdv_loop(
             "queries" if IS_MASKED else "none",
             META,
         )
-        if HAS_DV:
-            p = p.to(dout0.dtype)
-            dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
-            if META.V1 > 0:
-                dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
-        if HAS_DK:
-            ds = ds.to(q0.dtype)
-            dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
-            if META.QK1 > 0:
-                dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
+        if META.IS_FP8:
+            if HAS_DV:
+                p, descale = to_fp8_rows(p, tl.float8e4nv)
+                descale = (descale * load_descale(descales, 3, b, h, m, META))[:, None]
+                dout0 = load_columns(dout_t_base, stride_dotd, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+                dv0 += tl.dot(p, tl.trans(dout0)) * descale
+                if META.V1 > 0:
+                    dout1 = load_columns(dout_t_base, stride_dotd, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                    dv1 += tl.dot(p, tl.trans(dout1)) * descale
+            if HAS_DK:
+                ds, descale = to_fp8_rows(ds, dout0.dtype)
+                descale = (descale * load_descale(descales, 0, b, h, m, META))[:, None]
+                q0 = load_columns(q_t_base, stride_qtd, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+                dk0 += tl.dot(ds, tl.trans(q0)) * descale
+                if META.QK1 > 0:
+                    q1 = load_columns(q_t_base, stride_qtd, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+                    dk1 += tl.dot(ds, tl.trans(q1)) * descale
+        else:
+            if HAS_DV:
+                p = p.to(dout0.dtype)
+                dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
+                if META.V1 > 0:
+                    dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
+            if HAS_DK:
+                ds = ds.to(q0.dtype)
+                dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
+                if META.QK1 > 0:
+                    dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             q_pointer += BLOCK_M * q_step
             dout_pointer += BLOCK_M * dout_step
@@ -551,6 +609,7 @@ def _attn_bwd_dkdv_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of query blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -576,6 +635,14 @@ def _attn_bwd_dkdv_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    q_t_ptr,  # in FP8: q and dout as `transpose_tokens` copies them
+    stride_qtb,
+    stride_qth,
+    stride_qtd,
+    dout_t_ptr,
+    stride_dotb,
+    stride_doth,
+    stride_dotd,
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -663,6 +730,10 @@ def _attn_bwd_dkdv_kernel(
         first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
+        q_t_base, dout_t_base = q_t_ptr, dout_t_ptr
+        if META.IS_FP8:
+            q_t_base = transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q)
+            dout_t_base = transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
@@ -739,6 +810,12 @@ def _attn_bwd_dkdv_kernel(
                     num_masked if phase == 1 else 0,
                     full_ptr,
                     inside if phase == 1 else 0,
+                    descales,
+                    h_kv,
+                    q_t_base,
+                    stride_qtd,
+                    dout_t_base,
+                    stride_dotd,
                     MODS,
                     dk_ptr is not None,
                     dv_ptr is not None,
@@ -807,12 +884,13 @@ def attention_backward(
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
         *(dq, *row_strides(dq, meta)),
-        *(lse, dlse, *statistics, dsink, x.mods, meta),
+        *(lse, dlse, *statistics, dsink, *transposed(x, "k"), x.mods, meta),
     )
     launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)
 
+    q_t, dout_t = transposed(x, "q"), transposed(x, "q", dout)
     tile = tile_dkdv or x.tile(DKDV)
     # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
     # it does one: the shorter sums round less, and there they are what rounds most.
@@ -830,7 +908,7 @@ def attention_backward(
             *(dk_part, *row_strides(dk_one, meta)),
             *(dv_part, *row_strides(dv_one, meta)),
             *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
-            *(*statistics, x.mods, meta),
+            *(*statistics, *q_t, *dout_t, x.mods, meta),
         )
         launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
     if num_splits > 1:

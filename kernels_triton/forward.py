@@ -74,9 +74,9 @@ def _attn_fwd_loop(
     num_masked,
     full_ptr,
     first_full,
-    scales,  # in FP8: of q, k and v
+    descales,
     h_kv,
-    descale_q,  # of this block of queries
+    descale_q,  # in FP8, of this block of queries
     v_t_base,  # v with its tokens innermost, which the matrix instructions want
     stride_vtd,
     MODS: tl.constexpr,
@@ -104,7 +104,8 @@ def _attn_fwd_loop(
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = softmax_scale
         if META.IS_FP8:
-            qk, score_scale = descaled(qk, descale_q * load_descale(scales, 1, b, h_kv, n, META), softmax_scale, META)
+            descale_k = load_descale(descales, 1, b, h_kv, n, META)
+            qk, score_scale = descaled(qk, descale_q * descale_k, softmax_scale, META)
         s, factor, _, _ = logits(
             qk,
             i,
@@ -141,7 +142,7 @@ def _attn_fwd_loop(
         if META.IS_FP8:
             # Each product in an accumulator of its own: the matrix instruction's keeps 14 bits or so.
             p = p.to(tl.float8e4nv)
-            descale_v = load_descale(scales, 2, b, h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
+            descale_v = load_descale(descales, 2, b, h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
             v0 = load_columns(v_t_base, stride_vtd, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             acc0 = acc0 * decay[:, None] + tl.dot(p, tl.trans(v0)) * descale_v
             if META.V1 > 0:
@@ -202,6 +203,7 @@ def _attn_fwd_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -215,7 +217,6 @@ def _attn_fwd_kernel(
     stride_oh,
     lse_ptr,
     max_logit_ptr,  # [h, b * blocks] or None: the largest logit that each block of queries saw
-    scales,  # in FP8: of q, k and v, as `Problem.scale_arguments` gives them; else None
     v_t_ptr,  # v as `transpose_tokens` copies it
     stride_vtb,
     stride_vth,
@@ -284,7 +285,7 @@ def _attn_fwd_kernel(
 
     descale_q, v_t_base = 1.0, v_t_ptr
     if META.IS_FP8:
-        descale_q = load_descale(scales, 0, b, h, first_row, META)
+        descale_q = load_descale(descales, 0, b, h, first_row, META)
         v_t_base = transposed_pointer(v_t_ptr, b, h // group_size, start_kv, stride_vtb, stride_vth, META.IS_RAGGED_KV)
 
     begin, full_begin, full_end, end = visible_range(
@@ -345,7 +346,7 @@ def _attn_fwd_kernel(
             0 if phase == 1 else num_masked,
             full_ptr,
             0 if phase == 1 else inside,
-            scales,
+            descales,
             h // group_size,
             descale_q,
             v_t_base,
@@ -373,7 +374,7 @@ def _attn_fwd_kernel(
     if META.IS_FP8:
         row_max -= FP8_OFFSET
         if not META.HAS_BLOCK_SCALES:
-            rescale *= load_descale(scales, 2, b, h // group_size, 0, META)
+            rescale *= load_descale(descales, 2, b, h // group_size, 0, META)
     lse = (row_max + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
     out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
@@ -399,8 +400,8 @@ def attention_forward(
     meta = x.meta(tile, (out,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None
-    fp8 = (x.scale_arguments(), *transposed(x, "v"))
-    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, *fp8, x.mods, meta)
+    v_t = transposed(x, "v")
+    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, *v_t, x.mods, meta)
     launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch, out.device, tile, arguments)
     if max_logit is not None and partial is not None:
         torch.amax(partial, 1, out=max_logit)

@@ -98,6 +98,7 @@ def make_row_statistics(
     len_q,
     num_tokens_q,
     first_row,
+    descales,
     META: tl.constexpr,
 ):
     # Of rows whose dout is given: lse in units of log2, +inf for a row that sees nothing or is none, and sum(out * dout) - dlse.
@@ -110,6 +111,8 @@ def make_row_statistics(
     if META.V1 > 0:
         out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
+    if META.IS_FP8:
+        delta *= load_descale(descales, 3, b, h, first_row, META)
     row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
@@ -206,11 +209,12 @@ def load_columns(
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # As `load_tile`, from a transposed copy: [WIDTH, ROWS].
+    # As `load_tile`, from a transposed copy: [WIDTH, ROWS]. Rows are cut 16 at a time, so that 16 bytes are loaded at a time; the
+    # copy has zeros up to there.
     channels = COLUMN + tl.arange(0, WIDTH)
     rows = first + tl.arange(0, ROWS)
     pointers = base + (channels.to(tl.int64) * stride * 16)[:, None] + rows[None, :]
-    inside = (rows < num_rows)[None, :]
+    inside = (first + tl.arange(0, ROWS) // 16 * 16 < num_rows)[None, :]
     if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
         tile = tl.load(pointers, mask=inside & (channels < HEAD_DIM)[:, None], other=0.0)
     elif CHECK_ROWS:
@@ -223,12 +227,12 @@ def load_columns(
 
 
 @triton.jit
-def load_descale(scales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
+def load_descale(descales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
     # What the rows around `row` of q (0), k (1), v (2) or dout (3) in FP8 are to be multiplied with.
-    offset = b * scales[4 * WHICH + 2] + h * scales[4 * WHICH + 3]
+    offset = b * descales[4 * WHICH + 2] + h * descales[4 * WHICH + 3]
     if META.HAS_BLOCK_SCALES:
-        offset += row // META.SCALE_ROWS * scales[4 * WHICH + 1]
-    return tl.load(scales[4 * WHICH] + offset)
+        offset += row // META.SCALE_ROWS * descales[4 * WHICH + 1]
+    return tl.load(descales[4 * WHICH] + offset)
 
 
 @triton.jit
@@ -241,9 +245,20 @@ def descaled(qk, descale, softmax_scale, META: tl.constexpr):
 
 
 @triton.jit
+def descaled_products(qk, dp, descales, b, h, h_kv, row, column, softmax_scale, META: tl.constexpr):
+    # The same of both products of a tile that the backward computes: (q.k, dout.v, scale).
+    score_scale = softmax_scale
+    if META.IS_FP8:
+        descale = load_descale(descales, 0, b, h, row, META) * load_descale(descales, 1, b, h_kv, column, META)
+        qk, score_scale = descaled(qk, descale, softmax_scale, META)
+        dp *= load_descale(descales, 3, b, h, row, META) * load_descale(descales, 2, b, h_kv, column, META)
+    return qk, dp, score_scale
+
+
+@triton.jit
 def to_fp8_rows(x, DTYPE: tl.constexpr):
     # (x in FP8, what each row is to be multiplied with): by powers of two that bring its largest to 2**7, or 2**14 of e5m2.
-    TOP: tl.constexpr = 7 if DTYPE == tl.float8e4nv else 14
+    TOP: tl.constexpr = 7 if tl.float8e4nv == DTYPE else 14
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 20), 230)
     scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)

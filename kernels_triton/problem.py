@@ -319,6 +319,7 @@ class Problem:
             *row_strides(self.k, meta),
             *row_strides(self.v, meta),
             captures,
+            self.scale_arguments(),
             *self.list_arguments(blocks),
         )
 

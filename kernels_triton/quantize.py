@@ -47,7 +47,6 @@ class _Meta(NamedTuple):
     ROWS: int
     BLOCK_ROWS: int  # of a program
     ROTATION: int  # how many channels are mixed; 0: none
-    LARGEST: float
 
 
 @triton.jit
@@ -178,9 +177,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Write x * scale into `data`, and return (descale, amax), fp32 of `sizes`.
 
-    x and data are [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim; sizes [b | 1, h | 1, blocks | 1] say what
-    has a scale of its own, and with a third above 1, or block_rows above 0, each block of `block_rows` rows has. scale: fp32 [h | 1],
-    or None: from this pass' own amax. NaN and infinity become NaN and count for no amax; rows beyond a sequence's end are 0.
+    x and data are [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim. sizes: [b | 1, h | 1, blocks | 1], what
+    has a scale of its own; with block_rows above 0 each block of that many rows has. scale: fp32 [h | 1], or None: from the amax.
+    NaN and infinity become NaN and count for no amax; rows beyond a sequence's end are 0.
     """
     ragged = x.dim() == 3
     batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
@@ -206,7 +205,6 @@ def quantize(
         ROWS=_ROWS,
         BLOCK_ROWS=rows,
         ROTATION=head_dim & -head_dim if rotation else 0,
-        LARGEST=LARGEST[data.dtype],
     )
     found = x.new_empty((batch, heads, blocks), dtype=torch.float32)
     descale = x.new_empty(sizes, dtype=torch.float32)
@@ -263,11 +261,21 @@ def unrotate(x: Tensor) -> Tensor:
     """The gradient of what `quantize` rotates, from that of the rotated: x times the rotation's transpose; x is contiguous."""
     head_dim = x.shape[-1]
     d0, d1 = split_head_dim(head_dim)
-    meta = _Meta(False, False, False, 8, False, head_dim, d0, d1, _ROWS, _ROWS, head_dim & -head_dim, 0.0)
+    meta = _Meta(False, False, False, 8, False, head_dim, d0, d1, _ROWS, _ROWS, head_dim & -head_dim)
     out = torch.empty_like(x)
     num_rows = x.numel() // head_dim
     launch(_unrotate_kernel, triton.cdiv(num_rows, _ROWS), x.device, _TILE, (x, out, num_rows, meta))
     return out
+
+
+@triton.jit
+def _transpose_part(
+    out_base, stride_od, column, pointer, offsets, first, length, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr
+):
+    d = COLUMN + tl.arange(0, WIDTH)
+    x = load_tile(pointer, offsets, first, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
+    inside = (d < META.HEAD_DIM)[:, None] & (first + tl.arange(0, META.ROWS) // 16 * 16 < length)[None, :]
+    tl.store(out_base + d.to(tl.int64)[:, None] * stride_od * 16 + column[None, :], tl.trans(x), mask=inside)
 
 
 @kernel
@@ -302,24 +310,16 @@ def _transpose_kernel(
     _, offsets = row_steps(stride_xs, ROWS, META)
     column = transposed_column(start, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
     out_base = out_ptr + (tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh) * 16
-    for part in tl.static_range(2):
-        COLUMN: tl.constexpr = 0 if part == 0 else META.D0
-        WIDTH: tl.constexpr = META.D0 if part == 0 else META.D1
-        if WIDTH > 0:
-            d = COLUMN + tl.arange(0, WIDTH)
-            x = load_tile(pointer, offsets, first, length, ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
-            inside = (d < META.HEAD_DIM)[:, None] & (first + tl.arange(0, ROWS) < length)[None, :]
-            pointers = out_base + d.to(tl.int64)[:, None] * stride_od * 16 + column[None, :]
-            tl.store(pointers, tl.trans(x), mask=inside)
+    _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.D0, META)
+    if META.D1 > 0:
+        _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, META.D0, META.D1, META)
 
 
-def transpose_tokens(
-    x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int
-) -> Tensor:
+def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int) -> Tensor:
     """A copy of FP8 x, [b, s, h, d] or [total, h, d], with the tokens innermost: [b, h, d, columns] or [h, d, columns].
 
-    Every row begins at a multiple of 16 bytes, and so does every sequence within its row, where `transposed_column` says. What lies
-    between them is not written.
+    Every row begins at a multiple of 16 bytes, and so does every sequence within its row, where `transposed_column` says; zeros
+    fill its last 16 bytes, and what lies between sequences beyond that is not written.
     """
     ragged = x.dim() == 3
     batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
@@ -331,7 +331,7 @@ def transpose_tokens(
     align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
     meta = _Meta(
         cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * _ROWS >= 2**31, head_dim, d0, d1,
-        _COLUMNS.block_m, _COLUMNS.block_m, 0, 0.0,
+        _COLUMNS.block_m, _COLUMNS.block_m, 0,
     )  # fmt: skip
     longest = max(1, max_seqlen if ragged else tokens)
     lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, tokens, longest)
@@ -350,6 +350,7 @@ def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None 
         return None, 0, 0, 0
     p = problem
     x = getattr(p, name) if x is None else x
-    lengths = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q) if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
+    of_q = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q)
+    lengths = of_q if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
     copy = transpose_tokens(x, *lengths)
     return copy, 0 if copy.dim() == 3 else copy.stride(0) // 16, copy.stride(-3) // 16, copy.stride(-2) // 16
