@@ -131,7 +131,7 @@ def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
         per_tensor=not any(spec.fp8.descale_dims),
         is_packed="thd" in (spec.q_format, spec.kv_format),
         one_query=spec.length_q == 1,
-        is_bottom_right=spec.band.bottom_right and spec.band.right is not None,
+        is_bottom_right=_is_banded_bottom_right(spec),
         has_bias=spec.bias_type != "no_bias",
         has_sink=spec.softmax_type != "vanilla",
         has_mods=spec.mods is not None,

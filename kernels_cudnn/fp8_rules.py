@@ -22,7 +22,7 @@ class Fp8Call(NamedTuple):
     per_tensor: bool = True  # each of the tensors has one scale
     is_packed: bool = False  # q, or k and v, are [total, h, d]
     one_query: bool = False
-    is_bottom_right: bool = False  # there is a band with a right side, and it follows that diagonal
+    is_bottom_right: bool = False  # there is a band, and it follows that diagonal
     has_bias: bool = False
     has_sink: bool = False
     has_mods: bool = False

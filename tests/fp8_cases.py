@@ -16,6 +16,7 @@ from flexattn.testing import Inputs, make_call, make_dout, make_inputs, referenc
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHTS_SCALE = 256.0
+ROWS = 64  # of queries whose products are held at once
 
 
 class Case(NamedTuple):
@@ -118,24 +119,31 @@ def takes_backward(case: Case) -> bool:
 
 class Rounded(NamedTuple):
     out: Tensor
+    lse: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
 
+    @property
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dq, self.dk, self.dv
+
 
 def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Rounded:
-    """The textbook's attention and gradients in fp64, with weights, scores' gradient and all results rounded to FP8, and out to
-    bfloat16 where the gradients start from it.
+    """The textbook's attention and gradients in fp64, with scores summed as Hopper's FP8 instructions do; weights, scores' gradient
+    and all results rounded to FP8; and out to bfloat16 where the gradients start from it.
 
     Its error is the budget of a kernel that rounds there. `out_dtype` None: that of q.
     """
     dtype, dout_dtype = case.given.q.dtype, case.dout.dtype
     q, k, v, dout = (as_bshd(t, f).double() for t, f in _tensors(case))
     out, dq, dk, dv = (torch.zeros_like(t) for t in (dout, q, k, v))
+    lse = torch.full_like(empty_outputs(case.spec, case.x)[1], -torch.inf)
     bound = v.nan_to_num().abs().max()
     parts = []
     for rows_q, rows_kv in _sequences(case):
-        p = _weights(case, q[rows_q], k[rows_kv])
+        p, lse_of = _weights(case, q[rows_q], k[rows_kv])
+        (lse.mT if lse.dim() == 2 else lse.transpose(1, 2))[rows_q] = lse_of.mT
         weights = round8(p, dtype, WEIGHTS_SCALE)
         out[rows_q] = _from_heads(round8(weights @ _heads(case, v[rows_kv]), out_dtype or dtype, None, bound))
         delta = (_to_heads(dout[rows_q]) * _to_heads(out[rows_q].bfloat16().double())).sum(-1, keepdim=True)
@@ -150,7 +158,8 @@ def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Round
     dq, dk, dv = (round8(t, dout_dtype, None, t.abs().max()) for t in (dq, dk, dv))
     q_format, kv_format = case.spec.q_format, case.spec.kv_format
     formats = (q_format, q_format, kv_format, kv_format)
-    return Rounded(*(as_bshd(t, f) for t, f in zip((out, dq, dk, dv), formats, strict=True)))
+    out, dq, dk, dv = (as_bshd(t, f) for t, f in zip((out, dq, dk, dv), formats, strict=True))
+    return Rounded(out, lse, dq, dk, dv)
 
 
 def round8(t: Tensor, dtype: torch.dtype, scale: float | None, amax: Tensor | float = 1.0) -> Tensor:
@@ -186,10 +195,27 @@ def _sequences(case: Case) -> Iterator[tuple[Any, Any]]:
     yield from zip(*sides, strict=True)
 
 
-def _weights(case: Case, q: Tensor, k: Tensor) -> Tensor:
-    """[h, sq, skv]; 0 in the rows that see nothing."""
-    s = _to_heads(q) @ _heads(case, k).transpose(-1, -2) * case.x.softmax_scale
-    return torch.softmax(s.masked_fill(~_visible(case.spec.band, *s.shape[1:], s.device), -torch.inf), -1).nan_to_num(0.0)
+def _weights(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """[h, sq, skv], 0 in the rows that see nothing, and lse [h, sq]."""
+    rows, keys = _to_heads(q), _heads(case, k)
+    s = torch.cat([_short_sums(part, keys) for part in rows.split(ROWS, 1)], 1) * case.x.softmax_scale
+    s = s.masked_fill(~_visible(case.spec.band, *s.shape[1:], s.device), -torch.inf)
+    return torch.softmax(s, -1).nan_to_num(0.0), s.logsumexp(-1)
+
+
+def _short_sums(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T; on a GPU 32 products at a time, each and the sum so far cut to 14 bits below the largest (DeepSeek-V3, 3.3.2)."""
+    if not q.is_cuda:  # emulated in fp32
+        return q @ k.transpose(-1, -2)
+    total = q.new_zeros(*q.shape[:2], k.shape[1])
+    if not k.shape[1]:
+        return total
+    for first in range(0, q.shape[-1], 32):
+        products = q[..., None, first : first + 32] * k[:, None, :, first : first + 32]
+        largest = torch.maximum(products.abs().amax(-1), total.abs())
+        step = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-200))) - 14)
+        total = ((total / step).trunc() + (products / step[..., None]).trunc().sum(-1)) * step
+    return total
 
 
 def _visible(band: Band, sq: int, skv: int, device: torch.device) -> Tensor:

@@ -101,8 +101,6 @@ SUPPORTED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "causal, sq > skv": (DIRECTIONS, {**CAUSAL, "sizes": (333, 130)}),
     "window": (DIRECTIONS, {"window_left": 9, "window_right": 4}),
     "window, sq > skv": (("backward",), {"window_left": 9, "window_right": 4, "sizes": (333, 130)}),
-    "window open on the right": (DIRECTIONS, {"window_left": 9, "bottom_right": True, "sizes": (130, 333)}),
-    "window open on the right, sq > skv": (DIRECTIONS, {"window_left": 9, "bottom_right": True, "sizes": (333, 130)}),
     "lengths": (DIRECTIONS, {"lengths": True}),
     "lengths, causal": (DIRECTIONS, {"lengths": True, **CAUSAL}),
     "lengths, window": (("backward",), {"lengths": True, "window_left": 9}),
@@ -154,7 +152,7 @@ def call_of(sdpa: Sdpa) -> Fp8Call:
         sdpa.head_dim_v,
         is_packed=sdpa.is_ragged,
         one_query=sdpa.len_q == 1,
-        is_bottom_right=sdpa.bottom_right and sdpa.window_right is not None,
+        is_bottom_right=sdpa.bottom_right,
         has_bias=sdpa.bias_shape is not None,
         has_sink=sdpa.has_sink,
     )

@@ -68,6 +68,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 }
 PACKINGS: dict[str, dict[str, Any]] = {
     "thd": {**PACKED, "fmt": "thd", "gap": 0},
+    "thd without empty sequences": {"lengths_q": [333, 70, 129, 200], "lengths_kv": [333, 70, 129, 200], "fmt": "thd"},
     "thd with gaps": {**PACKED, "fmt": "thd"},
     "thd, causal": {**PACKED, "fmt": "thd", "call": PADDED_CAUSAL},
     "mixed": {**EMPTY, "fmt": "thd_2bshd"},
@@ -79,8 +80,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "itself": {**TILES, "call": top_left(0, 0)},
     "open on the left": {**FEWER_KEYS, "call": top_left(-1, 40)},
     "open on the right": {**EQUAL, "call": top_left(130, -1)},
-    "bottom right, open on the right": {**EQUAL, "call": {"window_size": (9, -1)}},
-    "bottom right, open on the right, fewer keys": {**FEWER_KEYS, "call": {"window_size": (9, -1)}},
     "as far as each query sees a key": {"lengths_q": [300], "lengths_kv": [270], "call": top_left(30, 4)},
 }
 
@@ -89,13 +88,13 @@ def check(case: Case) -> None:
     budget = rounded_attention(case)
     ref_out, ref_lse = case.reference()
     out, lse, told = forward(case, torch.float32)
-    check_close("lse", lse, ref_lse, ref_lse, atol=2e-4)
+    check_close("lse", lse, ref_lse, budget.lse)
     check_close("out", out, ref_out, budget.out)
     assert float(told.amax) == pytest.approx(float(ref_out.abs().max()), rel=0.1)
     if takes_backward(case):
         grads, told_of = backward(case, out.bfloat16(), None, lse, torch.float32)
         exact = case.reference_gradients()
-        for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget[1:], strict=True):
+        for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
             check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
         for quantized, ref in zip(told_of[1:], exact[:3], strict=True):
             assert float(quantized.amax) == pytest.approx(float(ref.abs().max()), rel=0.3, abs=0.2)
@@ -121,18 +120,13 @@ def test_windows(name: str) -> None:
     check(make_case(**WINDOWS[name], device="cuda"))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [top_left(20, 20), {"window_size": (20, -1), "bottom_right_diagonal": True}],
-    ids=["top left", "bottom right"],
-)
-def test_backward_of_windows_that_the_forward_refuses(call: dict[str, Any]) -> None:
+def test_backward_of_a_window_that_the_forward_refuses() -> None:
     """With lengths, after a forward on another backend: queries without keys too."""
-    case = make_case(**UNEVEN, call={"attn_mask_type": "padding", **call}, device="cuda")
+    case = make_case(**UNEVEN, call=top_left(20, 20, attn_mask_type="padding"), device="cuda")
     ref_out, ref_lse = case.reference()
     budget = rounded_attention(case)
     grads, _ = backward(case, ref_out.bfloat16(), None, ref_lse.float(), torch.float32)
-    for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, case.reference_gradients()[:3], budget[1:], strict=True):
+    for name, got, ref, eager in zip(("dq", "dk", "dv"), grads, case.reference_gradients()[:3], budget.gradients, strict=True):
         check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
 
 
@@ -217,7 +211,7 @@ def test_a_call_by_name() -> None:
         (out, *torch.autograd.grad(out, leaves, dout)), (half, *torch.autograd.grad(half, leaves, dout)), strict=True
     ):
         error = (got.double() - ref.double()).detach().square().mean().sqrt() / ref.detach().double().square().mean().sqrt()
-        assert error < 0.1
+        assert error < 0.15  # e5m2 has two bits, and dout, the scores' gradient and dq are in it
 
 
 def test_a_cuda_graph_replays_with_new_inputs() -> None:
