@@ -225,20 +225,26 @@ def quantize(
     return QuantizedTensor(*found)
 
 
-def make_plan(
-    recipe: Recipe | None, state: DelayedScaling | None, q: Tensor, heads: tuple[int, int], needs_grad: bool, dropout: bool
-) -> tuple[fp8_ops.Plan | None, dict[str, Any]]:
-    """How q, k and v are quantised, None where they come in FP8 or stay as they are; and what of `ops.Settings` is FP8's."""
-    given = q.dtype in FP8_DTYPES
+def check_recipe(recipe: Any, state: Any) -> None:
+    """That both are what they should be, and that one comes with the other."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
     is_delayed = recipe is not None and recipe.scaling == "delayed"
+    if state is not None and not isinstance(state, DelayedScaling):
+        raise TypeError(f"fp8_state is {describe(state)}; accepted: a flexattn.fp8.DelayedScaling, or None")
     if (state is not None) != is_delayed:
         raise ValueError(
             f"fp8_state is {'given' if state is not None else 'None'} with "
             f"{'no fp8_recipe' if recipe is None else f'scaling {recipe.scaling!r}'}; accepted: a DelayedScaling with scaling "
             "'delayed', else None"
         )
+
+
+def make_plan(
+    recipe: Recipe | None, state: DelayedScaling | None, q: Tensor, heads: tuple[int, int], needs_grad: bool, dropout: bool
+) -> tuple[fp8_ops.Plan | None, dict[str, Any]]:
+    """How q, k and v are quantised, None where they come in FP8 or stay as they are; and what of `ops.Settings` is FP8's."""
+    given = q.dtype in FP8_DTYPES
     if recipe is None and not given:
         return None, {}
     if state is not None:
@@ -283,9 +289,7 @@ def make_plan(
     return fp8_ops.Plan(recipe.granularity, recipe.rows, recipe.margin, recipe.rotation, grad_dtype), fields
 
 
-def _check_state(state: Any, recipe: Recipe | None, q: Tensor, heads: tuple[int, int]) -> None:
-    if not isinstance(state, DelayedScaling):
-        raise TypeError(f"fp8_state is {describe(state)}; accepted: a flexattn.fp8.DelayedScaling, or None")
+def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads: tuple[int, int]) -> None:
     if state.recipe != recipe:
         raise ValueError(f"fp8_state was made for {state.recipe} and fp8_recipe is {recipe}; accepted: the same recipe")
     if state.scale("q").device != q.device:

@@ -307,6 +307,7 @@ def _prepare(
     validation.check_flag("return_max_logit", return_max_logit)
     validation.check_scalars(softmax_scale, softcap, dropout_p)
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    fp8.check_recipe(fp8_recipe, fp8_state)
     validation.check_qkv(q, k, v, q_format, kv_format)
     heads = q.shape[q_format.index("h")]
     batch = validation.check_cu_seqlens(
@@ -367,7 +368,7 @@ def _prepare(
             kv_format,
             batch,
             (max_q, max_kv),
-            fp8_recipe.rows if fp8_recipe else 0,
+            0 if fp8_recipe is None else fp8_recipe.rows,
             (descale_q, descale_k, descale_v),
         ),
     )

@@ -202,7 +202,7 @@ DKDV[90, 1] = (
 DKDV[100, 1] = (
     Row(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     Row(256, Tile(32, 64, 8, 2), Tile(32, 64, 8, 2)),
-    Row(512, Tile(32, 32, 8, 1, apart=True), Tile(32, 32, 8, 1, apart=True)),
+    Row(512, Tile(32, 64, 8, 1, apart=True), Tile(32, 64, 8, 1, apart=True)),
 )
 
 BIAS_GRADIENT: Table = {
