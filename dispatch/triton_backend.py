@@ -70,8 +70,13 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 def quantizer(x: Tensor) -> Any:
     """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-    return _quantize if device_error(x.device.type, capability) is None and (capability or (9, 0)) >= (8, 9) else None
+    return _quantize if _can_quantize(x.device) else None
+
+
+@functools.cache
+def _can_quantize(device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return device_error(device.type, capability) is None and (capability is None or capability >= (8, 9))
 
 
 def _quantize(
