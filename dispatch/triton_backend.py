@@ -155,7 +155,8 @@ def _hopper_backward(
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
+    from flexattn.kernels_triton.backward import attention_backward
+    from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
 
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None

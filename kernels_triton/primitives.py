@@ -267,6 +267,35 @@ def to_fp8_rows(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def add_fp8_product(
+    acc0,
+    acc1,
+    x,
+    descale,
+    base,
+    stride,
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    # acc += x @ y, for x that becomes FP8 here and y in a transposed copy, which is to be multiplied with `descale`. Each product is
+    # made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
+    x, descale_x = to_fp8_rows(x, DTYPE)
+    descale = (descale_x * descale)[:, None]
+    y0 = load_columns(base, stride, first, num_rows, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
+    acc0 += tl.dot(x, tl.trans(y0)) * descale
+    if WIDTH1 > 0:
+        y1 = load_columns(base, stride, first, num_rows, ROWS, WIDTH0, WIDTH1, HEAD_DIM, CHECK_ROWS)
+        acc1 += tl.dot(x, tl.trans(y1)) * descale
+    return acc0, acc1
+
+
+@triton.jit
 def store_tile(
     pointer,
     tile,

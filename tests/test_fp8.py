@@ -210,6 +210,20 @@ def test_compiled(device: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_delayed_scaling_is_not_compiled(device: str) -> None:
+    recipe = fp8.Recipe(scaling="delayed")
+    state = fp8.DelayedScaling(recipe, 4, 2, device=device)
+    call = inputs(device)
+
+    def attend() -> Tensor:
+        out: Tensor = flexattn.attention(**call, fp8_recipe=recipe, fp8_state=state)
+        return out
+
+    with pytest.raises(Exception, match="would not note dout's amax"):
+        torch.compile(attend, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(), attend())
+
+
 def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     call = inputs(device, "thd")
     x = call["q"].detach()
