@@ -283,8 +283,8 @@ def add_fp8_product(
     CHECK_ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    # acc += x @ y, for x that becomes FP8 here and y in a transposed copy, which is to be multiplied with `descale`. Each product is
-    # made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
+    # acc += x @ y, for x that becomes FP8 here and y in a transposed copy, which is to be multiplied with `descale`. Each product
+    # is made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
     x, descale_x = to_fp8_rows(x, DTYPE)
     descale = (descale_x * descale)[:, None]
     y0 = load_columns(base, stride, first, num_rows, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
