@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import fp8
+from flexattn.dispatch import canary
 from flexattn.dispatch.quantization import scale_of
+from flexattn.functional import bind_call
+from flexattn.ops import spec_to_run
 from flexattn.testing import make_dout, make_inputs
 
 BF16 = torch.bfloat16
@@ -229,6 +232,47 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     x = call["q"].detach()
     arguments = (x, call["cu_seqlens_q"], None, 40, None, "thd", "float8_e4m3fn", "block", 64, 0, True)
     torch.library.opcheck(torch.ops.flexattn.quantize.default, arguments)
+    x, settings = bind_call(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block"), backend="eager")
+    x = x._replace(q=x.q.zero_(), k=x.k.zero_(), v=x.v.zero_())
+    forward = x._replace(descales=list(x.descales)[:3])
+    utils = ("test_autograd_registration", "test_faketensor")  # the others multiply what they get, which torch's FP8 cannot
+    torch.library.opcheck(torch.ops.flexattn.attention_forward.default, (*forward, *settings), test_utils=utils)
+    out, lse, _ = torch.ops.flexattn.attention_forward(*forward, *settings)
+    call = (out.to(E4M3), None, out, lse, *x, *settings)
+    torch.library.opcheck(torch.ops.flexattn.attention_backward.default, call, test_utils=utils)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
+    for recipe in (fp8.Recipe(granularity="block", fp8_format="HYBRID"), fp8.Recipe(bf16_backward=True)):
+        call = inputs(device) | {"fp8_recipe": recipe, "backend": "triton"}
+        [found] = flexattn.warmup(call)
+        assert found.backward is not None
+        x, settings = bind_call(**call)
+        spec = spec_to_run(x, settings)
+        spec = spec.of_backward() if direction == "backward" else spec
+        assert canary.mismatch("triton", spec, direction, torch.device(device)) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph() -> None:
+    call = inputs("cuda", "thd") | {"fp8_recipe": fp8.Recipe(rotation=True)}
+    want = run(call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(call)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    dout = torch.ones_like(want[0])
+    out = flexattn.attention(**call)
+    wanted = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
+    with torch.cuda.graph(graph):
+        out = flexattn.attention(**call)
+        gradients = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
+    graph.replay()
+    assert torch.equal(out, want[0])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
 def test_explain(device: str) -> None:
