@@ -154,8 +154,10 @@ def _attn_bwd_dq_loop(
             row_sum += tl.sum(p, 1)
         if META.IS_FP8:
             descale_k = load_descale(descales, 1, b, h_kv, n, META)
-            k_t = (k_t_base, stride_ktd, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-            dq0, dq1 = add_fp8_product(dq0, dq1, ds, descale_k, *k_t, dout0.dtype)
+            k_t = (k_t_base, stride_ktd, n, len_kv)
+            dq0, dq1 = add_fp8_product(
+                dq0, dq1, ds, descale_k, k_t, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED, dout0.dtype
+            )
         else:
             ds = ds.to(k0.dtype)
             dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
@@ -530,12 +532,16 @@ def _attn_bwd_dkdv_loop(
         if META.IS_FP8:
             if HAS_DV:
                 descale_dout = load_descale(descales, 3, b, h, m, META)
-                dout_t = (dout_t_base, stride_dotd, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-                dv0, dv1 = add_fp8_product(dv0, dv1, p, descale_dout, *dout_t, tl.float8e4nv)
+                dout_t = (dout_t_base, stride_dotd, m, len_q)
+                dv0, dv1 = add_fp8_product(
+                    dv0, dv1, p, descale_dout, dout_t, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED, tl.float8e4nv
+                )
             if HAS_DK:
                 descale_q = load_descale(descales, 0, b, h, m, META)
-                q_t = (q_t_base, stride_qtd, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-                dk0, dk1 = add_fp8_product(dk0, dk1, ds, descale_q, *q_t, dout0.dtype)
+                q_t = (q_t_base, stride_qtd, m, len_q)
+                dk0, dk1 = add_fp8_product(
+                    dk0, dk1, ds, descale_q, q_t, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED, dout0.dtype
+                )
         else:
             if HAS_DV:
                 p = p.to(dout0.dtype)

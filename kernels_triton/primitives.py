@@ -272,10 +272,7 @@ def add_fp8_product(
     acc1,
     x,
     descale,
-    base,
-    stride,
-    first,
-    num_rows,
+    copy,  # (base, stride, first, num_rows) for `load_columns`
     ROWS: tl.constexpr,
     WIDTH0: tl.constexpr,
     WIDTH1: tl.constexpr,
@@ -287,10 +284,10 @@ def add_fp8_product(
     # is made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
     x, descale_x = to_fp8_rows(x, DTYPE)
     descale = (descale_x * descale)[:, None]
-    y0 = load_columns(base, stride, first, num_rows, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
+    y0 = load_columns(*copy, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
     acc0 += tl.dot(x, tl.trans(y0)) * descale
     if WIDTH1 > 0:
-        y1 = load_columns(base, stride, first, num_rows, ROWS, WIDTH0, WIDTH1, HEAD_DIM, CHECK_ROWS)
+        y1 = load_columns(*copy, ROWS, WIDTH0, WIDTH1, HEAD_DIM, CHECK_ROWS)
         acc1 += tl.dot(x, tl.trans(y1)) * descale
     return acc0, acc1
 
