@@ -88,8 +88,7 @@ def _attn_bwd_dq_loop(
     first_full,
     descales,
     h_kv,
-    k_t_base,  # in FP8: k with its tokens innermost
-    stride_ktd,
+    k_t,  # in FP8: k with its tokens innermost, and the stride of its channels
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -154,10 +153,7 @@ def _attn_bwd_dq_loop(
             row_sum += tl.sum(p, 1)
         if META.IS_FP8:
             descale_k = load_descale(descales, 1, b, h_kv, n, META)
-            k_t = (k_t_base, stride_ktd, n, len_kv)
-            dq0, dq1 = add_fp8_product(
-                dq0, dq1, ds, descale_k, k_t, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED, dout0.dtype
-            )
+            dq0, dq1 = add_fp8_product(dq0, dq1, ds, descale_k, k_t, n, len_kv, BLOCK_N, IS_MASKED, dout0.dtype, False, META)
         else:
             ds = ds.to(k0.dtype)
             dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
@@ -308,9 +304,9 @@ def _attn_bwd_dq_kernel(
     tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
 
-    k_t_base = k_t_ptr
+    k_t = (k_t_ptr, stride_ktd)
     if META.IS_FP8:
-        k_t_base = transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV)
+        k_t = (transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV), stride_ktd)
 
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -382,8 +378,7 @@ def _attn_bwd_dq_kernel(
                 0 if phase == 1 else inside,
                 descales,
                 h_kv,
-                k_t_base,
-                stride_ktd,
+                k_t,
                 MODS,
                 phase != 1,
                 META,
@@ -460,10 +455,8 @@ def _attn_bwd_dkdv_loop(
     first_full,
     descales,
     h_kv,
-    q_t_base,  # in FP8: q and dout with their tokens innermost
-    stride_qtd,
-    dout_t_base,
-    stride_dotd,
+    q_t,  # in FP8: q and dout with their tokens innermost
+    dout_t,
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -532,16 +525,12 @@ def _attn_bwd_dkdv_loop(
         if META.IS_FP8:
             if HAS_DV:
                 descale_dout = load_descale(descales, 3, b, h, m, META)
-                dout_t = (dout_t_base, stride_dotd, m, len_q)
                 dv0, dv1 = add_fp8_product(
-                    dv0, dv1, p, descale_dout, dout_t, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED, tl.float8e4nv
+                    dv0, dv1, p, descale_dout, dout_t, m, len_q, BLOCK_M, IS_MASKED, tl.float8e4nv, True, META
                 )
             if HAS_DK:
                 descale_q = load_descale(descales, 0, b, h, m, META)
-                q_t = (q_t_base, stride_qtd, m, len_q)
-                dk0, dk1 = add_fp8_product(
-                    dk0, dk1, ds, descale_q, q_t, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED, dout0.dtype
-                )
+                dk0, dk1 = add_fp8_product(dk0, dk1, ds, descale_q, q_t, m, len_q, BLOCK_M, IS_MASKED, dout0.dtype, False, META)
         else:
             if HAS_DV:
                 p = p.to(dout0.dtype)
@@ -722,10 +711,10 @@ def _attn_bwd_dkdv_kernel(
         first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
-        q_t_base, dout_t_base = q_t_ptr, dout_t_ptr
+        q_t, dout_t = (q_t_ptr, stride_qtd), (dout_t_ptr, stride_dotd)
         if META.IS_FP8:
-            q_t_base = transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q)
-            dout_t_base = transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q)
+            q_t = (transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
+            dout_t = (transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
@@ -804,10 +793,8 @@ def _attn_bwd_dkdv_kernel(
                     inside if phase == 1 else 0,
                     descales,
                     h_kv,
-                    q_t_base,
-                    stride_qtd,
-                    dout_t_base,
-                    stride_dotd,
+                    q_t,
+                    dout_t,
                     MODS,
                     dk_ptr is not None,
                     dv_ptr is not None,
