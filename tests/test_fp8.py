@@ -83,6 +83,36 @@ def test_rotation_halves_the_error_of_outliers(device: str) -> None:
         assert a < b / 2, (name, per_tensor, rotated)
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> None:
+    recipe = fp8.Recipe(granularity="tensor", rotation=True)
+    call = inputs(device, "thd") | {"backend": backend, "fp8_recipe": recipe}
+    with torch.no_grad():
+        clean = flexattn.attention(**call)
+        q, k = (call[name].detach().clone() for name in "qk")
+        q[3, 1, 5], q[7, 2, 0], k[75, 0, 1] = torch.nan, torch.inf, torch.nan  # k's is the second sequence's sixth
+        out = flexattn.attention(**call | {"q": q, "k": k})
+    rows = out.isnan().any(-1)
+    wanted = torch.zeros_like(rows)
+    wanted[3, 1], wanted[7, 2], wanted[45:, :2] = True, True, True  # causal: queries from the sixth on, by both heads of the key's
+    assert torch.equal(rows, wanted)
+    assert float((out - clean)[~rows].abs().max()) < 0.2  # the amax may have been another element's
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_zeros(backend: str, device: str) -> None:
+    call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe(granularity="block")}
+    call |= {name: torch.zeros_like(call[name]).requires_grad_() for name in "qkv"}
+    out, dq, dk, dv = run(call)
+    assert not out.any()
+    assert not dq.any()
+    assert not dk.any()
+    assert dv.isfinite().all()
+    call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe()}
+    out = flexattn.attention(**call)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out, [call[name] for name in "qkv"], torch.zeros_like(out)))
+
+
 def test_given_in_fp8(device: str) -> None:
     call = inputs(device, "thd")
     recipe = fp8.Recipe(granularity="block", block_rows=64)
