@@ -129,7 +129,7 @@ def train(recipe: fp8.Recipe | None, steps: int, device: torch.device) -> list[f
         batch = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).to(device)
         loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
@@ -144,9 +144,9 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.train is not None:
         return _compare_training(args.train, device)
-    print(f"{'':10}{'recipe':30}" + "".join(f"{name + ' rms':>11}{'max':>8}" for name in ("out", "dq", "dk", "dv")))  # noqa: T201
+    print(f"{'':10}{'recipe':30}" + "".join(f"{name + ' rms':>11}{'max':>8}" for name in ("out", "dq", "dk", "dv")))
     for kind, name, found in accuracy(args.length, device, args.backend):
-        print(f"{kind:10}{name:30}" + "".join(f"{rms:11.4f}{largest:8.4f}" for rms, largest in found))  # noqa: T201
+        print(f"{kind:10}{name:30}" + "".join(f"{rms:11.4f}{largest:8.4f}" for rms, largest in found))
     return 0
 
 
@@ -156,5 +156,5 @@ def _compare_training(steps: int, device: torch.device) -> int:
         losses = train(RECIPES[name], steps, device)
         means[name] = sum(losses[-LAST:]) / len(losses[-LAST:])
         beside = means[name] / means["bf16"] - 1
-        print(f"{name:30} first loss {losses[0]:.3f}, mean of the last {LAST} {means[name]:.4f} ({beside:+.2%})")  # noqa: T201
+        print(f"{name:30} first loss {losses[0]:.3f}, mean of the last {LAST} {means[name]:.4f} ({beside:+.2%})")
     return 0

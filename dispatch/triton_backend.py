@@ -70,8 +70,13 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 def quantizer(x: Tensor) -> Any:
     """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-    return _quantize if device_error(x.device.type, capability) is None and (capability or (9, 0)) >= (8, 9) else None
+    return _quantize if _can_quantize(x.device) else None
+
+
+@functools.cache
+def _can_quantize(device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return device_error(device.type, capability) is None and (capability is None or capability >= (8, 9))
 
 
 def _quantize(
@@ -150,7 +155,8 @@ def _hopper_backward(
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
+    from flexattn.kernels_triton.backward import attention_backward
+    from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
 
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None

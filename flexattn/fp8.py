@@ -229,6 +229,11 @@ def check_recipe(recipe: Any, state: Any) -> None:
     """That both are what they should be, and that one comes with the other."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
+    if state is not None and torch.compiler.is_compiling():
+        raise RuntimeError(
+            "fp8_state is given in a graph of torch.compile, whose backward would not note dout's amax; accepted: a call outside "
+            "the graph (torch.compiler.disable), or scaling 'current'"
+        )
     is_delayed = recipe is not None and recipe.scaling == "delayed"
     if state is not None and not isinstance(state, DelayedScaling):
         raise TypeError(f"fp8_state is {describe(state)}; accepted: a flexattn.fp8.DelayedScaling, or None")

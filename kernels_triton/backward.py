@@ -13,16 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.bias_gradient import bias_gradient
-from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    add_fp8_product,
     descaled_products,
     dropout_keep,
     listed_tile,
     load_block_lists,
-    load_columns,
     load_descale,
     load_head,
     load_row_statistics,
@@ -37,13 +35,13 @@ from flexattn.kernels_triton.primitives import (
     statistics_row,
     store_tile,
     store_zeros,
-    to_fp8_rows,
     transposed_pointer,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.quantize import transposed
-from flexattn.kernels_triton.statistics import new_statistics, row_statistics
+from flexattn.kernels_triton.score_gradients import score_gradients
+from flexattn.kernels_triton.statistics import new_statistics
 
 
 @triton.jit
@@ -90,8 +88,7 @@ def _attn_bwd_dq_loop(
     first_full,
     descales,
     h_kv,
-    k_t_base,  # in FP8: k with its tokens innermost
-    stride_ktd,
+    k_t,  # in FP8: k with its tokens innermost, and the stride of its channels
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -155,13 +152,8 @@ def _attn_bwd_dq_loop(
         if META.IS_FP32:
             row_sum += tl.sum(p, 1)
         if META.IS_FP8:
-            ds, descale = to_fp8_rows(ds, dout0.dtype)
-            descale = (descale * load_descale(descales, 1, b, h_kv, n, META))[:, None]
-            k0 = load_columns(k_t_base, stride_ktd, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-            dq0 += tl.dot(ds, tl.trans(k0)) * descale
-            if META.QK1 > 0:
-                k1 = load_columns(k_t_base, stride_ktd, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-                dq1 += tl.dot(ds, tl.trans(k1)) * descale
+            descale_k = load_descale(descales, 1, b, h_kv, n, META)
+            dq0, dq1 = add_fp8_product(dq0, dq1, ds, descale_k, k_t, n, len_kv, BLOCK_N, IS_MASKED, dout0.dtype, False, META)
         else:
             ds = ds.to(k0.dtype)
             dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
@@ -312,9 +304,9 @@ def _attn_bwd_dq_kernel(
     tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
 
-    k_t_base = k_t_ptr
+    k_t = (k_t_ptr, stride_ktd)
     if META.IS_FP8:
-        k_t_base = transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV)
+        k_t = (transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV), stride_ktd)
 
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -386,8 +378,7 @@ def _attn_bwd_dq_kernel(
                 0 if phase == 1 else inside,
                 descales,
                 h_kv,
-                k_t_base,
-                stride_ktd,
+                k_t,
                 MODS,
                 phase != 1,
                 META,
@@ -464,10 +455,8 @@ def _attn_bwd_dkdv_loop(
     first_full,
     descales,
     h_kv,
-    q_t_base,  # in FP8: q and dout with their tokens innermost
-    stride_qtd,
-    dout_t_base,
-    stride_dotd,
+    q_t,  # in FP8: q and dout with their tokens innermost
+    dout_t,
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -535,21 +524,13 @@ def _attn_bwd_dkdv_loop(
         )
         if META.IS_FP8:
             if HAS_DV:
-                p, descale = to_fp8_rows(p, tl.float8e4nv)
-                descale = (descale * load_descale(descales, 3, b, h, m, META))[:, None]
-                dout0 = load_columns(dout_t_base, stride_dotd, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-                dv0 += tl.dot(p, tl.trans(dout0)) * descale
-                if META.V1 > 0:
-                    dout1 = load_columns(dout_t_base, stride_dotd, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-                    dv1 += tl.dot(p, tl.trans(dout1)) * descale
+                descale_dout = load_descale(descales, 3, b, h, m, META)
+                dv0, dv1 = add_fp8_product(
+                    dv0, dv1, p, descale_dout, dout_t, m, len_q, BLOCK_M, IS_MASKED, tl.float8e4nv, True, META
+                )
             if HAS_DK:
-                ds, descale = to_fp8_rows(ds, dout0.dtype)
-                descale = (descale * load_descale(descales, 0, b, h, m, META))[:, None]
-                q0 = load_columns(q_t_base, stride_qtd, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-                dk0 += tl.dot(ds, tl.trans(q0)) * descale
-                if META.QK1 > 0:
-                    q1 = load_columns(q_t_base, stride_qtd, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-                    dk1 += tl.dot(ds, tl.trans(q1)) * descale
+                descale_q = load_descale(descales, 0, b, h, m, META)
+                dk0, dk1 = add_fp8_product(dk0, dk1, ds, descale_q, q_t, m, len_q, BLOCK_M, IS_MASKED, dout0.dtype, False, META)
         else:
             if HAS_DV:
                 p = p.to(dout0.dtype)
@@ -730,10 +711,10 @@ def _attn_bwd_dkdv_kernel(
         first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
-        q_t_base, dout_t_base = q_t_ptr, dout_t_ptr
+        q_t, dout_t = (q_t_ptr, stride_qtd), (dout_t_ptr, stride_dotd)
         if META.IS_FP8:
-            q_t_base = transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q)
-            dout_t_base = transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q)
+            q_t = (transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
+            dout_t = (transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
@@ -812,10 +793,8 @@ def _attn_bwd_dkdv_kernel(
                     inside if phase == 1 else 0,
                     descales,
                     h_kv,
-                    q_t_base,
-                    stride_qtd,
-                    dout_t_base,
-                    stride_dotd,
+                    q_t,
+                    dout_t,
                     MODS,
                     dk_ptr is not None,
                     dv_ptr is not None,
@@ -914,30 +893,4 @@ def attention_backward(
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
-
-    _bias_and_capture_gradients(x, statistics, dout, dbias, dcaptures, deterministic)
-
-
-def bias_and_capture_gradients(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dbias: Tensor | None,
-    dcaptures: Sequence[Tensor],
-    deterministic: bool,
-) -> None:
-    """The part of `attention_backward` that is left where other kernels made dq, dk and dv; half types only."""
-    if dbias is not None or dcaptures:
-        statistics = row_statistics(problem, out, lse, dout, dlse, None)
-        _bias_and_capture_gradients(problem, statistics, dout, dbias, dcaptures, deterministic)
-
-
-def _bias_and_capture_gradients(
-    problem: Problem, statistics: Tensor, dout: Tensor, dbias: Tensor | None, dcaptures: Sequence[Tensor], deterministic: bool
-) -> None:
-    if dbias is not None:
-        bias_gradient(problem, statistics, dout, dbias)
-    if dcaptures:
-        capture_gradients(problem, statistics, dout, dcaptures, deterministic)
+    score_gradients(x, statistics, dout, dbias, dcaptures, deterministic)

@@ -267,6 +267,36 @@ def to_fp8_rows(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def add_fp8_product(
+    acc0,
+    acc1,
+    x,
+    descale,
+    copy,  # (base, stride) for `load_columns`
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_V: tl.constexpr,  # y has v's head dim, not q's and k's
+    META: tl.constexpr,
+):
+    # acc += x @ y, for x that becomes FP8 here and y in a transposed copy, which is to be multiplied with `descale`. Each product
+    # is made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
+    WIDTH0: tl.constexpr = META.V0 if IS_V else META.QK0
+    WIDTH1: tl.constexpr = META.V1 if IS_V else META.QK1
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_V if IS_V else META.HEAD_DIM_QK
+    x, descale_x = to_fp8_rows(x, DTYPE)
+    descale = (descale_x * descale)[:, None]
+    y0 = load_columns(*copy, first, num_rows, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
+    acc0 += tl.dot(x, tl.trans(y0)) * descale
+    if WIDTH1 > 0:
+        y1 = load_columns(*copy, first, num_rows, ROWS, WIDTH0, WIDTH1, HEAD_DIM, CHECK_ROWS)
+        acc1 += tl.dot(x, tl.trans(y1)) * descale
+    return acc0, acc1
+
+
+@triton.jit
 def store_tile(
     pointer,
     tile,

@@ -46,6 +46,7 @@ class _Meta(NamedTuple):
     D1: int
     ROWS: int
     BLOCK_ROWS: int  # of a program
+    BY_BLOCK: bool  # each block of rows has a scale
     ROTATION: int  # how many channels are mixed; 0: none
 
 
@@ -104,12 +105,11 @@ def _quantize_kernel(
     num_tokens,
     max_seqlen,
     scale_ptr,  # or None: from the amax
-    amax_ptr,  # read where there is no scale and FINDS_AMAX is false
-    stride_ab,  # of scale and of amax
+    stride_ab,  # of scale, amax and descale by batch and head, unless there is one for each block
     stride_ah,
     range_scale,  # the dtype's largest value * 2**-margin
-    found_ptr,  # [b, h, blocks]: the amax of each program, written with FINDS_AMAX
-    descale_ptr,  # written with data; as the amax, or as `found`
+    found_ptr,  # the amax, of each block or, 0 before, of all; found with FINDS_AMAX, else read where there is no scale
+    descale_ptr,  # written with data where there is no scale
     data_ptr,  # or None
     stride_db,
     stride_ds,
@@ -136,14 +136,19 @@ def _quantize_kernel(
             amax = tl.maximum(amax, _finite_amax(_load_rows(x_base, x_step, x_offsets, row, length, 0, META.D0, META)))
             if META.D1 > 0:
                 amax = tl.maximum(amax, _finite_amax(_load_rows(x_base, x_step, x_offsets, row, length, META.D0, META.D1, META)))
-        tl.store(found_ptr + program, amax)
+        if META.BY_BLOCK:
+            tl.store(found_ptr + program, amax)
+        else:  # the bits of numbers that are not negative order as they do, and no order of the maxima changes the largest
+            tl.atomic_max(
+                (found_ptr + b * stride_ab + h * stride_ah).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True)
+            )
     if data_ptr is not None:
         group = b * stride_ab + h * stride_ah
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + group)
         else:
             if not FINDS_AMAX:
-                amax = tl.load(amax_ptr + group)
+                amax = tl.load(found_ptr + group)
             scale = tl.div_rn(range_scale, tl.where(amax > 0.0, amax, 1.0))
             scale = tl.where((amax > 0.0) & (scale <= LARGEST_SCALE), scale, 1.0)
             tl.store(descale_ptr + (program if FINDS_AMAX else group), tl.div_rn(1.0, scale))
@@ -204,42 +209,25 @@ def quantize(
         D1=d1,
         ROWS=_ROWS,
         BLOCK_ROWS=rows,
+        BY_BLOCK=block_rows > 0,
         ROTATION=head_dim & -head_dim if rotation else 0,
     )
-    found = x.new_empty((batch, heads, blocks), dtype=torch.float32)
-    descale = x.new_empty(sizes, dtype=torch.float32)
-    amax = found if block_rows else x.new_empty(sizes, dtype=torch.float32)
+    amax = x.new_empty(sizes, dtype=torch.float32) if block_rows else x.new_zeros(sizes, dtype=torch.float32)
+    descale = (
+        x.new_empty(sizes, dtype=torch.float32) if scale is None else scale.reciprocal().view(1, -1, 1).expand(sizes).contiguous()
+    )
     lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, x.shape[-3], longest)
-    stride_b, stride_h = heads_of(sizes)
-
-    def run(given: Tensor | None, known: Tensor | None, out: Tensor | None, finds_amax: bool) -> None:
-        of_scale = (given, known, stride_b, stride_h, LARGEST[data.dtype] * 2.0**-margin, found, descale)
-        of_data = (out, *row_strides(data, meta))
-        arguments = (x, *row_strides(x, meta), *lengths, *of_scale, *of_data, finds_amax, meta)
+    # The amax of all must be known before the first cast, that of a block or of an earlier step is.
+    for target, finds_amax in ((data, True),) if block_rows or scale is not None else ((None, True), (data, False)):
+        of_scale = (scale, *_strides(sizes), LARGEST[data.dtype] * 2.0**-margin, amax, descale)
+        arguments = (x, *row_strides(x, meta), *lengths, *of_scale, target, *row_strides(data, meta), finds_amax, meta)
         launch(_quantize_kernel, batch * heads * blocks, x.device, _TILE, arguments)
-
-    if block_rows:
-        run(None, None, data, True)
-        return descale, amax
-    if scale is None:
-        run(None, None, None, True)
-        _largest(found, amax)
-        run(None, amax, data, False)
-    else:
-        run(scale, None, data, True)
-        _largest(found, amax)
-        descale = (1.0 / scale).view(1, -1, 1).expand(sizes).contiguous()
     return descale, amax
 
 
-def heads_of(sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Strides of batch and head of a contiguous tensor of these sizes, 0 where it has one."""
+def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
+    """Of batch and head in a contiguous tensor of these sizes, 0 where it has one."""
     return (sizes[1] if sizes[0] > 1 else 0, 1 if sizes[1] > 1 else 0)
-
-
-def _largest(found: Tensor, amax: Tensor) -> None:
-    dims = [dim for dim in range(3) if amax.shape[dim] == 1]
-    torch.amax(found, dims, keepdim=True, out=amax)
 
 
 @kernel
@@ -261,7 +249,7 @@ def unrotate(x: Tensor) -> Tensor:
     """The gradient of what `quantize` rotates, from that of the rotated: x times the rotation's transpose; x is contiguous."""
     head_dim = x.shape[-1]
     d0, d1 = split_head_dim(head_dim)
-    meta = _Meta(False, False, False, 8, False, head_dim, d0, d1, _ROWS, _ROWS, head_dim & -head_dim)
+    meta = _Meta(False, False, False, 8, False, head_dim, d0, d1, _ROWS, _ROWS, False, head_dim & -head_dim)
     out = torch.empty_like(x)
     num_rows = x.numel() // head_dim
     launch(_unrotate_kernel, triton.cdiv(num_rows, _ROWS), x.device, _TILE, (x, out, num_rows, meta))
@@ -331,7 +319,7 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
     meta = _Meta(
         cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * _ROWS >= 2**31, head_dim, d0, d1,
-        _COLUMNS.block_m, _COLUMNS.block_m, 0,
+        _COLUMNS.block_m, _COLUMNS.block_m, False, 0,
     )  # fmt: skip
     longest = max(1, max_seqlen if ragged else tokens)
     lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, tokens, longest)

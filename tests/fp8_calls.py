@@ -22,6 +22,7 @@ from flexattn.testing import (
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_ROWS = 64
+SHORT_ACCUMULATOR = 2.0**-12  # of the largest score, granted to scores: FP8 products of sm_89 and 90 add up with some 14 bits
 
 
 def quantized(
@@ -54,20 +55,21 @@ def check(inputs: Inputs, granularity: str = "head", grad_dtype: torch.dtype = E
     for direction in ("forward", "backward"):
         assert triton_backend.support_error(spec, direction) is None  # type: ignore[arg-type]
     got = triton_backend.forward(spec, x)
-    for name, g, want, budget in zip(
-        ("out", "lse", "max_logit"), got, reference_attention(spec, x), eager_backend.forward(spec, x), strict=True
-    ):
-        check_close(name, g, want, budget)
+    wanted, budgets = reference_attention(spec, x), eager_backend.forward(spec, x)
+    check_close("out", got[0], wanted[0], budgets[0])
+    largest = max(1.0, float(wanted[2].abs().max()))
+    atol = SHORT_ACCUMULATOR * largest if x.q.is_cuda and spec.capability and spec.capability < (10, 0) else None
+    for at, name in ((1, "lse"), (2, "max_logit")):
+        check_close(name, got[at], wanted[at], budgets[at], atol=atol)
     out, lse, _ = got
     dout, descale = quantized(spec, x, make_dout(inputs), "q", grad_dtype, granularity)
     dlse = make_dlse(inputs)
     x = x._replace(descales=(*x.descales, descale))
     gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
-    budgets = eager_backend.backward(spec, x, out, lse, dout, dlse)
     exact = quantization.dequantize_side(spec, x, "q", dout, descale, torch.float64)
-    wanted = reference_gradients(spec, x, exact, dlse)
+    results = (gradients, reference_gradients(spec, x, exact, dlse), eager_backend.backward(spec, x, out, lse, dout, dlse))
     for name in Gradients._fields[:-1]:
-        g, want, budget = (getattr(result, name) for result in (gradients, wanted, budgets))
+        g, want, budget = (getattr(result, name) for result in results)
         assert (g is None) == (want is None)
         if g is not None:
             check_close(name, g, want, budget, factor=GRADIENT_FACTOR)

@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import fp8
+from flexattn.dispatch import canary
 from flexattn.dispatch.quantization import scale_of
+from flexattn.functional import bind_call
+from flexattn.ops import spec_to_run
 from flexattn.testing import make_dout, make_inputs
 
 BF16 = torch.bfloat16
@@ -78,6 +81,36 @@ def test_rotation_halves_the_error_of_outliers(device: str) -> None:
     rotated = errors(call, fp8_recipe=fp8.Recipe(rotation=True))
     for name, a, b in zip(("out", "dk", "dv"), (rotated[0], *rotated[2:]), (per_tensor[0], *per_tensor[2:]), strict=True):
         assert a < b / 2, (name, per_tensor, rotated)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> None:
+    recipe = fp8.Recipe(granularity="tensor", rotation=True)
+    call = inputs(device, "thd") | {"backend": backend, "fp8_recipe": recipe}
+    with torch.no_grad():
+        clean = flexattn.attention(**call)
+        q, k = (call[name].detach().clone() for name in "qk")
+        q[3, 1, 5], q[7, 2, 0], k[75, 0, 1] = torch.nan, torch.inf, torch.nan  # k's is the second sequence's sixth
+        out = flexattn.attention(**call | {"q": q, "k": k})
+    rows = out.isnan().any(-1)
+    wanted = torch.zeros_like(rows)
+    wanted[3, 1], wanted[7, 2], wanted[45:, :2] = True, True, True  # causal: queries from the sixth on, by both heads of the key's
+    assert torch.equal(rows, wanted)
+    assert float((out - clean)[~rows].abs().max()) < 0.2  # the amax may have been another element's
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_zeros(backend: str, device: str) -> None:
+    call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe(granularity="block")}
+    call |= {name: torch.zeros_like(call[name]).requires_grad_() for name in "qkv"}
+    out, dq, dk, dv = run(call)
+    assert not out.any()
+    assert not dq.any()
+    assert not dk.any()
+    assert dv.isfinite().all()
+    call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe()}
+    out = flexattn.attention(**call)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out, [call[name] for name in "qkv"], torch.zeros_like(out)))
 
 
 def test_given_in_fp8(device: str) -> None:
@@ -210,11 +243,66 @@ def test_compiled(device: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_delayed_scaling_is_not_compiled(device: str) -> None:
+    recipe = fp8.Recipe(scaling="delayed")
+    state = fp8.DelayedScaling(recipe, 4, 2, device=device)
+    call = inputs(device)
+
+    def attend() -> Tensor:
+        out: Tensor = flexattn.attention(**call, fp8_recipe=recipe, fp8_state=state)
+        return out
+
+    with pytest.raises(Exception, match="would not note dout's amax"):
+        torch.compile(attend, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(), attend())
+
+
 def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     call = inputs(device, "thd")
     x = call["q"].detach()
     arguments = (x, call["cu_seqlens_q"], None, 40, None, "thd", "float8_e4m3fn", "block", 64, 0, True)
     torch.library.opcheck(torch.ops.flexattn.quantize.default, arguments)
+    x, settings = bind_call(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block"), backend="eager")
+    x = x._replace(q=x.q.zero_(), k=x.k.zero_(), v=x.v.zero_())
+    forward = x._replace(descales=list(x.descales)[:3])
+    utils = ("test_autograd_registration", "test_faketensor")  # the others multiply what they get, which torch's FP8 cannot
+    torch.library.opcheck(torch.ops.flexattn.attention_forward.default, (*forward, *settings), test_utils=utils)
+    out, lse, _ = torch.ops.flexattn.attention_forward(*forward, *settings)
+    call = (out.to(E4M3), None, out, lse, *x, *settings)
+    torch.library.opcheck(torch.ops.flexattn.attention_backward.default, call, test_utils=utils)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
+    for recipe in (fp8.Recipe(granularity="block", fp8_format="HYBRID"), fp8.Recipe(bf16_backward=True)):
+        call = inputs(device) | {"fp8_recipe": recipe, "backend": "triton"}
+        [found] = flexattn.warmup(call)
+        assert found.backward is not None
+        x, settings = bind_call(**call)
+        spec = spec_to_run(x, settings)
+        spec = spec.of_backward() if direction == "backward" else spec
+        assert canary.mismatch("triton", spec, direction, torch.device(device)) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph() -> None:
+    call = inputs("cuda", "thd") | {"fp8_recipe": fp8.Recipe(rotation=True)}
+    want = run(call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(call)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    dout = torch.ones_like(want[0])
+    out = flexattn.attention(**call)
+    wanted = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
+    with torch.cuda.graph(graph):
+        out = flexattn.attention(**call)
+        gradients = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
+    graph.replay()
+    assert torch.equal(out, want[0])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
 def test_explain(device: str) -> None:
