@@ -9,11 +9,12 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.quantization import dequantize_side
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.sample import sample_operands
 from flexattn.dispatch.select import OWN_DROPOUT, backend_module
-from flexattn.dispatch.spec import AttentionSpec, Direction
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def clear() -> None:
 def _compare(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
     backend = backend_module(name)
     x = sample_operands(spec, device, *_lengths(spec))
+    if spec.fp8 is not None:
+        return _compare_fp8(name, spec, x, direction)
     exact, eager = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
     # The forward's own results, or what a right forward would have given a backward that follows another backend's.
     if direction == "forward":
@@ -77,6 +80,24 @@ def _compare(name: str, spec: AttentionSpec, direction: Direction, device: torch
     gradients = backend.backward(spec, x, out, lse, dout, dlse)
     exact_gradients, eager_gradients = (reference_gradients(spec, x, dout, dlse, dtype) for dtype in (torch.float64, spec.dtype))
     return _first_difference(gradients._fields[:-1], gradients[:-1], exact_gradients[:-1], eager_gradients[:-1])
+
+
+def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
+    """The same in FP8, where the eager backend's emulation is the budget."""
+    backend, emulated = backend_module(name), backend_module("eager")
+    exact, eager = reference_attention(spec, x), emulated.forward(spec, x)
+    if direction == "forward":
+        names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
+        return _first_difference(names, backend.forward(spec, x), exact, eager)
+    assert spec.fp8 is not None
+    generator = torch.Generator(x.q.device).manual_seed(1)
+    dout = torch.randn(exact[0].shape, generator=generator, device=x.q.device).to(spec.fp8.grad_dtype)
+    dlse = torch.randn(exact[1].shape, generator=generator, device=x.q.device) if spec.needs_lse_grad else None
+    given = (exact[0].to(spec.out_dtype), exact[1].float(), dout, dlse)
+    exact_dout = dequantize_side(spec, x, "q", dout, x.descales[3], torch.float64)
+    wanted = reference_gradients(spec, x, exact_dout, dlse)
+    got, budget = backend.backward(spec, x, *given), emulated.backward(spec, x, *given)
+    return _first_difference(got._fields[:-1], got[:-1], wanted[:-1], budget[:-1])
 
 
 def _lengths(spec: AttentionSpec) -> tuple[list[int], list[int]]:

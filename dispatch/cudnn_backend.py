@@ -81,7 +81,10 @@ def _known_bad(spec: AttentionSpec, direction: Direction) -> str | None:
 def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """What the graphs cannot say, what cuDNN declines whatever the version, and what would kill the process or is unproved."""
     is_backward = direction == "backward"
-    if spec.dtype not in DTYPES:
+    if spec.fp8 is not None:
+        if reason := _fp8_error(spec, direction):
+            return reason
+    elif spec.dtype not in DTYPES:
         return (
             f"the graphs take fp16 and bf16, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v, or use backend='triton'"
         )
@@ -115,6 +118,27 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         or _softmax_error(spec)
         or (mods_error(spec, direction) if spec.mods is not None else None)
     )
+
+
+def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    from flexattn.kernels_cudnn.fp8_rules import Fp8Call, fp8_error
+
+    assert spec.fp8 is not None
+    call = Fp8Call(
+        direction,
+        spec.head_dim_qk,
+        spec.head_dim_v,
+        per_tensor=not any(spec.fp8.descale_dims),
+        is_packed="thd" in (spec.q_format, spec.kv_format),
+        one_query=spec.length_q == 1,
+        is_bottom_right=_is_banded_bottom_right(spec),
+        has_bias=spec.bias_type != "no_bias",
+        has_sink=spec.softmax_type != "vanilla",
+        has_mods=spec.mods is not None,
+        has_dropout=spec.dropout,
+        wants_max=spec.return_max_logit,
+    )
+    return fp8_error(call)
 
 
 _TOP_LEFT = (
@@ -171,30 +195,39 @@ def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    from flexattn.kernels_cudnn.attention import attention_forward
-
     out, lse, max_logit = empty_outputs(spec, x)
-    wanted = max_logit if spec.return_max_logit else None
+    problem, out_view, directory = _problem(spec, x, "forward"), as_bshd(out, spec.q_format), options.plan_directory()
     with _refusals():
-        attention_forward(_problem(spec, x, "forward"), as_bshd(out, spec.q_format), lse, wanted, options.plan_directory())
+        if spec.fp8 is not None:
+            from flexattn.kernels_cudnn.fp8 import Descales, fp8_forward
+
+            fp8_forward(problem, Descales(*x.descales[:3]), out_view, lse, directory=directory)
+        else:
+            from flexattn.kernels_cudnn.attention import attention_forward
+
+            wanted = max_logit if spec.return_max_logit else None
+            attention_forward(problem, out_view, lse, wanted, directory)
     return out, lse, max_logit
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_cudnn.attention import attention_backward
-
     if dlse is not None:
         raise ValueError("cuDNN takes no gradient of lse, and dlse is given; select() with needs_lse_grad refuses such a call")
     gradients = _empty_gradients(spec, x)
+    problem, directory = _problem(spec, x, "backward"), options.plan_directory()
+    out_view, dout_view = as_bshd(out, spec.q_format), as_bshd(dout, spec.q_format)
+    written = _launcher_views(spec, gradients)
     with _refusals():
-        attention_backward(
-            _problem(spec, x, "backward"),
-            as_bshd(out, spec.q_format),
-            lse,
-            as_bshd(dout, spec.q_format),
-            _launcher_views(spec, gradients),
-            options.plan_directory(),
-        )
+        if spec.fp8 is not None:
+            from flexattn.kernels_cudnn.fp8 import Descales, fp8_backward
+
+            *of_inputs, descale_dout = x.descales
+            descales = Descales(*of_inputs)
+            fp8_backward(problem, descales, out_view, None, lse, dout_view, descale_dout, written, directory=directory)
+        else:
+            from flexattn.kernels_cudnn.attention import attention_backward
+
+            attention_backward(problem, out_view, lse, dout_view, written, directory)
     doffset = gradients.dsoftmax_offset
     if doffset is not None and x.softmax_offset is not None:
         gradients = gradients._replace(dsoftmax_offset=doffset.to(x.softmax_offset.dtype))
@@ -204,6 +237,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     """Builds the plan that the call will run, or finds it; raises Refused where cuDNN has none. Reads no data."""
     from flexattn.kernels_cudnn.attention import backward_call, forward_call
+    from flexattn.kernels_cudnn.fp8 import fp8_call
     from flexattn.kernels_cudnn.plans import PLANS
     from flexattn.kernels_cudnn.problem import without_data
 
@@ -220,7 +254,11 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         return
     out, lse, max_logit = empty_outputs(spec, meta)
     out_view = as_bshd(out, spec.q_format)
-    if direction == "forward":
+    if spec.fp8 is not None:
+        is_forward = direction == "forward"
+        dout = None if is_forward else torch.empty_like(out_view, dtype=spec.fp8.grad_dtype)
+        call = fp8_call(problem, out_view, lse, dout, None if is_forward else _launcher_views(spec, _empty_gradients(spec, meta)))
+    elif direction == "forward":
         call = forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None)
     else:
         call = backward_call(problem, out_view, lse, out_view, _launcher_views(spec, _empty_gradients(spec, meta)))
@@ -261,7 +299,7 @@ def _refusals() -> Iterator[None]:
 
 def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
     """Where the launcher writes: each gradient contiguous in its input's format, that of softmax_offset in fp32."""
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = x.q.new_empty(spec.num_heads, dtype=torch.float32) if x.softmax_offset is not None else None
     return Gradients(dq, dk, dv, dbias, doffset)
@@ -318,8 +356,11 @@ def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
 
     A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
     shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has
-    a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), so these have exact plans alone.
+    a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), and FP8 has no backward over
+    packed sequences, so these have exact plans alone.
     """
+    if spec.fp8 is not None:
+        return False
     if spec.mods is not None and reads_tables(spec.mods):
         return False
     if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":

@@ -34,6 +34,19 @@ def describe(spec: AttentionSpec) -> str:
         parts.append("score_mod or mask_mod")
     if spec.block_size is not None:
         parts.append(f"block mask of {spec.block_size[0]} x {spec.block_size[1]} tokens")
+    if spec.fp8 is not None:
+        scaled = [name for name, varies in zip(("batch", "head", "block"), spec.fp8.descale_dims, strict=True) if varies]
+        block = f" of {spec.fp8.block_rows} rows" if spec.fp8.descale_dims[2] else ""
+        parts.append(
+            f"scaled per {' and '.join(scaled) or 'tensor'}{block}, out in {str(spec.fp8.out_dtype).removeprefix('torch.')}"
+        )
+        if spec.needs_grad:
+            kind = (
+                "of the 16-bit tensors"
+                if spec.fp8.bf16_backward
+                else f"by dout in {str(spec.fp8.grad_dtype).removeprefix('torch.')}"
+            )
+            parts.append(f"backward {kind}")
     parts += [name for name in ("softcap", "dropout", "return_max_logit", "deterministic") if getattr(spec, name)]
     capability = "" if spec.capability is None else f" sm_{spec.capability[0]}{spec.capability[1]}"
     return ", ".join([*parts, spec.device_type + capability])

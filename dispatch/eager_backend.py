@@ -1,7 +1,8 @@
 """The eager backend: the reference's maths in blocks of query rows, on any device, in linear memory, forward and backward.
 
-Arithmetic is fp32 (fp64 for fp64 inputs). Nothing here uses atomics, so results repeat bitwise wherever torch's matrix products do:
-on the CPU for one number of threads; on CUDA on one stream, or on several with CUBLAS_WORKSPACE_CONFIG=:4096:8.
+Arithmetic is fp32 (fp64 for fp64 inputs); what FP8 kernels round, it rounds. Nothing here uses atomics, so results repeat
+bitwise wherever torch's matrix products do: on the CPU for one number of threads; on CUDA on one stream, or on several with
+CUBLAS_WORKSPACE_CONFIG=:4096:8.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.quantization import dequantize, dequantize_side
 from flexattn.dispatch.reference import (
     NEG_INF,
     Differentiable,
@@ -31,7 +33,7 @@ BAND_ROWS = 128  # of a block under a band: more rows would compute more scores 
 
 
 def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    if spec.dtype not in DTYPES:
+    if spec.dtype not in DTYPES and spec.fp8 is None:
         return f"dtype {spec.dtype} is not supported; use one of {', '.join(map(str, DTYPES))}"
     return None
 
@@ -41,11 +43,11 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     out.zero_()
     lse.fill_(NEG_INF)
     max_logit.fill_(NEG_INF)
-    whole = Differentiable.of(x)
+    whole = Differentiable.of(dequantize(spec, x, lse.dtype))
     with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
             block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.to(lse.dtype))
-            block_out, block_lse, row_max = attend(spec, x, sequences, rows, cols, block)
+            block_out, block_lse, row_max = attend(spec, x, sequences, rows, cols, block, rounds=True)
             tokens = sequences.q[rows.start : rows.stop]
             token_view(out, spec.q_format, sequences.batch, tokens).copy_(block_out)
             lse_view(lse, spec.q_format, sequences.batch, tokens).copy_(block_lse)
@@ -56,16 +58,18 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Recomputes each block and differentiates it with autograd, so that only one block's graph exists at a time."""
-    whole = Differentiable.of(x)
+    whole = Differentiable.of(dequantize(spec, x, lse.dtype))
+    if spec.fp8 is not None:
+        dout = dequantize_side(spec, x, "q", dout, x.descales[3], lse.dtype)
     # A row of dq belongs to one block; every other gradient is a sum over blocks, kept in the dtype of the arithmetic.
     sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
-    sums = sums._replace(q=x.q.new_zeros(x.q.shape), bias=sums.bias if spec.needs_bias_grad else None)
+    sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=spec.out_dtype), bias=sums.bias if spec.needs_bias_grad else None)
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
             block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.detach().to(lse.dtype).requires_grad_())
             with torch.enable_grad():
-                block_out, block_lse, _ = attend(spec, x, sequences, rows, cols, block)
+                block_out, block_lse, _ = attend(spec, x, sequences, rows, cols, block, rounds=True)
             tokens = sequences.q[rows.start : rows.stop]
             outputs, seeds = [block_out], [token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)]
             if dlse is not None:
@@ -84,7 +88,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     doffset = None if x.softmax_offset is None or sums.softmax_offset is None else sums.softmax_offset.to(x.softmax_offset.dtype)
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
     dmod_tensors = tuple(total.to(t.dtype) for total, t in zip(captured_sums, captured, strict=True)) or None
-    return Gradients(sums.q, sums.k.to(x.k.dtype), sums.v.to(x.v.dtype), dbias, doffset, dmod_tensors)
+    return Gradients(sums.q, sums.k.to(spec.out_dtype), sums.v.to(spec.out_dtype), dbias, doffset, dmod_tensors)
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:

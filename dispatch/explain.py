@@ -24,7 +24,7 @@ class Explanation(NamedTuple):
                 f"with {versions()}",
                 *_section(self.spec, "forward", self.forward),
                 *(
-                    _section(self.spec, "backward", self.backward)
+                    _section(self.spec.of_backward(), "backward", self.backward)
                     if self.backward
                     else ["backward: not needed, no input requires a gradient"]
                 ),
@@ -35,7 +35,10 @@ class Explanation(NamedTuple):
 def explain(spec: AttentionSpec, request: str) -> Explanation:
     """What `select` decides for a spec in each direction; raises the BackendError that the call would raise."""
     return Explanation(
-        spec, request, select(spec, "forward", request), select(spec, "backward", request) if spec.needs_grad else None
+        spec,
+        request,
+        select(spec, "forward", request),
+        select(spec.of_backward(), "backward", request) if spec.needs_grad else None,
     )
 
 

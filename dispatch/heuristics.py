@@ -23,6 +23,9 @@ DEFAULTS = {
 }
 
 
+WITHOUT_CUDNN_IN_FP8 = "cuDNN, which writes its results in FP8, is no choice of its own before it is measured to be faster"
+
+
 class Measured(NamedTuple):
     """One result: over these specs `backend` took 1/`factor` of the time of the first in the default order.
 
@@ -125,6 +128,9 @@ def preference(spec: AttentionSpec, direction: Direction) -> Preference:
     """The order in which backends are tried for a spec: that of the first row of MEASURED that applies, else the default."""
     default = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"])
     row = next((row for row in MEASURED if applies(row, spec, direction)), None)
+    if row is None and spec.fp8 is not None:
+        order = tuple(name for name in default.order if name != "cudnn")
+        return Preference(order, f"{default.why}; {WITHOUT_CUDNN_IN_FP8}", default.source)
     if row is None:
         return default
     order = (row.backend, *(name for name in default.order if name != row.backend))

@@ -28,6 +28,14 @@ def _wide_and_uneven(spec: AttentionSpec) -> bool:
     return min(dims) >= 128 and dims[0] != dims[1] and dims != (192, 128)
 
 
+def _may_leave_fp8_queries_without_keys(spec: AttentionSpec) -> bool:
+    """A window's left side passes the last key; what is not known of dense lengths here, the launcher checks."""
+    if spec.fp8 is None or spec.band.left is None:
+        return False
+    has_lengths = spec.padding or "thd" in (spec.q_format, spec.kv_format)
+    return has_lengths or spec.length_q > spec.length_kv > 0
+
+
 KNOWN_BAD = (
     KnownBad(
         0,
@@ -60,6 +68,23 @@ KNOWN_BAD = (
         lambda spec: spec.dropout and not spec.dropout_in_sixteenths,
         "some kernels round dropout_p to a multiple of 1/16",
         "https://github.com/pytorch/pytorch/issues/174245",
+    ),
+    KnownBad(
+        0,
+        92300,
+        ("forward",),
+        lambda spec: spec.fp8 is not None and "thd" in (spec.q_format, spec.kv_format),
+        "packed sequences in FP8 end in an illegal instruction (seen on 9.19; TransformerEngine takes them from 9.23 on)",
+        "https://github.com/NVIDIA/TransformerEngine/pull/2994",
+    ),
+    KnownBad(
+        0,  # seen in 9.25 and 9.27; no version is known to be without it
+        ALWAYS,
+        ("forward",),
+        _may_leave_fp8_queries_without_keys,
+        "an FP8 kernel on sm_90 never ends where a tile of queries sees no key, which a window with lengths may leave; use "
+        "backend='triton', or no left side of the window",
+        "https://github.com/NVIDIA/cudnn-frontend/issues/1009",
     ),
 )
 

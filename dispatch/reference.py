@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexattn.dispatch.philox import dropout_keep
 from flexattn.dispatch.program import Program, evaluate
+from flexattn.dispatch.quantization import dequantize, round_gradient, round_weights
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
 
 NEG_INF = float("-inf")
@@ -60,7 +61,7 @@ def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = t
     `dtype` of 16 bits rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no
     oracle.
     """
-    whole = Differentiable.of(x).map(lambda t: t.to(dtype))
+    whole = Differentiable.of(dequantize(spec, x, dtype)).map(lambda t: t.to(dtype))
     out, lse, _ = empty_outputs(spec, x)
     out, lse = torch.zeros_like(out, dtype=dtype), torch.full_like(lse, NEG_INF, dtype=dtype)
     max_logit = whole.q.new_full((spec.num_heads,), NEG_INF)
@@ -80,9 +81,9 @@ def reference_gradients(
     spec: AttentionSpec, x: Operands, dout: Tensor, dlse: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Gradients:
     """The gradients of `reference_attention` in `dtype`, for dout in out's layout and dlse in lse's; autograd derives them."""
-    leaves = Differentiable.of(x).map(lambda t: t.detach().to(dtype, copy=True).requires_grad_())
+    leaves = Differentiable.of(dequantize(spec, x, dtype)).map(lambda t: t.detach().to(dtype, copy=True).requires_grad_())
     with torch.enable_grad():
-        out, lse, _ = reference_attention(spec, x._replace(**leaves._asdict()), dtype)
+        out, lse, _ = reference_attention(spec._replace(fp8=None), x._replace(**leaves._asdict()), dtype)
     outputs, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     outputs = [t.requires_grad_() for t in outputs]  # without any query they depend on nothing, and the gradients are zeros
     wanted = {name: leaf for name, leaf in zip(leaves._fields[:-1], leaves[:-1], strict=True) if leaf is not None}
@@ -95,18 +96,27 @@ def reference_gradients(
 
 
 def attend(
-    spec: AttentionSpec, x: Operands, sequences: Sequences, rows: range, cols: range, block: Differentiable
+    spec: AttentionSpec,
+    x: Operands,
+    sequences: Sequences,
+    rows: range,
+    cols: range,
+    block: Differentiable,
+    rounds: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One block: (out [b, h, r, d_v], lse [b, h, r], row_max [b, h, r]) in the block's dtype; row_max carries no gradient.
 
     rows, cols: the block's query and key positions within its sequences; every key outside `cols` must be hidden from every row.
     block: q [b, h, r, d_qk], k [b, h_kv, c, d_qk], v [b, h_kv, c, d_v], bias broadcastable to [b, h, r, c], softmax_offset [h].
+    rounds: whether what an FP8 spec multiplies inside is rounded to FP8, as its kernels do.
     """
     i = torch.arange(rows.start, rows.stop, device=block.q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=block.q.device)
     diagonal = i + sequences.shift(spec.band)
 
     logits = torch.einsum("bngid,bnjd->bngij", _grouped(spec, block.q * x.softmax_scale), block.k).flatten(1, 2)
+    if rounds and spec.fp8 is not None:
+        logits = round_gradient(logits, spec.fp8.grad_dtype)
     if spec.bias_type == "pre_scale_bias":
         assert block.bias is not None
         logits = logits + block.bias * x.softmax_scale
@@ -141,6 +151,8 @@ def attend(
     total = total.masked_fill(empty, 1.0)
     lse = (peak + total.log()).masked_fill(empty, NEG_INF)
 
+    if rounds and spec.fp8 is not None:
+        weights = round_weights(weights)
     if spec.dropout:
         assert x.rng_state is not None
         keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)

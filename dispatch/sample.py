@@ -54,4 +54,22 @@ def sample_operands(
         softmax_scale=spec.head_dim_qk**-0.5,
         softcap=SOFTCAP if spec.softcap else 0.0,
         dropout_p=DROPOUT if spec.dropout else 0.0,
+        descales=() if spec.fp8 is None else _descales(spec, batch, (longest_q, longest_kv), device),
     )
+
+
+def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:
+    """Of q, k, v and dout, all 1, which vary where the spec's do."""
+    assert spec.fp8 is not None
+    rows = spec.fp8.block_rows
+    kinds = (
+        (spec.num_heads, lengths[0]),
+        (spec.num_heads_kv, lengths[1]),
+        (spec.num_heads_kv, lengths[1]),
+        (spec.num_heads, lengths[0]),
+    )
+    sizes = ((batch, heads, max(1, -(-length // rows)) if rows else 1) for heads, length in kinds)
+    return [
+        torch.ones([size if varies else 1 for size, varies in zip(full, spec.fp8.descale_dims, strict=True)], device=device)
+        for full in sizes
+    ]

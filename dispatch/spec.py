@@ -88,6 +88,16 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
     return Band(None if left == -1 else left, 0 if causal else (None if right == -1 else right), bottom_right)
 
 
+class Fp8(NamedTuple):
+    """What a spec says of q, k and v in FP8 beside their dtype; they are data * descale."""
+
+    descale_dims: tuple[bool, bool, bool]  # whether any descale varies over batches, heads, blocks of rows
+    block_rows: int  # of a block; 0 where there is one block
+    out_dtype: torch.dtype  # of out, dq, dk and dv
+    grad_dtype: torch.dtype  # of dout, which comes in FP8 to a backward, and of the gradient of the scores
+    bf16_backward: bool  # the backward is that of q, k and v before they were quantised
+
+
 class AttentionSpec(NamedTuple):
     """Everything static that decides which kernel can run; frozen and hashable, no tensors, no lengths but their magnitude, no
     scalar inputs.
@@ -122,11 +132,21 @@ class AttentionSpec(NamedTuple):
     needs_lse_grad: bool = False  # backward: a gradient comes in through lse
     mods: Program | None = None  # score_mod and mask_mod
     block_size: tuple[int, int] | None = None  # queries and keys of a block of the block mask, if there is one
+    fp8: Fp8 | None = None  # where q, k and v are FP8
 
     @property
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_heads_kv
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of out and of the gradients of q, k and v."""
+        return self.dtype if self.fp8 is None else self.fp8.out_dtype
+
+    def of_backward(self) -> AttentionSpec:
+        """The spec that the backward runs by."""
+        return self if self.fp8 is None or not self.fp8.bf16_backward else self._replace(dtype=self.fp8.out_dtype, fp8=None)
 
 
 def length_class(length: int) -> int:
@@ -156,6 +176,7 @@ class Operands(NamedTuple):
     mod_tensors: Sequence[Tensor] = ()  # what the mods capture, in the order of Program.captures
     mod_numbers: Sequence[float] = ()
     block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
+    descales: Sequence[Tensor] = ()  # of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
 
 
 class Gradients(NamedTuple):
@@ -192,7 +213,7 @@ def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Ten
     fp64 inputs, which only the eager backend takes).
     """
     statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
-    out = x.q.new_empty((*x.q.shape[:-1], spec.head_dim_v))
+    out = x.q.new_empty((*x.q.shape[:-1], spec.head_dim_v), dtype=spec.out_dtype)
     if spec.q_format == "thd":
         lse_shape: tuple[int, ...] = (spec.num_heads, x.q.shape[0])
     else:

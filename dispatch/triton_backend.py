@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
+from flexattn.dispatch.quantization import amax_sizes
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -24,12 +25,26 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the kernels can run `spec` in `direction`, else why not and what to change."""
+    if spec.fp8 is not None:
+        return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
     for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
     return device_error(spec.device_type, spec.capability)
+
+
+def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
+    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
+        if dim % 16 or not 16 <= dim <= 256:
+            return f"the head dim of {name} is {dim}; in FP8 the kernels take multiples of 16 up to 256; pad it with zeros"
+    if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
+        return (
+            "FP8 matrix instructions begin with compute capability 8.9 (Ada), and this is "
+            f"{spec.capability[0]}.{spec.capability[1]}; leave out fp8_recipe"
+        )
+    return None
 
 
 @functools.cache
@@ -54,6 +69,39 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
     return f"the kernels run on CUDA devices, not on {device_type!r}"
 
 
+def quantizer(x: Tensor) -> Any:
+    """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
+    return _quantize if _can_quantize(x.device) else None
+
+
+@functools.cache
+def _can_quantize(device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return device_error(device.type, capability) is None and (capability is None or capability >= (8, 9))
+
+
+def _quantize(
+    x: Tensor,
+    fmt: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    max_seqlen: int,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    block_rows: int,
+    margin: int,
+    rotation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_triton.quantize import quantize
+
+    data = x.new_empty(x.shape, dtype=dtype)
+    sizes = amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
+    rows = as_bshd(_rows_contiguous(x), fmt)
+    given = (cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
+    return data, *quantize(rows, *given, as_bshd(data, fmt), sizes, block_rows, margin, rotation)
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.forward import attention_forward
     from flexattn.kernels_triton.mask_blocks import with_mask_blocks
@@ -67,7 +115,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def _hopper_wish(spec: AttentionSpec) -> str:
     """FLEXATTN_HOPPER where there can be such kernels; Triton's interpreter does not run Gluon."""
-    if spec.capability != (9, 0):
+    if spec.capability != (9, 0) or spec.fp8 is not None:
         return "never"
     from flexattn.kernels_triton.interpreter import INTERPRETED
 
@@ -109,10 +157,11 @@ def _hopper_backward(
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_triton.backward import attention_backward, bias_and_capture_gradients
+    from flexattn.kernels_triton.backward import attention_backward
     from flexattn.kernels_triton.mask_blocks import with_mask_blocks
+    from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
 
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
+    dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
@@ -139,7 +188,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         forward(spec, x)
     else:
         out, lse, _ = forward(spec, x)
-        backward(spec, x, out, lse, out, None)
+        backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
 
 
 def can_be_taped() -> bool:
@@ -187,6 +236,8 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         mods=mods,
         captures=captures,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
+        descales=tuple(descale.contiguous() for descale in x.descales),
+        scale_rows=spec.fp8.block_rows if spec.fp8 is not None else 0,
     )
 
 

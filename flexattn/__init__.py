@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexattn import fp8
 from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
@@ -18,6 +19,7 @@ __all__ = [
     "attention_backend",
     "create_block_mask",
     "explain",
+    "fp8",
     "merge_attention",
     "warmup",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn import calls, ops, validation
+from flexattn import calls, fp8, fp8_ops, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
@@ -53,11 +53,16 @@ def attention(
     mask_mod: Mod | None = None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
     block_mask: BlockMask | None = None,
+    fp8_recipe: fp8.Recipe | None = None,
+    fp8_state: fp8.DelayedScaling | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Any:
     """softmax(q k^T * softmax_scale) v, fused, for every format, mask and kind of score below, alone or combined.
 
     b is the batch, h the query heads, h_kv the heads of k and v (h is a multiple of it: query head i reads head i // (h // h_kv)),
@@ -65,7 +70,8 @@ def attention(
 
     Args:
         q: [b, sq, h, d], [sq, b, h, d], [b, h, sq, d] or [t_q, h, d], as `qkv_format` says. float16, bfloat16 or float32
-            (float64 on the eager backend), on a CPU or CUDA device; k and v are like it in both.
+            (float64 on the eager backend), on a CPU or CUDA device; k and v are like it in both. Or, for inference, float8_e4m3fn
+            or float8_e5m2, with descales.
         k: as q, with h_kv heads, skv tokens and q's head dim.
         v: as k, with a head dim d_v of its own.
         qkv_format: "bshd", "sbhd", "bhsd" or "thd" (sequences packed one after another, without padding), or two of them, q's and
@@ -108,6 +114,12 @@ def attention(
         score_mod_tensors: tensors that score_mod takes after its five arguments, or by name where this is a mapping.
         block_mask: torch's BlockMask, of torch's create_block_mask or flexattn's, with its own mask_mod: blocks that nobody sees
             are skipped, and those that are seen whole are not masked. It may be for more queries and keys than there are.
+        fp8_recipe: a `flexattn.fp8.Recipe`: q, k and v, in float16 or bfloat16, are quantised and multiplied in FP8, and so, unless
+            it has bf16_backward, are dout and what else the backward multiplies; gradients are in q's dtype. With q, k and v in FP8
+            it says out's dtype, and the block_rows of descales by block.
+        fp8_state: the `flexattn.fp8.DelayedScaling` of a recipe with scaling "delayed".
+        descale_q, descale_k, descale_v: float32 [], [h], [b, h] or [b, h, blocks], where any dim may be 1 instead; h is h_kv for k
+            and v. What q, k and v in FP8 are to be multiplied with; None is 1. `flexattn.fp8.quantize` gives them.
         deterministic: True makes repeated runs equal to the bit, or raises; with False gradients may round differently from run to
             run where that is faster. None does as torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.
@@ -118,7 +130,8 @@ def attention(
     Returns:
         out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for.
 
-        - out: q's format and dtype, contiguous, with d_v last.
+        - out: q's format and dtype (bfloat16 for q in FP8, or what fp8_recipe says), contiguous, with d_v last; a
+          `flexattn.fp8.QuantizedTensor` where fp8_recipe asks for FP8.
         - lse: float32 [b, h, sq], or [h, t_q] for thd: the natural logarithm of each softmax denominator, sink included.
           Differentiable.
         - max_logit: float32 [h], the largest visible score of each head, -inf where none is visible. Not differentiable.
@@ -133,7 +146,8 @@ def attention(
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
     request = None
-    if not torch.compiler.is_compiling():
+    is_fp8 = any(x is not None for x in (fp8_recipe, fp8_state, descale_q, descale_k, descale_v))
+    if not is_fp8 and not torch.compiler.is_compiling():
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         tensors = (q, k, v, bias, alibi_slopes, softmax_offset, *lengths, rng_state)
         kinds = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
@@ -146,6 +160,8 @@ def attention(
     if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
         from flexattn.sharded import attend_sharded
 
+        if is_fp8:
+            raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
         arguments = {
             "qkv_format": qkv_format,
             "attn_mask_type": attn_mask_type,
@@ -175,8 +191,8 @@ def attention(
             "return_max_logit": return_max_logit,
             "backend": backend,
         }
-        return attend_sharded(attention, q, k, v, arguments, _default_alibi_slopes)  # type: ignore[no-any-return]
-    x, settings = _prepare(
+        return attend_sharded(attention, q, k, v, arguments, _default_alibi_slopes)
+    x, settings, plan = _prepare(
         q,
         k,
         v,
@@ -203,6 +219,11 @@ def attention(
         mask_mod=mask_mod,
         score_mod_tensors=score_mod_tensors,
         block_mask=block_mask,
+        fp8_recipe=fp8_recipe,
+        fp8_state=fp8_state,
+        descale_q=descale_q,
+        descale_k=descale_k,
+        descale_v=descale_v,
         deterministic=deterministic,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
@@ -216,15 +237,18 @@ def attention(
             return chosen
     if dropout_p > 0.0 and rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(q.device))
-    out, lse, max_logit = ops.attention(x, settings)
+    if plan is None:
+        out, lse, max_logit = ops.attention(x, settings)
+    else:
+        out, lse, max_logit = fp8_ops.attention(x, settings, plan, fp8_state)
+    if fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES:
+        return _chosen(fp8.quantize_out(out, x, settings, fp8_recipe, fp8_state), lse, max_logit, return_lse, return_max_logit)
     if request is not None and not request.came_before:
         calls.remember(request, None)
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
 
 
-def _chosen(
-    out: Tensor, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool
-) -> Tensor | tuple[Tensor, ...]:
+def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:
     """What was asked for; max_logit is None only where it was not."""
     if return_max_logit:
         assert max_logit is not None
@@ -291,7 +315,8 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
     """The arguments of `attention`, checked and sorted as it does, with nothing run; raises what it raises for them."""
     call = inspect.signature(attention).bind(*arguments, **named)
     call.apply_defaults()
-    return _prepare(**call.arguments)
+    x, settings, plan = _prepare(**call.arguments)
+    return (x if plan is None else fp8_ops.planned(x, settings, plan)), settings
 
 
 def _prepare(
@@ -322,12 +347,20 @@ def _prepare(
     mask_mod: Mod | None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
     block_mask: BlockMask | None,
+    fp8_recipe: fp8.Recipe | None,
+    fp8_state: fp8.DelayedScaling | None,
+    descale_q: Tensor | None,
+    descale_k: Tensor | None,
+    descale_v: Tensor | None,
     deterministic: bool | None,
     return_lse: bool,
     return_max_logit: bool,
     backend: str | None,
-) -> tuple[Operands, ops.Settings]:
-    """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`."""
+) -> tuple[Operands, ops.Settings, fp8_ops.Plan | None]:
+    """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`.
+
+    Last: how q, k and v are to be quantised, or None.
+    """
     q_format, kv_format = parse_format(str(qkv_format))
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -342,6 +375,7 @@ def _prepare(
     validation.check_flag("return_max_logit", return_max_logit)
     validation.check_scalars(softmax_scale, softcap, dropout_p)
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    fp8.check_recipe(fp8_recipe, fp8_state)
     validation.check_qkv(q, k, v, q_format, kv_format)
     heads = q.shape[q_format.index("h")]
     batch = validation.check_cu_seqlens(
@@ -394,7 +428,18 @@ def _prepare(
         mod_tensors=() if mods is None else mods.tensors,
         mod_numbers=() if mods is None else mods.numbers,
         block_mask=() if blocks is None else blocks.tensors,
+        descales=validation.check_fp8(
+            q,
+            k,
+            q_format,
+            kv_format,
+            batch,
+            (max_q, max_kv),
+            0 if fp8_recipe is None else fp8_recipe.rows,
+            (descale_q, descale_k, descale_v),
+        ),
     )
+    plan, fp8_settings = fp8.make_plan(fp8_recipe, fp8_state, q, (heads, k.shape[kv_format.index("h")]), needs_grad, dropout_p > 0)
     settings = ops.Settings(
         qkv_format=qkv_format,
         padding="padding" in attn_mask_type,
@@ -411,8 +456,9 @@ def _prepare(
         mods="" if mods is None or mods.program.is_empty else mods.program.text,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],
+        **fp8_settings,
     )
-    return x, settings
+    return x, settings, plan
 
 
 def _is_dtensor(x: Any) -> bool:

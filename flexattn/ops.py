@@ -18,9 +18,20 @@ from torch.autograd.function import once_differentiable
 from flexattn.dispatch import canary, options
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
+from flexattn.dispatch.quantization import dtype_of
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import Backend, backend_module, reject, select
-from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Operands, empty_outputs, parse_format, with_classes
+from flexattn.dispatch.spec import (
+    AttentionSpec,
+    Band,
+    Direction,
+    Fp8,
+    Gradients,
+    Operands,
+    empty_outputs,
+    parse_format,
+    with_classes,
+)
 from flexattn.validation import check_cu_seqlens_values
 from flexattn.warn import warn_once
 
@@ -45,15 +56,20 @@ class Settings(NamedTuple):
     mods: str = ""  # the text of a Program
     block_size_q: int = 0  # of the block mask
     block_size_kv: int = 0
+    fp8_out: str = ""  # for q, k and v in FP8: the dtype of out and the gradients, as "bfloat16"
+    fp8_grad: str = ""  # of dout
+    fp8_block_rows: int = 0
+    bf16_backward: bool = False
 
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
-    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask,
+    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
-    str mods, int block_size_q, int block_size_kv"""
+    str mods, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
+    bool bf16_backward"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
@@ -67,8 +83,7 @@ _backward_op = torch.ops.flexattn.attention_backward.default
 
 def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        _refuse_transforms(x)
+    refuse_transforms(x)
     if not settings.needs_grad:
         return _forward_op(*x, *settings)  # type: ignore[no-any-return]
     call = _flat(x, settings)
@@ -90,8 +105,10 @@ def new_rng_state(device: torch.device) -> Tensor:
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def _refuse_transforms(x: Operands) -> None:
+def refuse_transforms(x: Operands) -> None:
     """Raises RuntimeError where one of the tensors belongs to a transform, which the operators would silently not see."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return
     for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
         if not isinstance(t, Tensor):
             continue
@@ -134,7 +151,14 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         capability=capability,
         mods=parse_program(settings.mods),
         block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
+        fp8=_fp8(x, settings) if settings.fp8_out else None,
     )
+
+
+def _fp8(x: Operands, settings: Settings) -> Fp8:
+    dims = tuple(any(descale.shape[dim] != 1 for descale in x.descales) for dim in range(3))
+    dtypes = dtype_of(settings.fp8_out), dtype_of(settings.fp8_grad)
+    return Fp8(dims, settings.fp8_block_rows, *dtypes, settings.bf16_backward)  # type: ignore[arg-type]
 
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
@@ -201,7 +225,9 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     """What the forward operator runs."""
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
-    if spec.needs_grad:  # what cannot be trained fails here, not after a forward
+    if spec.needs_grad and spec.of_backward() is not spec:
+        select(spec.of_backward(), "backward", request)
+    elif spec.needs_grad:  # what cannot be trained fails here, not after a forward
         run(spec, "backward", request, x.q.device, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
     return run(spec, "forward", request, x.q.device, lambda backend: backend.forward(spec, x))
 
@@ -224,7 +250,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     gradients = run_backward(spec, settings.backend, x, out, lse, dout, dlse)
-    dense = (x.q.new_empty(0) if gradient is None else gradient for gradient in gradients[:-1])
+    dense = (x.q.new_empty(0, dtype=spec.out_dtype) if gradient is None else gradient for gradient in gradients[:-1])
     return (*dense, list(gradients.dmod_tensors or ()))
 
 
@@ -236,7 +262,9 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
-    dense = (x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, bias, x.softmax_offset))
+    dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype
+    dense = [t.new_empty(t.shape, dtype=dtype) for t in (x.q, x.k, x.v)]
+    dense += (x.q.new_empty(0, dtype=dtype) if t is None else t.new_empty(t.shape) for t in (bias, x.softmax_offset))
     program = parse_program(settings.mods)
     wanted = program.wanted(x.mod_tensors) if program else ()
     return (*dense, [t.new_empty(t.shape) for t in wanted])

@@ -13,7 +13,9 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
+from flexattn.dispatch.quantization import GRANULARITIES
 from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, parse_format
+from flexattn.fp8 import FORMATS, Recipe
 from flexattn.functional import bind_call
 from flexattn.score_mod import mod_source
 
@@ -37,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--softmax", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)")
     parser.add_argument("--softcap", type=float, default=0.0, help="default: none")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
+    parser.add_argument("--fp8", choices=GRANULARITIES, help="fp8_recipe, by its granularity")
+    parser.add_argument("--fp8-format", choices=FORMATS, help="of fp8_recipe (default: E4M3)")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--max-logit", action="store_true", help="return_max_logit")
     parser.add_argument("--no-grad", action="store_true", help="no input requires a gradient")
@@ -83,6 +87,10 @@ def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSp
         "mask_mod": args.mask_mod,
         "backend": args.backend,
     }
+    if args.fp8 is not None:
+        call["fp8_recipe"] = Recipe(granularity=args.fp8, fp8_format=args.fp8_format or "E4M3")
+    elif args.fp8_format is not None:
+        raise ValueError("--fp8-format is given without --fp8; accepted: both")
     batch = args.batch if q_format == "thd" else args.q[q_format.index("b")] if len(args.q) == len(q_format) else 1
     if "padding" in args.mask:
         call["cu_seqlens_q"] = call["cu_seqlens_kv"] = _tensor((batch + 1,), torch.int32, False)

@@ -19,6 +19,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size, parse_fo
 from flexattn.warn import warn_once
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
 MAX_DROPOUT = 1 - 2**-32  # an element is kept iff its 32 random bits reach dropout_p * 2**32
@@ -45,7 +46,7 @@ def check_number(argument: str, value: Any, limit: float, accepted: str) -> None
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format), ("v", v, kv_format)):
-        _check_tensor(name, x, DTYPES, None if name == "q" else q.device)
+        _check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None if name == "q" else q.device)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v")
         if x.dim() != len(fmt):
@@ -253,6 +254,67 @@ def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_
                 f"{name} has shape {tuple(lse.shape)}; accepted for out_a's shape {tuple(out_a.shape)} in {fmt}: {lse_shape}"
             )
     return fmt
+
+
+def check_fp8(
+    q: Tensor,
+    k: Tensor,
+    q_format: str,
+    kv_format: str,
+    batch: int,
+    lengths: tuple[int, int],
+    block_rows: int,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The three descales as [b | 1, h | 1, blocks | 1]; () where q is not FP8."""
+    checked = []
+    for name, descale, x, fmt, length in zip(
+        "qkv", descales, (q, k, k), (q_format, kv_format, kv_format), (lengths[0], lengths[1], lengths[1]), strict=True
+    ):
+        if q.dtype not in FP8_DTYPES:
+            if descale is not None:
+                raise ValueError(
+                    f"descale_{name} is given with q, k and v in {q.dtype}; accepted: None, or q, k and v in "
+                    f"{' or '.join(map(str, FP8_DTYPES))}"
+                )
+            continue
+        if descale is None:
+            checked.append(torch.ones(1, 1, 1, dtype=torch.float32, device=q.device))
+            continue
+        _check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
+        heads, blocks = x.shape[fmt.index("h")], max(1, -(-length // block_rows)) if block_rows else 1
+        sizes = descale.shape if descale.dim() == 3 else (1,) * (2 - descale.dim()) + tuple(descale.shape) + (1,)
+        if len(sizes) != 3 or any(size not in (1, full) for size, full in zip(sizes, (batch, heads, blocks), strict=True)):
+            hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
+            raise ValueError(
+                f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
+                f"{[batch, heads, blocks]}, where any may be 1 instead{hint}"
+            )
+        checked.append(descale.view(sizes))
+    return tuple(checked)
+
+
+def check_lengths_of(
+    x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int | None
+) -> int:
+    """The longest sequence of one tensor in format `fmt`, once what gives its lengths fits."""
+    _check_tensor("x", x, (torch.float16, torch.bfloat16, torch.float32), None)
+    if x.dim() != len(fmt):
+        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt}")
+    if cu_seqlens is None and (fmt == "thd" or cu_seqlens_padded is not None):
+        raise ValueError(
+            f"cu_seqlens is None with {'thd' if fmt == 'thd' else 'cu_seqlens_padded'}; accepted: an int32 tensor [batch + 1]"
+        )
+    if cu_seqlens_padded is not None and fmt != "thd":
+        raise ValueError(f"cu_seqlens_padded is given with format {fmt}; accepted: None, as only thd has gaps between sequences")
+    for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
+        if cu is None or cu_seqlens is None:
+            continue
+        _check_tensor(name, cu, (torch.int32,), x.device)
+        entries = cu_seqlens.shape[0] if fmt == "thd" else x.shape[fmt.index("b")] + 1
+        if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous() or cu.shape[0] != entries:
+            raise ValueError(f"{name} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
+    return resolve_max_seqlen("max_seqlen", max_seqlen, x, fmt, needed=False)
 
 
 def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:

@@ -16,8 +16,18 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_cudnn.execute import execute, host_scalar
-from flexattn.kernels_cudnn.graphs import FIRST_INPUT, ModInput, Sdpa, Uid, frame_layout, frame_numbers, frame_uids, is_in_memory
-from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, sides
+from flexattn.kernels_cudnn.graphs import (
+    FIRST_INPUT,
+    Fp8,
+    ModInput,
+    Sdpa,
+    Uid,
+    frame_layout,
+    frame_numbers,
+    frame_uids,
+    is_in_memory,
+)
+from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, queries_with_keys, sides
 from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.kernels_cudnn.problem import (
@@ -73,9 +83,9 @@ def attention_forward(
     Raises PlanNotSupported where cuDNN has no plan for the problem, before anything is written.
     """
     if problem.is_empty:
-        _write_empty(problem, out, lse, max_logit)
+        write_empty(problem, out, lse, max_logit)
     else:
-        _run(forward_call(problem, out, lse, max_logit), out.device, directory)
+        run(forward_call(problem, out, lse, max_logit), out.device, directory)
 
 
 def attention_backward(
@@ -96,18 +106,24 @@ def attention_backward(
             if gradient is not None:
                 gradient.zero_()
     else:
-        _run(backward_call(problem, out, lse, dout, gradients), out.device, directory)
+        run(backward_call(problem, out, lse, dout, gradients), out.device, directory)
 
 
-def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None) -> Call:
-    """What `attention_forward` runs; with tensors on the meta device, the plan that it would need."""
+def forward_call(
+    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, numbers: dict[Uid, Tensor] | None = None
+) -> Call:
+    """What `attention_forward` runs; with tensors on the meta device, the plan that it would need.
+
+    `numbers` are the scales and maxima of an FP8 plan.
+    """
     x = problem
     side_q, side_kv = sides(x, _has_lengths(x, is_backward=False))
     padding = _padding(x, side_q, side_kv)
+    unread_q = padding.q if x.is_fp8 else None  # what is read there is in the maximum of out
     unread_kv = padding.kv if padding.is_read else None
-    q, k, v = _readable(x, x.q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
+    q, k, v = _readable(x, x.q, unread_q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
     written, stats = _writable(x, out), _statistics(x, lse)
-    buffers = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written}
+    buffers: dict[int, Tensor] = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written, **(numbers or {})}
     if max_logit is None:
         buffers[Uid.STATS] = stats
     else:
@@ -139,8 +155,15 @@ def forward_call(problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor |
     return Call(sdpa, buffers, finish)
 
 
-def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, gradients: Written) -> Call:
-    """What `attention_backward` runs; with tensors on the meta device, the plan that it would need."""
+def backward_call(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    gradients: Written,
+    numbers: dict[Uid, Tensor] | None = None,
+) -> Call:
+    """What `attention_backward` runs, as `forward_call` says."""
     x = problem
     dq, dk, dv, dbias, dsoftmax_offset = gradients
     side_q, side_kv = sides(x, _has_lengths(x, is_backward=True))
@@ -149,15 +172,16 @@ def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, grad
     q, k, v = (_dense_rows(t) for t in (x.q, x.k, x.v))
     out = _readable(x, _dense_rows(out))
     dout = _readable(x, dout, unread_q)
-    if dout.stride() != out.stride():  # so that there is one plan, whichever view comes in
+    if dout.stride() != out.stride() and not x.is_fp8:  # so that there is one plan, whichever view comes in
         dout = torch.empty_like(out).copy_(dout)
-    buffers = {
+    buffers: dict[int, Tensor] = {
         Uid.Q: _readable(x, q, unread_q),
         Uid.K: _readable(x, k, unread_kv),
         Uid.V: _readable(x, v, unread_kv),
         Uid.OUT: out,
         Uid.DOUT: dout,
         Uid.STATS: _readable_statistics(x, lse, padding.blind),
+        **(numbers or {}),
     }
     targets = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
     written = {uid: _writable(x, target) for uid, target in targets.items()}
@@ -179,12 +203,12 @@ def backward_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, grad
         _hide(x, dq, padding.blind)
         if padding.kv is not None:
             for target in (dk, dv):
-                target.masked_fill_(padding.kv[..., None, None], 0.0)
+                _zero(target, padding.kv[..., None, None])
 
     return Call(sdpa, buffers, finish)
 
 
-def _run(call: Call, device: torch.device, directory: str | None) -> None:
+def run(call: Call, device: torch.device, directory: str | None) -> None:
     execute(PLANS.get(call.sdpa, device, directory), call.buffers, device)
     call.finish()
 
@@ -193,6 +217,8 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
     """What the plan is compiled for, from the tensors that it gets; adds to `buffers` those that say how scores become weights."""
     batch, len_q, len_kv = x.sizes
     is_backward = direction == "backward"
+    if x.is_fp8:  # a tile of queries without a key never ends there (cudnn-frontend issue 1009)
+        side_q = queries_with_keys(side_q, side_kv)
     has_lengths = side_q.lengths is not None
     buffers[Uid.SCALE] = host_scalar(x.softmax_scale)
     if has_lengths:
@@ -251,6 +277,7 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         dropout_p=x.dropout_p,
         mods=x.mods,
         mod_inputs=tuple(_known_of(given) for given in x.mod_inputs),
+        fp8=_fp8_dtypes(buffers) if x.is_fp8 else None,
         **strides,
     )
     if x.mods is not None:
@@ -258,6 +285,12 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
             buffers[uid] = host_scalar(number, torch.int32 if isinstance(number, int) else torch.float32)
         buffers |= _frame_tensors(sdpa, side_q, side_kv)
     return sdpa
+
+
+def _fp8_dtypes(buffers: dict[int, Tensor]) -> Fp8:
+    out, dout, dq = (buffers.get(uid) for uid in (Uid.OUT, Uid.DOUT, Uid.DQ))
+    assert out is not None
+    return Fp8(out.dtype, None if dout is None else dout.dtype, None if dq is None else dq.dtype)
 
 
 def _is_host(given: Tensor) -> bool:
@@ -309,7 +342,7 @@ def _has_lengths(x: Problem, is_backward: bool) -> bool:
 def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
     if not x.has_padding:
         return Padding(None, None, None, False)
-    q, is_read = hidden_tokens(side_q, x.batch), not x.is_ragged or _reads_ragged_padding()
+    q, is_read = hidden_tokens(side_q, x.batch), not x.is_ragged or x.is_fp8 or _reads_ragged_padding()
     if side_kv is side_q:
         return Padding(q, q, q, is_read)
     asked_for = side_kv._replace(lengths=side_kv.lengths * (side_q.lengths > 0))  # cuDNN may skip a sequence without queries
@@ -324,7 +357,7 @@ def _reads_ragged_padding() -> bool:
 def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:
     """`t`, or a copy of it where cuDNN cannot read it as it is or must not."""
     if hidden is not None:
-        t = t.masked_fill(hidden[..., None, None], 0.0)
+        t = _bytes(t).masked_fill(hidden[..., None, None], 0).view(t.dtype)
     return t if _fits(x, t) else t.contiguous() if not t.is_contiguous() else t.clone()
 
 
@@ -361,12 +394,21 @@ def _hide(x: Problem, t: Tensor, blind: Tensor | None, value: Any = 0.0) -> None
         if isinstance(value, Tensor):
             t.copy_(torch.where(mask, value, t))
         else:
-            t.masked_fill_(mask, value)
+            _zero(t, mask) if value == 0.0 else t.masked_fill_(mask, value)
     elif not x.has_padding:
         first, last = blind_rows(x)
         for rows in (slice(0, first), slice(last, x.longest_q)):
             if rows.start < rows.stop:
                 t[:, rows].copy_(value) if isinstance(value, Tensor) else t[:, rows].fill_(value)
+
+
+def _zero(t: Tensor, mask: Tensor) -> None:
+    _bytes(t).masked_fill_(mask, 0)
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """FP8 as bytes, of which 0 is 0, as torch fills no FP8 under a mask; any other tensor as it is."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 def _by_token(lse: Tensor) -> Tensor:
@@ -389,7 +431,7 @@ def _most_tokens(t: Tensor, length: int) -> int:
     return round_up_length(t.shape[0] if t.dim() == 3 else t.shape[0] * t.shape[1])
 
 
-def _write_empty(x: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> None:
+def write_empty(x: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> None:
     """The forward where there is no query or no key."""
     out.zero_()
     lse.fill_(NEG_INF)

@@ -20,6 +20,8 @@ DTYPES = {
     torch.float16: cudnn.data_type.HALF,
     torch.bfloat16: cudnn.data_type.BFLOAT16,
     torch.float32: cudnn.data_type.FLOAT,
+    torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
+    torch.float8_e5m2: cudnn.data_type.FP8_E5M2,
 }
 ALIGNMENT = 16  # bytes, of every pointer and every stride: without it cuDNN writes wrong results on sm_90 and sm_100
 
@@ -63,6 +65,26 @@ class Uid(enum.IntEnum):
     KEYS = 33
     LEFT = 34  # the least of kv_idx - q_idx that is seen, in the same forms
     RIGHT = 35  # and the most
+    # Of a plan in FP8, fp32 numbers on the device: what a tensor is multiplied by when it is quantised, the inverse for what comes
+    # quantised, and the largest magnitude before quantisation. S are the weights, DS is the gradient of the scores.
+    DESCALE_Q = 40
+    DESCALE_K = 41
+    DESCALE_V = 42
+    DESCALE_S = 43
+    SCALE_S = 44
+    SCALE_OUT = 45
+    DESCALE_OUT = 46
+    DESCALE_DOUT = 47
+    DESCALE_DS = 48
+    SCALE_DS = 49
+    SCALE_DQ = 50
+    SCALE_DK = 51
+    SCALE_DV = 52
+    AMAX_OUT = 53
+    AMAX_DS = 54
+    AMAX_DQ = 55
+    AMAX_DK = 56
+    AMAX_DV = 57
 
 
 FIRST_INPUT = 1000  # the uid of the first input of the mods; the others follow
@@ -75,6 +97,14 @@ class ModInput(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     is_host: bool  # passed by value
+
+
+class Fp8(NamedTuple):
+    """The dtypes of an FP8 plan beside that of q, k and v, which the weights share."""
+
+    out: torch.dtype  # FP8; in a backward, which reads it, fp16 or bf16 too
+    dout: torch.dtype | None = None  # backward; the scores' gradient shares it
+    gradients: torch.dtype | None = None  # backward, FP8
 
 
 class Sdpa(NamedTuple):
@@ -114,6 +144,7 @@ class Sdpa(NamedTuple):
     deterministic: bool = False
     mods: Mods | None = None  # then band and lengths are pointwise nodes too
     mod_inputs: tuple[ModInput, ...] = ()
+    fp8: Fp8 | None = None
 
 
 class Target(NamedTuple):
@@ -140,7 +171,9 @@ def build(x: Sdpa, target: Target) -> Any:
         sm_version=target.sm_version,
     )
     callbacks = make_callbacks(graph, x)
-    if x.direction == "forward":
+    if x.fp8 is not None:
+        (_fp8_forward if x.direction == "forward" else _fp8_backward)(graph, x)
+    elif x.direction == "forward":
         _forward(graph, x, callbacks)
     else:
         _backward(graph, x, callbacks)
@@ -184,10 +217,7 @@ def _forward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
     out, stats = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=not x.wants_max, **arguments)
     _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
     if not x.wants_max:
-        stats.set_output(True).set_uid(Uid.STATS).set_data_type(cudnn.data_type.FLOAT)
-        stats.set_dim([x.batch, x.num_heads, x.len_q, 1]).set_stride(_statistics_strides(x))
-        if x.is_ragged:
-            stats.set_ragged_offset(_starts(graph, x, Uid.STARTS_STATS))
+        _stats_output(graph, x, stats)
 
 
 def _backward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
@@ -215,13 +245,63 @@ def _backward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
         use_deterministic_algorithm=x.deterministic,
         **arguments,
     )
-    shapes = (
-        (Uid.DQ, x.num_heads, x.len_q, x.head_dim_qk, x.strides_dq),
-        (Uid.DK, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_dk),
-        (Uid.DV, x.num_heads_kv, x.len_kv, x.head_dim_v, x.strides_dv),
+    _gradient_outputs(graph, x, gradients)
+
+
+def _fp8_forward(graph: Any, x: Sdpa) -> None:
+    q, k, v = _inputs(graph, x)
+    out, stats, _, amax_out = graph.sdpa_fp8(
+        name="sdpa",
+        q=q,
+        k=k,
+        v=v,
+        descale_q=_device_number(graph, Uid.DESCALE_Q),
+        descale_k=_device_number(graph, Uid.DESCALE_K),
+        descale_v=_device_number(graph, Uid.DESCALE_V),
+        descale_s=_device_number(graph, Uid.DESCALE_S),
+        scale_s=_device_number(graph, Uid.SCALE_S),
+        scale_o=_device_number(graph, Uid.SCALE_OUT),
+        generate_stats=True,
+        **_fp8_words(_score_arguments(graph, x, None)),
     )
-    for gradient, shape in zip(gradients, shapes, strict=True):
-        _output(graph, x, gradient, *shape)
+    _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
+    _stats_output(graph, x, stats)
+    _amax_output(amax_out, Uid.AMAX_OUT)
+
+
+def _fp8_backward(graph: Any, x: Sdpa) -> None:
+    q, k, v = _inputs(graph, x)
+    *gradients, amax_dq, amax_dk, amax_dv, amax_ds = graph.sdpa_fp8_backward(
+        name="sdpa_backward",
+        q=q,
+        k=k,
+        v=v,
+        o=_tokens(graph, x, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out),
+        dO=_tokens(graph, x, Uid.DOUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_dout),
+        stats=_statistics(graph, x, Uid.STATS),
+        descale_q=_device_number(graph, Uid.DESCALE_Q),
+        descale_k=_device_number(graph, Uid.DESCALE_K),
+        descale_v=_device_number(graph, Uid.DESCALE_V),
+        descale_o=_device_number(graph, Uid.DESCALE_OUT),
+        descale_dO=_device_number(graph, Uid.DESCALE_DOUT),
+        descale_s=_device_number(graph, Uid.DESCALE_S),
+        descale_dP=_device_number(graph, Uid.DESCALE_DS),
+        scale_s=_device_number(graph, Uid.SCALE_S),
+        scale_dQ=_device_number(graph, Uid.SCALE_DQ),
+        scale_dK=_device_number(graph, Uid.SCALE_DK),
+        scale_dV=_device_number(graph, Uid.SCALE_DV),
+        scale_dP=_device_number(graph, Uid.SCALE_DS),
+        use_deterministic_algorithm=x.deterministic,
+        **_fp8_words(_score_arguments(graph, x, None)),
+    )
+    _gradient_outputs(graph, x, gradients)
+    for amax, uid in ((amax_dq, Uid.AMAX_DQ), (amax_dk, Uid.AMAX_DK), (amax_dv, Uid.AMAX_DV), (amax_ds, Uid.AMAX_DS)):
+        _amax_output(amax, uid)
+
+
+def _fp8_words(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments as the FP8 operations name them."""
+    return {name.removeprefix("diagonal_band_"): value for name, value in arguments.items()}
 
 
 def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
@@ -307,9 +387,17 @@ def _number(graph: Any, uid: int, dtype: torch.dtype) -> Any:
     return graph.tensor(name=_name(uid), dim=ones, stride=ones, data_type=_data_type(dtype), is_pass_by_value=True, uid=uid)
 
 
+def _device_number(graph: Any, uid: Uid) -> Any:
+    return _tensor(graph, uid, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
+
+
+def _amax_output(tensor: Any, uid: Uid) -> None:
+    tensor.set_output(True).set_uid(uid).set_data_type(cudnn.data_type.FLOAT).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+
+
 def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> Any:
     assert strides is not None
-    tensor = _tensor(graph, uid, (x.batch, heads, length, head_dim), (*strides, 1), x.dtype)
+    tensor = _tensor(graph, uid, (x.batch, heads, length, head_dim), (*strides, 1), _dtype_of(x, uid))
     if x.is_ragged:
         tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
     return tensor
@@ -317,10 +405,34 @@ def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: in
 
 def _output(graph: Any, x: Sdpa, tensor: Any, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> None:
     assert strides is not None
-    tensor.set_output(True).set_uid(uid).set_data_type(DTYPES[x.dtype])
+    tensor.set_output(True).set_uid(uid).set_data_type(DTYPES[_dtype_of(x, uid)])
     tensor.set_dim([x.batch, heads, length, head_dim]).set_stride([*strides, 1])
     if x.is_ragged:
         tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
+
+
+def _dtype_of(x: Sdpa, uid: Uid) -> torch.dtype:
+    if x.fp8 is None:
+        return x.dtype
+    others = {Uid.OUT: x.fp8.out, Uid.DOUT: x.fp8.dout} | dict.fromkeys((Uid.DQ, Uid.DK, Uid.DV), x.fp8.gradients)
+    return others.get(uid, x.dtype)  # type: ignore[return-value]  # None only in a forward, which does not ask
+
+
+def _gradient_outputs(graph: Any, x: Sdpa, gradients: Any) -> None:
+    shapes = (
+        (Uid.DQ, x.num_heads, x.len_q, x.head_dim_qk, x.strides_dq),
+        (Uid.DK, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_dk),
+        (Uid.DV, x.num_heads_kv, x.len_kv, x.head_dim_v, x.strides_dv),
+    )
+    for gradient, shape in zip(gradients, shapes, strict=True):
+        _output(graph, x, gradient, *shape)
+
+
+def _stats_output(graph: Any, x: Sdpa, stats: Any) -> None:
+    stats.set_output(True).set_uid(Uid.STATS).set_data_type(cudnn.data_type.FLOAT)
+    stats.set_dim([x.batch, x.num_heads, x.len_q, 1]).set_stride(_statistics_strides(x))
+    if x.is_ragged:
+        stats.set_ragged_offset(_starts(graph, x, Uid.STARTS_STATS))
 
 
 def _statistics(graph: Any, x: Sdpa, uid: Uid) -> Any:

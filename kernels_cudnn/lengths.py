@@ -39,6 +39,13 @@ def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
     return q, _side(x.k, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.longest_kv, x.batch, batch, x.is_ragged, has_lengths)
 
 
+def queries_with_keys(q: Side, kv: Side) -> Side:
+    """`q` with no query in the sequences that have no key."""
+    if kv is q or kv.lengths is None or q.lengths is None:
+        return q
+    return q._replace(lengths=q.lengths * (kv.lengths > 0))
+
+
 def is_self_attention(x: Problem) -> bool:
     """Whether queries and keys are known, without reading anything, to have the same lengths and starts."""
     same = x.cu_seqlens_q is x.cu_seqlens_kv and x.cu_seqlens_q_padded is x.cu_seqlens_kv_padded
@@ -124,7 +131,7 @@ _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
 _MOST_CONSTANTS = 1024
 
 
-def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Keeps what `make` gives, but not in a CUDA graph, whose replays would read it after it was dropped here, nor without data."""
 
     @functools.wraps(make)
@@ -145,13 +152,13 @@ def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return get
 
 
-@_constant
+@constant
 def _rows(batch: int, plan_batch: int, device: torch.device) -> Tensor:
     """int32 0, 1, ..., batch, batch, ...: more than the plan's batch, and even, so that rows of offsets begin on 16 bytes."""
     return torch.arange(_even(plan_batch + 1), dtype=torch.int32, device=device).clamp_(max=batch)
 
 
-@_constant
+@constant
 def _full_lengths(batch: int, plan_batch: int, length: int, device: torch.device) -> Tensor:
     lengths = torch.zeros(_even(plan_batch + 1) - 1, dtype=torch.int32, device=device)
     lengths[:batch] = length
@@ -162,7 +169,7 @@ def _even(n: int) -> int:
     return n + n % 2
 
 
-@_constant
+@constant
 def _column(steps: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.stack(
         [torch.full((1,), step, dtype=torch.int64, device=device) for step in steps]

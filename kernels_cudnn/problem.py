@@ -11,12 +11,13 @@ from torch import Tensor
 from flexattn.kernels_cudnn.graphs import ALIGNMENT, Strides
 from flexattn.kernels_cudnn.lowering import Mods
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LONG = 32768  # from here on, lengths are rounded up to multiples of this
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The inputs of one attention call, fp16 or bf16.
+    """The inputs of one attention call: fp16, bf16, or FP8, of which the scales are apart.
 
     q is [b, sq, h, d_qk], k [b, skv, h_kv, d_qk] and v [b, skv, h_kv, d_v] (views: any strides), or [total, h, d] with
     `cu_seqlens_*` saying where each sequence lies; q may be of one kind and k, v of the other. The rest is as in
@@ -62,6 +63,10 @@ class Problem:
     @functools.cached_property
     def longest_kv(self) -> int:
         return self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.q.dtype in FP8_DTYPES
 
     @property
     def has_padding(self) -> bool:

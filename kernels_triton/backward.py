@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.bias_gradient import bias_gradient
-from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    add_fp8_product,
+    descaled_products,
     dropout_keep,
     listed_tile,
     load_block_lists,
+    load_descale,
     load_head,
     load_row_statistics,
     load_sequence,
@@ -34,10 +35,13 @@ from flexattn.kernels_triton.primitives import (
     statistics_row,
     store_tile,
     store_zeros,
+    transposed_pointer,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
-from flexattn.kernels_triton.statistics import new_statistics, row_statistics
+from flexattn.kernels_triton.quantize import transposed
+from flexattn.kernels_triton.score_gradients import score_gradients
+from flexattn.kernels_triton.statistics import new_statistics
 
 
 @triton.jit
@@ -79,6 +83,9 @@ def _attn_bwd_dq_loop(
     h,
     captures,
     listed,
+    descales,
+    h_kv,
+    k_t,  # in FP8: k with its tokens innermost, and the stride of its channels
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -106,6 +113,7 @@ def _attn_bwd_dq_loop(
         if META.V1 > 0:
             v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+        qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h_kv, first_row, n, softmax_scale, META)
         keep = True
         if META.HAS_DROPOUT:
             keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
@@ -123,7 +131,7 @@ def _attn_bwd_dq_loop(
             shift,
             window_left,
             window_right,
-            softmax_scale,
+            score_scale,
             softcap,
             keep_scale,
             bias_base,
@@ -140,10 +148,14 @@ def _attn_bwd_dq_loop(
         )
         if META.IS_FP32:
             row_sum += tl.sum(p, 1)
-        ds = ds.to(k0.dtype)
-        dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
-        if META.QK1 > 0:
-            dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
+        if META.IS_FP8:
+            descale_k = load_descale(descales, 1, b, h_kv, n, META)
+            dq0, dq1 = add_fp8_product(dq0, dq1, ds, descale_k, k_t, n, len_kv, BLOCK_N, IS_MASKED, dout0.dtype, False, META)
+        else:
+            ds = ds.to(k0.dtype)
+            dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
+            if META.QK1 > 0:
+                dq1 = tl.dot(ds, k1, dq1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * k_step
             v_pointer += BLOCK_N * v_step
@@ -192,6 +204,7 @@ def _attn_bwd_dq_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -217,6 +230,10 @@ def _attn_bwd_dq_kernel(
     delta_ptr,  # sum(out * dout) - dlse
     p_scale_ptr,  # and, for fp32, what probabilities computed from lse_log2 are to be multiplied with
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
+    k_t_ptr,  # in FP8: k as `transpose_tokens` copies it
+    stride_ktb,
+    stride_kth,
+    stride_ktd,
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -278,11 +295,15 @@ def _attn_bwd_dq_kernel(
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
     out = (out_ptr, stride_ob, stride_os, stride_oh)
     lse_log2, delta = make_row_statistics(
-        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, META
+        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
     )
     row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
+
+    k_t = (k_t_ptr, stride_ktd)
+    if META.IS_FP8:
+        k_t = (transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV), stride_ktd)
 
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -354,6 +375,9 @@ def _attn_bwd_dq_kernel(
                 (masked_ptr, 0, full_ptr, 0, first_inside)
                 if phase == 1
                 else (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
+                descales,
+                h_kv,
+                k_t,
                 MODS,
                 phase != 1,
                 META,
@@ -425,6 +449,10 @@ def _attn_bwd_dkdv_loop(
     h,
     captures,
     listed,
+    descales,
+    h_kv,
+    q_t,  # in FP8: q and dout with their tokens innermost
+    dout_t,
     MODS: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -457,6 +485,7 @@ def _attn_bwd_dkdv_loop(
         if META.V1 > 0:
             dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
+        kq, dp, score_scale = descaled_products(kq, dp, descales, b, h, h_kv, m, first_column, softmax_scale, META)
         keep = True
         if META.HAS_DROPOUT:
             keep = tl.trans(dropout_keep(rng_state_ptr, dropout_threshold, b_h, m, first_column, META))
@@ -474,7 +503,7 @@ def _attn_bwd_dkdv_loop(
             shift,
             window_left,
             window_right,
-            softmax_scale,
+            score_scale,
             softcap,
             keep_scale,
             bias_base,
@@ -489,16 +518,26 @@ def _attn_bwd_dkdv_loop(
             "queries" if IS_MASKED else "none",
             META,
         )
-        if HAS_DV:
-            p = p.to(dout0.dtype)
-            dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
-            if META.V1 > 0:
-                dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
-        if HAS_DK:
-            ds = ds.to(q0.dtype)
-            dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
-            if META.QK1 > 0:
-                dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
+        if META.IS_FP8:
+            if HAS_DV:
+                descale_dout = load_descale(descales, 3, b, h, m, META)
+                dv0, dv1 = add_fp8_product(
+                    dv0, dv1, p, descale_dout, dout_t, m, len_q, BLOCK_M, IS_MASKED, tl.float8e4nv, True, META
+                )
+            if HAS_DK:
+                descale_q = load_descale(descales, 0, b, h, m, META)
+                dk0, dk1 = add_fp8_product(dk0, dk1, ds, descale_q, q_t, m, len_q, BLOCK_M, IS_MASKED, dout0.dtype, False, META)
+        else:
+            if HAS_DV:
+                p = p.to(dout0.dtype)
+                dv0 = tl.dot(p, dout0, dv0, input_precision=META.PRECISION)
+                if META.V1 > 0:
+                    dv1 = tl.dot(p, dout1, dv1, input_precision=META.PRECISION)
+            if HAS_DK:
+                ds = ds.to(q0.dtype)
+                dk0 = tl.dot(ds, q0, dk0, input_precision=META.PRECISION)
+                if META.QK1 > 0:
+                    dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             q_pointer += BLOCK_M * q_step
             dout_pointer += BLOCK_M * dout_step
@@ -547,6 +586,7 @@ def _attn_bwd_dkdv_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of query blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -572,6 +612,14 @@ def _attn_bwd_dkdv_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    q_t_ptr,  # in FP8: q and dout as `transpose_tokens` copies them
+    stride_qtb,
+    stride_qth,
+    stride_qtd,
+    dout_t_ptr,
+    stride_dotb,
+    stride_doth,
+    stride_dotd,
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -659,6 +707,10 @@ def _attn_bwd_dkdv_kernel(
         first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
+        q_t, dout_t = (q_t_ptr, stride_qtd), (dout_t_ptr, stride_dotd)
+        if META.IS_FP8:
+            q_t = (transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
+            dout_t = (transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
@@ -738,6 +790,10 @@ def _attn_bwd_dkdv_kernel(
                     (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside)
                     if phase == 1
                     else (masked_ptr, 0, full_ptr, 0, first_inside),
+                    descales,
+                    h_kv,
+                    q_t,
+                    dout_t,
                     MODS,
                     dk_ptr is not None,
                     dv_ptr is not None,
@@ -806,12 +862,13 @@ def attention_backward(
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
         *(dq, *row_strides(dq, meta)),
-        *(lse, dlse, *statistics, dsink, x.mods, meta),
+        *(lse, dlse, *statistics, dsink, *transposed(x, "k"), x.mods, meta),
     )
     launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)
 
+    q_t, dout_t = transposed(x, "q"), transposed(x, "q", dout)
     tile = tile_dkdv or x.tile(DKDV)
     # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
     # it does one: the shorter sums round less, and there they are what rounds most.
@@ -829,36 +886,10 @@ def attention_backward(
             *(dk_part, *row_strides(dk_one, meta)),
             *(dv_part, *row_strides(dv_one, meta)),
             *(dk_one.numel() // meta.ALIGN, dv_one.numel() // meta.ALIGN, num_splits),
-            *(*statistics, x.mods, meta),
+            *(*statistics, *q_t, *dout_t, x.mods, meta),
         )
         launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, arguments)
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
-
-    _bias_and_capture_gradients(x, statistics, dout, dbias, dcaptures, deterministic)
-
-
-def bias_and_capture_gradients(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dbias: Tensor | None,
-    dcaptures: Sequence[Tensor],
-    deterministic: bool,
-) -> None:
-    """The part of `attention_backward` that is left where other kernels made dq, dk and dv; half types only."""
-    if dbias is not None or dcaptures:
-        statistics = row_statistics(problem, out, lse, dout, dlse, None)
-        _bias_and_capture_gradients(problem, statistics, dout, dbias, dcaptures, deterministic)
-
-
-def _bias_and_capture_gradients(
-    problem: Problem, statistics: Tensor, dout: Tensor, dbias: Tensor | None, dcaptures: Sequence[Tensor], deterministic: bool
-) -> None:
-    if dbias is not None:
-        bias_gradient(problem, statistics, dout, dbias)
-    if dcaptures:
-        capture_gradients(problem, statistics, dout, dcaptures, deterministic)
+    score_gradients(x, statistics, dout, dbias, dcaptures, deterministic)

@@ -10,6 +10,7 @@ from torch import Tensor
 from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import (
+    descaled_products,
     dropout_keep,
     load_head,
     load_row_statistics,
@@ -65,6 +66,7 @@ def _attn_bwd_dbias_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_kinds_ptr,  # of the block mask: 0 hidden, 1 masked, 2 full
     _block_indices_ptr,
     _full_counts_ptr,
@@ -174,6 +176,9 @@ def _attn_bwd_dbias_kernel(
             lse_log2, delta, p_scale = load_row_statistics(
                 lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
             )
+            qk, dp, score_scale = descaled_products(
+                qk, dp, descales, b, h, h // group_size, first_row, first_column, softmax_scale, META
+            )
             keep = True
             if META.HAS_DROPOUT:
                 keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
@@ -191,7 +196,7 @@ def _attn_bwd_dbias_kernel(
                 shift,
                 window_left,
                 window_right,
-                softmax_scale,
+                score_scale,
                 softcap,
                 keep_scale,
                 bias_base,

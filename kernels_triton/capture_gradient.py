@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    descaled_products,
     dropout_keep,
     listed_tile,
     load_block_lists,
@@ -71,6 +72,7 @@ def _attn_bwd_captures_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -180,6 +182,7 @@ def _attn_bwd_captures_kernel(
         if META.V1 > 0:
             v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, True)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+        qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h // group_size, first_row, n, softmax_scale, META)
         keep = True
         if META.HAS_DROPOUT:
             keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
@@ -197,7 +200,7 @@ def _attn_bwd_captures_kernel(
             shift,
             window_left,
             window_right,
-            softmax_scale,
+            score_scale,
             softcap,
             keep_scale,
             bias_base,

@@ -10,10 +10,14 @@ from torch import Tensor
 from flexattn.kernels_triton.configs import FORWARD, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    FP8_OFFSET,
     LN2,
+    descaled,
     dropout_keep,
     listed_tile,
     load_block_lists,
+    load_columns,
+    load_descale,
     load_head,
     load_sequence,
     load_sink,
@@ -24,10 +28,12 @@ from flexattn.kernels_triton.primitives import (
     row_steps,
     store_tile,
     store_zeros,
+    transposed_pointer,
     visible_keys,
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.quantize import transposed
 
 
 @triton.jit
@@ -65,6 +71,11 @@ def _attn_fwd_loop(
     h,
     captures,
     listed,  # of a block mask: what `listed_tile` finds a tile by
+    descales,
+    h_kv,
+    descale_q,  # in FP8, of this block of queries
+    v_t_base,  # v with its tokens innermost, which the matrix instructions want
+    stride_vtd,
     MODS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     META: tl.constexpr,
@@ -88,6 +99,10 @@ def _attn_fwd_loop(
         if META.QK1 > 0:
             k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+        score_scale = softmax_scale
+        if META.IS_FP8:
+            descale_k = load_descale(descales, 1, b, h_kv, n, META)
+            qk, score_scale = descaled(qk, descale_q * descale_k, softmax_scale, META)
         s, factor, _, _ = logits(
             qk,
             i,
@@ -95,7 +110,7 @@ def _attn_fwd_loop(
             len_q,
             len_kv,
             shift,
-            softmax_scale,
+            score_scale,
             softcap,
             bias_base,
             stride_bias_m,
@@ -113,18 +128,30 @@ def _attn_fwd_loop(
             s = tl.where(MODS.mask(b, h, i, j, captures) | is_full, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-        p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
         decay = tl.exp2(row_max - origin)
+        if META.IS_FP8:
+            origin -= FP8_OFFSET  # p, and so row_sum and acc, are scaled to fill the range of e4m3
+        p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
         row_sum = row_sum * decay + tl.sum(p, 1)
         row_max = new_max
         if META.HAS_DROPOUT:
             p = tl.where(dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META), p, 0.0)
-        v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-        p = p.to(v0.dtype)
-        acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
-        if META.V1 > 0:
-            v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
+        if META.IS_FP8:
+            # Each product in an accumulator of its own: the matrix instruction's keeps 14 bits or so.
+            p = p.to(tl.float8e4nv)
+            descale_v = load_descale(descales, 2, b, h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
+            v0 = load_columns(v_t_base, stride_vtd, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            acc0 = acc0 * decay[:, None] + tl.dot(p, tl.trans(v0)) * descale_v
+            if META.V1 > 0:
+                v1 = load_columns(v_t_base, stride_vtd, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                acc1 = acc1 * decay[:, None] + tl.dot(p, tl.trans(v1)) * descale_v
+        else:
+            v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            p = p.to(v0.dtype)
+            acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
+            if META.V1 > 0:
+                v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * k_step
             v_pointer += BLOCK_N * v_step
@@ -173,6 +200,7 @@ def _attn_fwd_kernel(
     stride_vs,
     stride_vh,
     captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -186,6 +214,10 @@ def _attn_fwd_kernel(
     stride_oh,
     lse_ptr,
     max_logit_ptr,  # [h, b * blocks] or None: the largest logit that each block of queries saw
+    v_t_ptr,  # v as `transpose_tokens` copies it
+    stride_vtb,
+    stride_vth,
+    stride_vtd,
     MODS: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -248,6 +280,11 @@ def _attn_fwd_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
 
+    descale_q, v_t_base = 1.0, v_t_ptr
+    if META.IS_FP8:
+        descale_q = load_descale(descales, 0, b, h, first_row, META)
+        v_t_base = transposed_pointer(v_t_ptr, b, h // group_size, start_kv, stride_vtb, stride_vth, META.IS_RAGGED_KV)
+
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
@@ -308,6 +345,11 @@ def _attn_fwd_kernel(
             (masked_ptr, 0, full_ptr, 0, first_inside)
             if phase == 1
             else (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
+            descales,
+            h // group_size,
+            descale_q,
+            v_t_base,
+            stride_vtd,
             MODS,
             phase != 1,
             META,
@@ -323,11 +365,15 @@ def _attn_fwd_kernel(
         new_max = tl.maximum(row_max, sink)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)
         decay = tl.exp2(row_max - origin)
-        row_sum = row_sum * decay + tl.exp2(sink - origin)
+        row_sum = row_sum * decay + tl.exp2(sink - origin + (FP8_OFFSET if META.IS_FP8 else 0.0))
         rescale *= decay
         row_max = new_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
     rescale = rescale / row_sum
+    if META.IS_FP8:
+        row_max -= FP8_OFFSET
+        if not META.HAS_BLOCK_SCALES:
+            rescale *= load_descale(descales, 2, b, h // group_size, 0, META)
     lse = (row_max + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
     out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
@@ -353,7 +399,8 @@ def attention_forward(
     meta = x.meta(tile, (out,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None
-    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, x.mods, meta)
+    v_t = transposed(x, "v")
+    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, *v_t, x.mods, meta)
     launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch, out.device, tile, arguments)
     if max_logit is not None and partial is not None:
         torch.amax(partial, 1, out=max_logit)

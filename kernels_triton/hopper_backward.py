@@ -820,7 +820,7 @@ def hopper_backward(
 ) -> None:
     """dq, dk, dv and dsoftmax_offset of `backward.attention_backward`, for a problem that `refusal` has no objection to.
 
-    dq, dk and dv are contiguous. A bias and captures get their gradients by `backward.bias_and_capture_gradients`.
+    dq, dk and dv are contiguous. A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
     x = problem
     tile = tile or select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
 
 
 @triton.jit
@@ -97,6 +98,7 @@ def make_row_statistics(
     len_q,
     num_tokens_q,
     first_row,
+    descales,
     META: tl.constexpr,
 ):
     # Of rows whose dout is given: lse in units of log2, +inf for a row that sees nothing or is none, and sum(out * dout) - dlse.
@@ -109,6 +111,8 @@ def make_row_statistics(
     if META.V1 > 0:
         out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
+    if META.IS_FP8:
+        delta *= load_descale(descales, 3, b, h, first_row, META)
     row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
@@ -178,6 +182,118 @@ def load_tile(
     else:
         tile = tl.load(pointers)
     return tile
+
+
+@triton.jit
+def transposed_column(start, b, IS_RAGGED: tl.constexpr):
+    # Where a sequence's tokens begin in a row of a transposed copy: at multiples of 16, a place of its own for each sequence.
+    return (start + 16 * b) // 16 * 16 if IS_RAGGED else 0
+
+
+@triton.jit
+def transposed_pointer(ptr, b, h, start, stride_b, stride_h, IS_RAGGED: tl.constexpr):
+    # Of a sequence and head in a transposed copy, its first channel and token. Strides are in units of 16.
+    row = (tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h) * 16
+    return ptr + row + transposed_column(start, b, IS_RAGGED)
+
+
+@triton.jit
+def load_columns(
+    base,  # at the sequence's first token
+    stride,  # elements from one channel to the next, over 16
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    # As `load_tile`, from a transposed copy: [WIDTH, ROWS]. Rows are cut 16 at a time, so that 16 bytes are loaded at a time; the
+    # copy has zeros up to there.
+    channels = COLUMN + tl.arange(0, WIDTH)
+    rows = first + tl.arange(0, ROWS)
+    pointers = base + (channels.to(tl.int64) * stride * 16)[:, None] + rows[None, :]
+    inside = (first + tl.arange(0, ROWS) // 16 * 16 < num_rows)[None, :]
+    if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=inside & (channels < HEAD_DIM)[:, None], other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif COLUMN + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=(channels < HEAD_DIM)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_descale(descales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
+    # What the rows around `row` of q (0), k (1), v (2) or dout (3) in FP8 are to be multiplied with.
+    offset = b * descales[4 * WHICH + 2] + h * descales[4 * WHICH + 3]
+    if META.HAS_BLOCK_SCALES:
+        offset += row // META.SCALE_ROWS * descales[4 * WHICH + 1]
+    return tl.load(descales[4 * WHICH] + offset)
+
+
+@triton.jit
+def descaled(qk, descale, softmax_scale, META: tl.constexpr):
+    # (product, scale) that make the scaled score. Only a bias that is added before the scale needs the product to be right.
+    if META.HAS_PRE_SCALE_BIAS:
+        return qk * descale, softmax_scale
+    else:
+        return qk, softmax_scale * descale
+
+
+@triton.jit
+def descaled_products(qk, dp, descales, b, h, h_kv, row, column, softmax_scale, META: tl.constexpr):
+    # The same of both products of a tile that the backward computes: (q.k, dout.v, scale).
+    score_scale = softmax_scale
+    if META.IS_FP8:
+        descale = load_descale(descales, 0, b, h, row, META) * load_descale(descales, 1, b, h_kv, column, META)
+        qk, score_scale = descaled(qk, descale, softmax_scale, META)
+        dp *= load_descale(descales, 3, b, h, row, META) * load_descale(descales, 2, b, h_kv, column, META)
+    return qk, dp, score_scale
+
+
+@triton.jit
+def to_fp8_rows(x, DTYPE: tl.constexpr):
+    # (x in FP8, what each row is to be multiplied with): by powers of two that bring its largest to 2**7, or 2**14 of e5m2.
+    TOP: tl.constexpr = 7 if tl.float8e4nv == DTYPE else 14
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 20), 230)
+    scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    descale = ((exponent - TOP) << 23).to(tl.float32, bitcast=True)
+    return (x * scale[:, None]).to(DTYPE), descale
+
+
+@triton.jit
+def add_fp8_product(
+    acc0,
+    acc1,
+    x,
+    descale,
+    copy,  # (base, stride) for `load_columns`
+    first,
+    num_rows,
+    ROWS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_V: tl.constexpr,  # y has v's head dim, not q's and k's
+    META: tl.constexpr,
+):
+    # acc += x @ y, for x that becomes FP8 here and y in a transposed copy, which is to be multiplied with `descale`. Each product
+    # is made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
+    WIDTH0: tl.constexpr = META.V0 if IS_V else META.QK0
+    WIDTH1: tl.constexpr = META.V1 if IS_V else META.QK1
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_V if IS_V else META.HEAD_DIM_QK
+    x, descale_x = to_fp8_rows(x, DTYPE)
+    descale = (descale_x * descale)[:, None]
+    y0 = load_columns(*copy, first, num_rows, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
+    acc0 += tl.dot(x, tl.trans(y0)) * descale
+    if WIDTH1 > 0:
+        y1 = load_columns(*copy, first, num_rows, ROWS, WIDTH0, WIDTH1, HEAD_DIM, CHECK_ROWS)
+        acc1 += tl.dot(x, tl.trans(y1)) * descale
+    return acc0, acc1
 
 
 @triton.jit

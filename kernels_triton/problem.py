@@ -81,6 +81,9 @@ class Meta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
+    IS_FP8: bool  # q, k, v and dout; p and ds become it
+    HAS_BLOCK_SCALES: bool
+    SCALE_ROWS: int  # of a block of rows with a scale of its own
     IS_FP32: bool  # tanh is exact then, and the backward makes probabilities, from an lse in fp32 too, sum to exactly 1
     HAS_SINK: bool
     HAS_OFFSET: bool
@@ -136,6 +139,13 @@ class Problem:
     mods: Mods | None = None
     captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
     block_mask: BlockLists | None = None
+    # Of q, k and v, and for a backward dout, in FP8: what they are to be multiplied with, fp32 [b | 1, h | 1, blocks | 1].
+    descales: tuple[Tensor, ...] = ()
+    scale_rows: int = 0  # of a block; 0: there is one
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.q.element_size() == 1
 
     @property
     def batch(self) -> int:
@@ -185,7 +195,11 @@ class Problem:
     @property
     def head_dims(self) -> int:
         """d_qk + d_v as the tiles hold them: what registers and shared memory go with."""
-        return sum(split_head_dim(self.q.shape[-1])) + sum(split_head_dim(self.v.shape[-1]))
+        return sum(self._parts(self.q)) + sum(self._parts(self.v))
+
+    def _parts(self, x: Tensor) -> tuple[int, int]:
+        # an FP8 matrix instruction multiplies 32 at a time
+        return split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
 
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """The committed tile for this problem, on its own device or on one of `capability`."""
@@ -199,18 +213,14 @@ class Problem:
             is_open=self.window_left is None and self.window_right is None,
             length=max(self.longest_q, self.longest_kv),
         )
-        if self.block_mask is None:
-            return tile
-        block_m, block_n = (
-            min(block, size & -size)  # the largest power of two that divides the block mask's
-            for block, size in ((tile.block_m, self.block_mask.block_size_q), (tile.block_n, self.block_mask.block_size_kv))
-        )
-        return tile._replace(block_m=block_m, block_n=block_n)
+        if self.has_block_scales:
+            tile = _cut(tile, self.scale_rows, self.scale_rows)
+        return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
         """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
-        qk0, qk1 = split_head_dim(self.q.shape[-1])
-        v0, v1 = split_head_dim(self.v.shape[-1])
+        qk0, qk1 = self._parts(self.q)
+        v0, v1 = self._parts(self.v)
         tensors = (self.q, self.k, self.v, *others)
         return Meta(
             IS_RAGGED_Q=self.q.dim() == 3,
@@ -221,6 +231,9 @@ class Problem:
             IS_GROUPED=self.group_size > 1,
             HAS_LEFT=self.window_left is not None,
             HAS_RIGHT=self.window_right is not None,
+            IS_FP8=self.is_fp8,
+            HAS_BLOCK_SCALES=self.has_block_scales,
+            SCALE_ROWS=self.scale_rows,
             **self.score_meta(),
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
@@ -231,7 +244,7 @@ class Problem:
             QK1=qk1,
             V0=v0,
             V1=v1,
-            ALIGN=_alignment(tensors),
+            ALIGN=_alignment(tensors, self.is_fp8),
             WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
             PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
             BLOCK_M=tile.block_m,
@@ -258,6 +271,16 @@ class Problem:
         bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
         slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
         return (self.bias, *bias_strides, self.alibi_slopes, slopes_stride, float(self.softcap), self.captures)
+
+    @property
+    def has_block_scales(self) -> bool:
+        return any(descale.shape[2] > 1 for descale in self.descales)
+
+    def scale_arguments(self) -> tuple[Any, ...] | None:
+        """Of each descale the tensor and its strides by block, batch and head; None where there is none."""
+        if not self.descales:
+            return None
+        return tuple(value for t in self.descales for value in (t, *(_strides(t, 3)[dim] for dim in (2, 0, 1))))
 
     def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""
@@ -301,6 +324,7 @@ class Problem:
             *row_strides(self.k, meta),
             *row_strides(self.v, meta),
             captures,
+            self.scale_arguments(),
             *self.list_arguments(blocks),
         )
 
@@ -315,6 +339,14 @@ def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride()[:dims], strict=True))
 
 
-def _alignment(tensors: Iterable[Tensor]) -> int:
-    # 8 elements are 16 bytes of a half type, the widest load there is
-    return 8 if all(stride % 8 == 0 for x in tensors for stride in _strides(x, x.dim() - 1)) else 1
+def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
+    # 8 elements are 16 bytes of a half type, the widest load there is, and 16 of FP8
+    strides = [stride for x in tensors for stride in _strides(x, x.dim() - 1)]
+    sizes = (16, 8) if is_fp8 else (8,)
+    return next((size for size in sizes if all(stride % size == 0 for stride in strides)), 1)
+
+
+def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:
+    """The tile with sides that divide those of a block: at most the largest power of two in each."""
+    block_m, block_n = (min(side, size & -size) for side, size in ((tile.block_m, block_q), (tile.block_n, block_kv)))
+    return tile._replace(block_m=block_m, block_n=block_n)

@@ -45,6 +45,7 @@ def _attn_bwd_statistics_kernel(
     lse_ptr,
     dlse_ptr,  # or None: 0
     softmax_offset_ptr,
+    descales,
     cu_seqlens_q_ptr,
     cu_seqlens_q_padded_ptr,
     lse_log2_ptr,  # from `statistics_row` on: lse in units of log2, +inf for a row that sees nothing
@@ -82,7 +83,7 @@ def _attn_bwd_statistics_kernel(
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
     out = (out_ptr, stride_ob, stride_os, stride_oh)
     lse_log2, delta = make_row_statistics(
-        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, META
+        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
     )
     if SIZE > 0:
         tile = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
@@ -149,7 +150,7 @@ def _launch(
     arguments = (
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
-        *(lse, dlse, x.softmax_offset, x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
+        *(lse, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
         *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, size, meta),
     )
     launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, _TILE, arguments)

@@ -2,7 +2,8 @@
 
 It stands in for `execute` where there is no GPU, so that all that the launchers do around cuDNN is tested everywhere. It takes
 every liberty that cuDNN has: it reads whole tiles of 128 tokens, whatever lies past a sequence's end, multiplies what it masked
-by 0 rather than leave it out, writes nothing past a sequence's end, and gives NaN to a query that sees no key.
+by 0 rather than leave it out, writes nothing past a sequence's end, and gives NaN to a query that sees no key. In FP8, where such a
+query may keep a GPU busy for ever, it fails.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class EmulatedPlans:
 
 def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
     x = plan.sdpa
+    for uid in set(AMAX.values()) & buffers.keys():
+        buffers[uid].zero_()
     for b in range(x.batch):
         len_q, len_kv = x.len_q, x.len_kv
         if x.has_lengths:
@@ -43,7 +46,9 @@ def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> Non
             assert 0 <= len_kv <= x.len_kv
         if len_q == 0:
             continue
-        if x.direction == "forward":
+        if x.fp8 is not None:
+            (_fp8_forward if x.direction == "forward" else _fp8_backward)(x, buffers, b, len_q, len_kv)
+        elif x.direction == "forward":
             _forward(x, buffers, b, len_q, len_kv)
         else:
             _backward(x, buffers, b, len_q, len_kv)
@@ -100,12 +105,71 @@ def _backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: i
         target -= (sink * delta[..., 0])[:, :len_q].sum(-1).to(target.dtype)
 
 
+def _fp8_forward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> None:
+    s, _, _, _ = _scores(x, buffers, b, len_q, len_kv, _times(buffers, Uid.DESCALE_Q, Uid.DESCALE_K))
+    assert not (s[:, :len_q] == NEG_INF).all(-1).any(), f"sequence {b} has a query without a key: it never ends"
+    v = _heads(x, _read(x, buffers, Uid.V, b, len_kv))
+    peak = s.amax(-1)
+    p = torch.exp(s - peak[..., None])
+    total = p.sum(-1)
+    weights = _rounded(p * buffers[Uid.SCALE_S], x.dtype)
+    out = weights @ v * _times(buffers, Uid.DESCALE_S, Uid.DESCALE_V) / total[..., None]
+    _write8(x, buffers, Uid.OUT, b, out[:, :len_q])
+    _view(x, buffers, Uid.STATS, b, len_q)[..., 0].copy_((peak + total.log())[:, :len_q])
+
+
+def _fp8_backward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int) -> None:
+    s, _, _, _ = _scores(x, buffers, b, len_q, len_kv, _times(buffers, Uid.DESCALE_Q, Uid.DESCALE_K))
+    q, dout, out = (_read(x, buffers, uid, b, len_q) for uid in (Uid.Q, Uid.DOUT, Uid.OUT))
+    k, v = (_heads(x, _read(x, buffers, uid, b, len_kv)) for uid in (Uid.K, Uid.V))
+    delta = (dout * out).sum(-1, keepdim=True) * _times(buffers, Uid.DESCALE_OUT, Uid.DESCALE_DOUT)
+    p = torch.exp(s - _read(x, buffers, Uid.STATS, b, len_q))
+    p[:, len_q:] = 0.0
+    weights = _rounded(p * buffers[Uid.SCALE_S], x.dtype)
+    dv = weights.transpose(-1, -2) @ dout * _times(buffers, Uid.DESCALE_S, Uid.DESCALE_DOUT)
+    dp = dout @ v.transpose(-1, -2) * _times(buffers, Uid.DESCALE_DOUT, Uid.DESCALE_V)
+    ds = p * (dp - delta) * float(buffers[Uid.SCALE])
+    _note(buffers, Uid.AMAX_DS, ds)
+    ds = _rounded(ds * buffers[Uid.SCALE_DS], x.fp8.dout)
+    dq = ds @ k * _times(buffers, Uid.DESCALE_DS, Uid.DESCALE_K)
+    dk = ds.transpose(-1, -2) @ q * _times(buffers, Uid.DESCALE_DS, Uid.DESCALE_Q)
+    _write8(x, buffers, Uid.DQ, b, dq[:, :len_q])
+    for uid, grad in ((Uid.DK, dk), (Uid.DV, dv)):
+        _write8(x, buffers, uid, b, grad.unflatten(0, (x.num_heads_kv, -1)).sum(1)[:, :len_kv])
+
+
+AMAX = {Uid.OUT: Uid.AMAX_OUT, Uid.DQ: Uid.AMAX_DQ, Uid.DK: Uid.AMAX_DK, Uid.DV: Uid.AMAX_DV, Uid.AMAX_DS: Uid.AMAX_DS}
+
+
+def _write8(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, values: Tensor) -> None:
+    _note(buffers, AMAX[uid], values)
+    view = _view(x, buffers, uid, b, values.shape[1])
+    view.copy_(_rounded(values * buffers[Uid[f"SCALE_{uid.name}"]], view.dtype))
+
+
+def _note(buffers: dict[int, Tensor], uid: Uid, values: Tensor) -> None:
+    buffers[uid].copy_(torch.maximum(buffers[uid], values.abs().amax()))
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is left of fp32 in an FP8 dtype, to which it is saturated."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype).float()
+
+
+def _times(buffers: dict[int, Tensor], *uids: Uid) -> Tensor:
+    for uid in uids:
+        assert buffers[uid].data_ptr() % 16 == 0
+        assert buffers[uid].dtype is torch.float32
+    return buffers[uids[0]] * buffers[uids[1]]
+
+
 def _scores(
-    x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int
+    x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int, descale: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor, ModGraph | None, Callbacks | None]:
     """Masked scores [h, r, c], what dropout multiplies weights by, for whole tiles of rows and columns, and the mods' graph."""
     q, k = _read(x, buffers, Uid.Q, b, len_q), _heads(x, _read(x, buffers, Uid.K, b, len_kv))
-    s = q @ k.transpose(-1, -2) * float(buffers[Uid.SCALE])
+    s = q @ k.transpose(-1, -2) * float(buffers[Uid.SCALE]) * descale
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
     graph, callbacks = None, None
     if x.mods is not None:

@@ -22,9 +22,11 @@ SMS = (80, 89, 90, 100, 120)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
 UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # as wide in all as a row serves, and all on one side
 MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+FP8 = torch.float8_e4m3fn
+FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # Spills in the loops, as a share of their instructions: next to none in plain half precision; some with every feature at once,
 # and in fp32, whose products go through ordinary registers.
-LOOP_SPILLS = {"plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08}
+LOOP_SPILLS = {"hybrid": 0.01, "plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08}
 # Spills stand for time, and here the time is known: this tile is the fastest there is, spills and all (tiles_d256_h200.json).
 MEASURED_SPILLS = {"dkdv-sm90-bfloat16-d256x256-open": 0.06}
 
@@ -52,7 +54,12 @@ def _launches(case: Case) -> list[Launch]:
     length = 64 if full or case.features == "short" else configs.SHORT + 1
     shape = (2 * length, heads) if full else (2, length, heads)
     q, k = (torch.zeros(*shape, d_qk, dtype=case.dtype) for _ in "qk")
-    v, out = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
+    v, dout = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
+    out = dout.to(torch.bfloat16) if case.dtype is FP8 else dout
+    if case.features == "hybrid":
+        dout = dout.to(torch.float8_e5m2)
+    blocks = 2 if full else 1
+    scales = {"descales": (torch.ones(2, heads, blocks),) * 4, "scale_rows": 128 if full else 0} if case.dtype is FP8 else {}
     lse = torch.zeros(heads, 2 * length) if full else torch.zeros(2, heads, length)
     cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32)
     features = {
@@ -68,7 +75,7 @@ def _launches(case: Case) -> list[Launch]:
         "max_seqlen_kv": length,
     } | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens)
     band = {"window_right": None if case.features == "open" else 0}
-    problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else {}))
+    problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else {}), **scales)
 
     def tile(table: configs.Table) -> configs.Tile:
         return problem.tile(table, case.sm)
@@ -77,13 +84,14 @@ def _launches(case: Case) -> list[Launch]:
         if case.kernel == "forward":
             attention_forward(problem, out, lse, torch.zeros(heads) if full else None, tile(configs.FORWARD))
         elif case.kernel == "dbias":
-            bias_gradient(problem, torch.zeros(3, *lse.shape), out, problem.bias.clone(), tile(configs.BIAS_GRADIENT))
+            bias_gradient(problem, torch.zeros(3, *lse.shape), dout, problem.bias.clone(), tile(configs.BIAS_GRADIENT))
         else:
-            gradients = (torch.zeros_like(t) for t in (q, k, v))
+            gradients = (torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v))
             tiles = (tile(configs.DQ), tile(configs.DKDV))
             doffset = torch.zeros(heads) if full else None
-            attention_backward(problem, out, lse, out, lse if full else None, *gradients, None, doffset, *tiles)
-    return launches[1:] if case.kernel == "dkdv" else launches[:1]
+            attention_backward(problem, out, lse, dout, lse if full else None, *gradients, None, doffset, *tiles)
+    name = {"forward": "_attn_fwd_kernel"}.get(case.kernel, f"_attn_bwd_{case.kernel}_kernel")
+    return [launch for launch in launches if launch.kernel.fn.__name__ == name]  # in FP8 there are transposed copies too
 
 
 def _left_rows(case: Case) -> int:
@@ -104,6 +112,8 @@ SOME = [
     *_cases("dq dkdv", (90,), torch.bfloat16, ((64, 64), (128, 128), (256, 256)), "open"),
     *_cases("forward dq dkdv", (80, 89, 100), torch.bfloat16, ((128, 128), (256, 256)), "plain"),
     *_cases("forward dq dkdv dbias", (80, 90), torch.bfloat16, ((128, 128),), "full"),
+    *_cases("forward dq dkdv", (90,), FP8, ((128, 128),), "plain"),
+    *_cases("forward", (89, 100), FP8, ((128, 128),), "plain"),
 ]
 ALL = [
     *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "plain"),
@@ -114,6 +124,9 @@ ALL = [
     *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
     *_cases("forward dq dkdv", SMS, torch.float32, ((64, 64), (128, 128), (256, 256)), "plain"),
     *_cases("forward dq dkdv dbias", (90,), torch.float32, ((128, 128),), "full"),
+    *_cases("forward dq dkdv", (89, 90, 100, 120), FP8, HEAD_DIMS, "plain"),
+    *_cases("dq dkdv", (89, 90, 100, 120), FP8, ((128, 128),), "hybrid"),
+    *_cases("forward dq dkdv dbias", (89, 90, 100, 120), FP8, ((128, 128), (256, 256)), "full"),
 ]
 
 
@@ -124,9 +137,13 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
     limit = MEASURED_SPILLS.get(str(case)) or LOOP_SPILLS["fp32" if case.dtype is torch.float32 else case.features]
     if report.loop_spill_share > limit:
         found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
-    expected = MATRIX_INSTRUCTION[case.sm] if _left_rows(case) >= 64 else "HMMA"  # wgmma and tcgen05 begin at 64 rows
+    instructions = FP8_INSTRUCTION if case.dtype is FP8 else MATRIX_INSTRUCTION
+    expected = instructions[case.sm] if _left_rows(case) >= 64 or case.sm in (89, 120) else "HMMA"  # the others begin at 64 rows
     if case.dtype is not torch.float32 and set(report.matrix_instructions) != {expected}:
         found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
+    if case.dtype is FP8 and case.sm == 90 and case.kernel in ("forward", "dq") and case.features == "plain":
+        # p and ds are operands as they stand, and v and k come transposed: nothing is stored to shared memory by hand
+        found += [f"{loop['STS']} STS in a loop: a transposition" for loop in report.loops if "STS" in loop and "QGMMA" in loop]
     if not report.loops:
         found.append("no loop was found in the code")
     if case.features != "full" and case.dtype is not torch.float32 and any("serialized" in warning for warning in report.warnings):
@@ -166,7 +183,7 @@ def test_head_dims_are_split_into_powers_of_two() -> None:
 def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
     widths = {sum(split_head_dim(d)) for d in range(8, 257, 8)}
     for capability in (configs.INTERPRETER, 80, 86, 87, 89, 90, 100, 103, 120, 121):
-        for element_size in (2, 4):
+        for element_size in (2, 4) if capability and capability < 89 else (1, 2, 4):
             for total in {a + b for a in widths for b in widths}:
                 for is_loaded, is_open, length in itertools.product((False, True), (False, True), (1, configs.SHORT + 1)):
                     tile = select_tile(table, capability, element_size, total, is_loaded=is_loaded, is_open=is_open, length=length)

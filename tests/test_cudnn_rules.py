@@ -11,9 +11,14 @@ from test_select import ON_CUDA
 
 from flexattn.dispatch import cudnn_backend, known_bad
 from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
-from flexattn.dispatch.spec import AttentionSpec
+from flexattn.dispatch.spec import AttentionSpec, Band, Fp8
 
 SPEC = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=1024, length_kv=1024)
+
+FP8 = {
+    "dtype": torch.float8_e4m3fn,
+    "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False),
+}
 
 # For each row of KNOWN_BAD: what it is about, and near misses that it must leave alone.
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
@@ -27,6 +32,18 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "cudnn-frontend/issues/1072": ({"length_q": 1}, [{"length_q": 2}]),
     "pytorch/issues/174245": ({"dropout": True}, [{"dropout": True, "dropout_in_sixteenths": True}]),
+    "cudnn-frontend/issues/1009": (
+        {**FP8, "band": Band(9, 0, False), "padding": True},
+        [
+            {"band": Band(9, 0, False), "padding": True},
+            {**FP8, "band": Band(9, 0, False)},
+            {**FP8, "band": Band(None, 0, False), "padding": True},
+        ],
+    ),
+    "TransformerEngine/pull/2994": (
+        {**FP8, "q_format": "thd", "kv_format": "thd", "padding": True},
+        [{"q_format": "thd", "kv_format": "thd", "padding": True}, {**FP8, "padding": True}],
+    ),
 }
 
 
@@ -63,13 +80,53 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
         *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
         *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
         *("deterministic", "device_type", "capability", "length_q", "length_kv", "dropout_in_sixteenths", "needs_lse_grad"),
-        *("mods", "block_size"),
+        *("mods", "block_size", "fp8"),
     }
     assert set(AttentionSpec._fields) == decided
     for direction in ("forward", "backward"):
         reason = cudnn_backend.rule_error(SPEC._replace(block_size=(128, 128)), direction)
         assert reason is not None
         assert "cuDNN has no block masks" in reason
+
+
+@pytest.mark.parametrize(
+    "affected",
+    [
+        {"band": Band(9, None, False), "q_format": "thd", "kv_format": "thd", "padding": True},
+        {"band": Band(9, None, True), "padding": True},
+        {"band": Band(9, 4, False), "length_q": 2048},
+    ],
+)
+def test_no_window_in_fp8_may_leave_a_query_without_a_key(affected: dict[str, Any]) -> None:
+    spec = SPEC._replace(**{**FP8, **affected})
+    assert "issues/1009" in str(known_bad.known_bad(spec, "forward", 92300))
+    assert "issues/1009" not in str(known_bad.known_bad(spec, "backward", 92300))
+
+
+FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "scales by head": ({"fp8": FP8["fp8"]._replace(descale_dims=(False, True, False))}, "scale per tensor"),
+    "head dims": ({"head_dim_qk": 40, "head_dim_v": 40}, "head dims are 40 and 40"),
+    "causal, bottom right": ({"band": Band(None, 0, True)}, "attn_mask_type='causal'"),
+    "bias": ({"bias_type": "post_scale_bias", "bias_dims": (True,) * 4}, "take no bias"),
+    "sink": ({"softmax_type": "learnable"}, "does not compile"),
+    "softcap": ({"softcap": True}, "no softcap"),
+    "dropout": ({"dropout": True}, "not proved right"),
+    "block mask": ({"block_size": (128, 128)}, "no block masks"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_REFUSED)
+def test_what_fp8_lacks_on_cudnn(name: str) -> None:
+    change, reason = FP8_REFUSED[name]
+    for direction in ("forward", "backward"):
+        assert cudnn_backend.rule_error(SPEC._replace(**FP8), direction) is None
+        assert reason in str(cudnn_backend.rule_error(SPEC._replace(**{**FP8, **change}), direction))
+
+
+def test_fp8_over_packed_sequences_has_no_backward_on_cudnn() -> None:
+    spec = SPEC._replace(**FP8, q_format="thd", kv_format="thd", padding=True)
+    assert cudnn_backend.rule_error(spec, "forward") is None
+    assert "no packed sequences" in str(cudnn_backend.rule_error(spec, "backward"))
 
 
 @pytest.mark.parametrize(

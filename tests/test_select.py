@@ -28,6 +28,7 @@ from flexattn.dispatch.spec import (
     AttentionSpec,
     Band,
     Direction,
+    Fp8,
     length_class,
 )
 
@@ -494,7 +495,16 @@ specs = st.builds(
     needs_lse_grad=st.booleans(),
     mods=st.none(),
     block_size=st.none(),
-)
+    fp8=st.none()
+    | st.builds(
+        Fp8,
+        st.tuples(*[st.booleans()] * 3),
+        st.sampled_from([0, 64, 128]),
+        st.sampled_from([torch.float16, torch.bfloat16]),
+        st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
+        st.booleans(),
+    ),
+).map(lambda spec: spec if spec.fp8 is None else spec._replace(dtype=torch.float8_e4m3fn))
 some_refusals = st.dictionaries(
     st.sampled_from([(name, d) for name in BACKENDS for d in DIRECTIONS]), st.just("it crashed; try another")
 )

@@ -86,6 +86,11 @@ def bias(kind: str, dims: str) -> Row:
     return Row(PADDED, {"bias_type": f"{kind}_scale_bias", "softcap": 5.0}, bias=dims, cudnn=alone)
 
 
+def fp8_inside(**fields: Any) -> Row:
+    inputs = {**PACKED, "dtype": torch.bfloat16}
+    return Row(inputs, {"attn_mask_type": "padding_causal", "fp8_recipe": flexattn.fp8.Recipe(**fields)})
+
+
 def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.where((q_idx - kv_idx).abs() < 30 * (h + 1), score * 1.5 - (q_idx - kv_idx).abs() * 0.125, -1e4 - b)
 
@@ -109,6 +114,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "bfloat16": Row({**PADDED, "dtype": torch.bfloat16}),
         "float32": Row({**PADDED, "dtype": torch.float32, "outliers": True}),
         "float64": Row({**PADDED, "dtype": torch.float64}, refusals={"triton": NO_FP64}),
+        "FP8 inside (fp8_recipe)": fp8_inside(),
+        "FP8 inside, E5M2 gradients": fp8_inside(fp8_format="HYBRID", granularity="block", rotation=True),
     },
     "Masks": {
         "no_mask": mask("no_mask", STRIDED),
@@ -234,6 +241,17 @@ class Case(NamedTuple):
         named = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), seeds), strict=True))
         return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"))
 
+    def budget(self) -> tuple[Tensor, ...]:
+        """The forward in plain torch: in the inputs' dtype, or in emulated FP8."""
+        if "fp8_recipe" in self.arguments:
+            return self.attention("eager")
+        return reference_attention(self.spec, self.operands, dtype=self.spec.dtype)
+
+    def gradient_budget(self) -> Gradients:
+        if "fp8_recipe" in self.arguments:
+            return self.gradients("eager")
+        return reference_gradients(self.spec, self.operands, self.dout, self.dlse, dtype=self.spec.dtype)
+
 
 def make_case(row: Row, device: str) -> Case:
     scaled = {name: [SCALE * length for length in row.inputs[name]] for name in ("lengths_q", "lengths_kv")}
@@ -263,6 +281,7 @@ def make_case(row: Row, device: str) -> Case:
         call["block_mask"] = flexattn.create_block_mask(call["block_mask"], batch, 1, sq, skv, device, 16)
         oracle["blocks"] = block_lists(oracle.pop("block_mask") and call["block_mask"], batch, num_heads, sq, skv, inputs.q.device)
         oracle["mask_mod"] = call["block_mask"].mask_mod
+    oracle.pop("fp8_recipe", None)
     mods = {name: oracle.pop(name) for name in ("score_mod", "mask_mod") if name in oracle}
     if mods:
         oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
@@ -306,7 +325,7 @@ def test_forward(row: Row, backend: str, device: str) -> None:
     skip_other_dropout(backend, row)
     results = case.attention(backend)
     exact = reference_attention(case.spec, case.operands)
-    same_dtype = reference_attention(case.spec, case.operands, dtype=case.spec.dtype)
+    same_dtype = case.budget()
     assert len(results) == (3 if "return_max_logit" in row.call else 2)
     for name, got, ref, eager in zip(("out", "lse", "max_logit"), results, exact, same_dtype, strict=False):
         check_close(name, got, ref, eager)
@@ -328,7 +347,7 @@ def test_backward(row: Row, backend: str, device: str) -> None:
     skip_other_dropout(backend, row)
     gradients = case.gradients(backend)
     exact = reference_gradients(case.spec, case.operands, case.dout, case.dlse)
-    same_dtype = reference_gradients(case.spec, case.operands, case.dout, case.dlse, dtype=case.spec.dtype)
+    same_dtype = case.gradient_budget()
     for name, got, ref, eager in zip(Gradients._fields, gradients, exact, same_dtype, strict=True):
         assert (got is None) == (ref is None)
         if got is not None:

@@ -1,0 +1,170 @@
+"""What FP8 means, in plain torch: scales, the cast, which row has which scale, the rotation. The kernels' pass is held to it."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+GRANULARITIES = ("tensor", "head", "batch_head", "block")
+BLOCK_ROWS = 128
+LARGEST_SCALE = 2.0**120  # so that neither a scale nor its inverse is infinite or denormal
+P_SCALE = 256.0  # of the softmax weights relative to their row's largest, which fills e4m3 but for a factor 448 / 256
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """What fills the range of `dtype` with values up to `amax`; 1 for an amax of 0 or next to it."""
+    scale = torch.full_like(amax, LARGEST[dtype] * 2.0**-margin) / amax  # a number / a tensor would round twice
+    return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
+
+
+def quantize(
+    x: Tensor,
+    fmt: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    max_seqlen: int,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    block_rows: int,
+    margin: int,
+    rotation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(data as x, descale, amax): fp32 [b | 1, h | 1, blocks | 1]. `scale`, [h | 1], is given for delayed scaling, else None."""
+    rows = as_bshd(x, fmt).float()
+    if rotation:
+        rows = rows @ rotation_matrix(x.shape[-1], x.device)
+    sizes = amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
+    group, is_real = _groups(x, fmt, cu_seqlens, cu_seqlens_padded, sizes, block_rows)
+    magnitude = torch.where(rows.isfinite() & is_real[..., None, None], rows.abs(), 0.0).amax(-1)
+    amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax").view(sizes)
+    found = scale_of(amax, dtype, margin) if scale is None else scale.view(1, -1, 1)
+    data = cast(rows, found.flatten()[group][..., None], dtype)
+    data = torch.where(is_real[..., None, None], data.view(torch.uint8), 0).view(dtype)
+    return as_bshd(data, fmt).contiguous(), 1.0 / found, amax
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in `dtype`: finite values saturate, the others become NaN."""
+    scaled = (x * scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return torch.where(x.isfinite(), scaled, torch.nan).to(dtype)
+
+
+def dequantize(spec: AttentionSpec, x: Operands, dtype: torch.dtype) -> Operands:
+    """The call with data * descale, in `dtype`, for q, k and v; as it is where q is not FP8."""
+    if spec.fp8 is None:
+        return x
+    q = dequantize_side(spec, x, "q", x.q, x.descales[0], dtype)
+    k, v = (dequantize_side(spec, x, "kv", t, descale, dtype) for t, descale in zip((x.k, x.v), x.descales[1:3], strict=True))
+    return x._replace(q=q, k=k, v=v)
+
+
+def dequantize_side(spec: AttentionSpec, x: Operands, side: str, data: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+    """One tensor laid out as q or dout (side "q"), or as k or v ("kv")."""
+    assert spec.fp8 is not None
+    fmt = spec.q_format if side == "q" else spec.kv_format
+    cu_seqlens, padded = (x.cu_seqlens_q, x.cu_seqlens_q_padded) if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+    sizes = descale.shape[0], descale.shape[1], descale.shape[2]
+    group, _ = _groups(data, fmt, cu_seqlens, padded, sizes, spec.fp8.block_rows)
+    rows = as_bshd(data, fmt).to(dtype) * descale.to(dtype).flatten()[group][..., None]
+    return as_bshd(rows, fmt)
+
+
+def amax_sizes(
+    x: Tensor, fmt: str, cu_seqlens: Tensor | None, max_seqlen: int, granularity: str, block_rows: int
+) -> tuple[int, int, int]:
+    """[b | 1, h | 1, blocks | 1] of a tensor's scales."""
+    batch = x.shape[fmt.index("b")] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (
+        batch if granularity in ("batch_head", "block") else 1,
+        x.shape[fmt.index("h")] if granularity != "tensor" else 1,
+        max(1, -(-max_seqlen // block_rows)) if granularity == "block" else 1,
+    )
+
+
+def _groups(
+    x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, sizes: tuple[int, int, int], block_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Of each token and head, which element of a flat [b | 1, h | 1, blocks | 1] is its scale; of each token, whether it is one."""
+    heads = x.shape[fmt.index("h")]
+    if fmt == "thd":
+        assert cu_seqlens is not None
+        token = torch.arange(x.shape[0], device=x.device)
+        starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
+        last = max(cu_seqlens.shape[0] - 2, 0)
+        b = torch.searchsorted(starts[1:], token, right=True).clamp(max=last)
+        position = token - starts[b]
+    else:
+        batch, tokens = as_bshd(x, fmt).shape[:2]
+        b = torch.arange(batch, device=x.device)[:, None].expand(batch, tokens)
+        position = torch.arange(tokens, device=x.device).expand(batch, tokens)
+    is_real = position >= 0
+    if cu_seqlens is not None:
+        is_real = is_real & (position < cu_seqlens.long().diff()[b]) if cu_seqlens.shape[0] > 1 else is_real & False
+    h = torch.arange(heads, device=x.device)
+    group = (b[..., None] if sizes[0] > 1 else 0) * sizes[1] + (h if sizes[1] > 1 else h * 0)
+    block = (position // block_rows).clamp(0, sizes[2] - 1) if sizes[2] > 1 else position * 0
+    return (group * sizes[2] + block[..., None]).expand(*position.shape, heads), is_real
+
+
+def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
+    """fp32 [d, d], orthogonal: diag(signs) times Hadamard matrices of the largest power of two that divides the head dim."""
+    size = head_dim & -head_dim
+    i = torch.arange(head_dim, device=device)
+    both = i[:, None] & i % size
+    for shift in (4, 2, 1):
+        both = both ^ both >> shift
+    is_inside = i[:, None] // size == i // size
+    matrix = torch.where(is_inside, torch.where(both & 1 == 1, -1.0, 1.0), 0.0)
+    # The signs of a fixed hash, for without them a constant row would become one outlier.
+    signs = torch.where((i * 0x9E3779B1 >> 15) & 1 == 1, -1.0, 1.0)
+    return signs[:, None] * matrix / math.sqrt(size)
+
+
+class _RoundedWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, weights: Tensor) -> Tensor:
+        return (weights * P_SCALE).to(torch.float8_e4m3fn).to(weights.dtype) / P_SCALE
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _RoundedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype  # type: ignore[attr-defined]
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        dtype = ctx.dtype  # type: ignore[attr-defined]
+        if gradient.numel() == 0:
+            return gradient, None
+        scale = scale_of(gradient.abs().amax(-1, keepdim=True), dtype)
+        return cast(gradient, scale, dtype).to(gradient.dtype) / scale, None
+
+
+def round_weights(weights: Tensor) -> Tensor:
+    """Softmax weights, relative to their row's largest, as the FP8 kernels round them; the gradient passes as it is."""
+    return _RoundedWeights.apply(weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def round_gradient(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scores as they are; the gradient that comes back through them in `dtype`, with a scale for each query."""
+    return _RoundedGradient.apply(scores, dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@functools.cache
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that "float8_e4m3fn" and the like name; for what an operator's schema carries as a str."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

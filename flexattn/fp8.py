@@ -1,0 +1,321 @@
+"""Attention in FP8: what a recipe says, quantised tensors with their scales, and the state of delayed scaling.
+
+TransformerEngine's words: a tensor x is held as `data` = x * scale in float8, and x ≈ data * `descale`; a scale is
+fp8_max / amax * 2**-margin, of the amax that is found now ("current") or was found in earlier steps ("delayed").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import fp8_ops
+from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, scale_of
+from flexattn.dispatch.spec import Operands, parse_format
+from flexattn.ops import Settings
+from flexattn.validation import FP8_DTYPES, check_lengths_of, check_name, describe
+
+__all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "quantize"]
+
+FORMATS = ("E4M3", "HYBRID")
+SCALINGS = ("current", "delayed")
+ALGORITHMS = ("max", "most_recent")
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+TENSORS = ("q", "k", "v", "dout", "out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How `attention` uses FP8; frozen and hashable. A field that would have no effect raises.
+
+    Args:
+        fp8_format: "E4M3", or "HYBRID": dout and, inside the backward, the gradient of the scores are E5M2, of more range and half
+            the precision.
+        scaling: "current": scales from the tensors' own amax; "delayed": from the amax of earlier steps, which a `DelayedScaling`
+            given as `fp8_state` keeps. What is beyond the range saturates.
+        granularity: what has a scale of its own: "tensor", "head", "batch_head" or "block" (rows of each sequence and head).
+            Delayed scaling is by "tensor" or "head".
+        block_rows: rows of a block, a multiple of 64; None: 128. For granularity "block".
+        margin: scales are 2**margin smaller than what fills the range.
+        amax_history_len, amax_compute_algo: of delayed scaling: how many steps are remembered (None: 16), and whether the "max"
+            (None) or the "most_recent" of them makes the scale.
+        rotation: q and k are multiplied with one orthogonal matrix, a Hadamard matrix with signs, which leaves q k^T as it is and
+            spreads outliers over all channels; of a head dim that is no power of two, within blocks as long as the largest in it.
+        bf16_backward: the backward runs on the 16-bit q, k, v and dout, without FP8.
+        out_dtype: bfloat16, float16 or, where no gradient is asked for, a float8 dtype: `attention` then returns a
+            `QuantizedTensor` in out's place. None: that of q, and bfloat16 for q in FP8.
+    """
+
+    fp8_format: str = "E4M3"
+    scaling: str = "current"
+    granularity: str = "head"
+    block_rows: int | None = None
+    margin: int = 0
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    rotation: bool = False
+    bf16_backward: bool = False
+    out_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, accepted in (
+            ("fp8_format", self.fp8_format, FORMATS),
+            ("scaling", self.scaling, SCALINGS),
+            ("granularity", self.granularity, GRANULARITIES),
+        ):
+            check_name(name, value, accepted)
+        for name in ("rotation", "bf16_backward"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {describe(getattr(self, name))}; accepted: True, False")
+        if isinstance(self.margin, bool) or not isinstance(self.margin, int):
+            raise TypeError(f"margin is {describe(self.margin)}; accepted: an int, the power of two that scales are smaller by")
+        if self.out_dtype is not None and self.out_dtype not in OUT_DTYPES:
+            raise ValueError(f"out_dtype is {self.out_dtype}; accepted: None, {', '.join(map(str, OUT_DTYPES))}")
+        if self.block_rows is not None:
+            if self.granularity != "block":
+                raise ValueError(
+                    f"block_rows is given with granularity {self.granularity!r}; accepted: None, or granularity 'block'"
+                )
+            if (
+                isinstance(self.block_rows, bool)
+                or not isinstance(self.block_rows, int)
+                or self.block_rows < 64
+                or self.block_rows % 64
+            ):
+                raise ValueError(f"block_rows is {self.block_rows!r}; accepted: a multiple of 64")
+        if self.scaling == "current":
+            for name in ("amax_history_len", "amax_compute_algo"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is given with scaling 'current', which has no history; accepted: None, or 'delayed'")
+            return
+        if self.granularity not in ("tensor", "head"):
+            raise ValueError(
+                f"granularity is {self.granularity!r} with scaling 'delayed', whose scales outlive a batch; accepted: tensor, head"
+            )
+        length = self.amax_history_len
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise ValueError(f"amax_history_len is {length!r}; accepted: an int of at least 1, or None for 16")
+        if self.amax_compute_algo is not None:
+            check_name("amax_compute_algo", self.amax_compute_algo, ALGORITHMS)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of dout and of the scores' gradient."""
+        return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
+
+    @property
+    def rows(self) -> int:
+        """Of a block; 0 where there is one block."""
+        return (self.block_rows or BLOCK_ROWS) if self.granularity == "block" else 0
+
+
+class QuantizedTensor(NamedTuple):
+    """x ≈ data * descale: `data` in float8, laid out as x; the others fp32 [b | 1, h | 1, blocks | 1], as the granularity says."""
+
+    data: Tensor
+    descale: Tensor
+    amax: Tensor  # of x's finite values
+
+
+class DelayedScaling(torch.nn.Module):
+    """The amax history and the scales of one attention layer, as buffers: `deepcopy`, `pickle`, `state_dict` and `to` apply.
+
+    Every call notes its amax, which the scales follow when `update` is called: once a step, after the backward. So a forward that
+    activation checkpointing repeats finds the scales that it had.
+
+    Args:
+        recipe: with scaling "delayed".
+        num_heads, num_heads_kv: heads of q and dout, and of k and v (None: as q's).
+    """
+
+    def __init__(
+        self, recipe: Recipe, num_heads: int, num_heads_kv: int | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        if recipe.scaling != "delayed":
+            raise ValueError(f"recipe.scaling is {recipe.scaling!r}; accepted: 'delayed', as current scaling keeps nothing")
+        self.recipe = recipe
+        heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        for name in TENSORS:
+            heads = 1 if recipe.granularity == "tensor" else heads_kv if name in "kv" else num_heads
+            history = torch.zeros(recipe.amax_history_len or 16, heads, dtype=torch.float32, device=device)
+            self.register_buffer(f"amax_history_{name}", history)
+            self.register_buffer(f"scale_{name}", torch.ones(heads, dtype=torch.float32, device=device))
+
+    def scale(self, name: str) -> Tensor:
+        """fp32 [heads], or [1] by tensor: what a tensor is multiplied with; 1 before the first `update`."""
+        found: Tensor = getattr(self, f"scale_{name}")
+        return found
+
+    @torch.no_grad()
+    def note(self, name: str, amax: Tensor) -> None:
+        """This step's amax of a tensor, [1, heads | 1, 1]; the largest counts."""
+        newest = getattr(self, f"amax_history_{name}")[0]
+        torch.maximum(newest, amax.view(-1), out=newest)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """The next step: scales from the history, which moves on by one."""
+        for name in TENSORS:
+            history = getattr(self, f"amax_history_{name}")
+            amax = history.amax(0) if self.recipe.amax_compute_algo != "most_recent" else history[0]
+            if name == "out":
+                dtype = self.recipe.out_dtype if self.recipe.out_dtype in FP8_DTYPES else torch.float8_e4m3fn
+            else:
+                dtype = self.recipe.grad_dtype if name == "dout" else torch.float8_e4m3fn
+            scale = getattr(self, f"scale_{name}")
+            scale.copy_(torch.where(amax > 0, scale_of(amax, dtype, self.recipe.margin), scale))
+            history.copy_(history.roll(1, 0))
+            history[0].zero_()
+
+
+def quantize(
+    x: Tensor,
+    recipe: Recipe | None = None,
+    *,
+    qkv_format: str = "bshd",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> QuantizedTensor:
+    """x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v.
+
+    Args:
+        x: float16, bfloat16 or float32, in one of `attention`'s formats.
+        recipe: granularity, block_rows, margin and rotation count; with rotation, quantise both q and k by it and not v.
+        qkv_format: x's own format.
+        cu_seqlens, cu_seqlens_padded, max_seqlen: x's, as `attention` takes them; tokens beyond each length are 0 and count for no
+            amax.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    NaN and infinite elements become NaN and count for no amax; where no other is left, or all are 0, the scale is 1.
+
+    Raises:
+        ValueError, TypeError: arguments that have no meaning; the text names them.
+    """
+    recipe = Recipe() if recipe is None else recipe
+    if recipe.scaling != "current":
+        raise ValueError("recipe.scaling is 'delayed'; accepted: 'current', as quantize keeps no history")
+    for name, default in (("fp8_format", "E4M3"), ("bf16_backward", False), ("out_dtype", None)):
+        if getattr(recipe, name) != default:
+            raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}, which quantize has no use for; accepted: {default!r}")
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, FP8_DTYPES))}")
+    fmt, kv_format = parse_format(str(qkv_format))
+    if fmt != kv_format:
+        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
+    longest = check_lengths_of(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen)
+    found = fp8_ops.quantize(
+        x.detach(),
+        cu_seqlens,
+        cu_seqlens_padded,
+        longest,
+        None,
+        fmt,
+        str(dtype).removeprefix("torch."),
+        recipe.granularity,
+        recipe.rows,
+        recipe.margin,
+        recipe.rotation,
+    )
+    return QuantizedTensor(*found)
+
+
+def check_recipe(recipe: Any, state: Any) -> None:
+    """That both are what they should be, and that one comes with the other."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
+    if state is not None and torch.compiler.is_compiling():
+        raise RuntimeError(
+            "fp8_state is given in a graph of torch.compile, whose backward would not note dout's amax; accepted: a call outside "
+            "the graph (torch.compiler.disable), or scaling 'current'"
+        )
+    is_delayed = recipe is not None and recipe.scaling == "delayed"
+    if state is not None and not isinstance(state, DelayedScaling):
+        raise TypeError(f"fp8_state is {describe(state)}; accepted: a flexattn.fp8.DelayedScaling, or None")
+    if (state is not None) != is_delayed:
+        raise ValueError(
+            f"fp8_state is {'given' if state is not None else 'None'} with "
+            f"{'no fp8_recipe' if recipe is None else f'scaling {recipe.scaling!r}'}; accepted: a DelayedScaling with scaling "
+            "'delayed', else None"
+        )
+
+
+def make_plan(
+    recipe: Recipe | None, state: DelayedScaling | None, q: Tensor, heads: tuple[int, int], needs_grad: bool, dropout: bool
+) -> tuple[fp8_ops.Plan | None, dict[str, Any]]:
+    """How q, k and v are quantised, None where they come in FP8 or stay as they are; and what of `ops.Settings` is FP8's."""
+    given = q.dtype in FP8_DTYPES
+    if recipe is None and not given:
+        return None, {}
+    if state is not None:
+        _check_state(state, recipe, q, heads)
+    recipe = Recipe() if recipe is None else recipe
+    to_fp8 = recipe.out_dtype in FP8_DTYPES
+    if needs_grad and given:
+        raise ValueError(
+            "an argument requires a gradient and q, k and v are FP8, which are for inference; accepted: q, k and v in float16 or "
+            "bfloat16 with an fp8_recipe, or torch.no_grad()"
+        )
+    if needs_grad and recipe.out_dtype not in (None, q.dtype):
+        raise ValueError(
+            f"fp8_recipe.out_dtype is {recipe.out_dtype} where a gradient is asked for; accepted: None or q's dtype, {q.dtype}, as "
+            "the gradient of an FP8 tensor would have no scale"
+        )
+    out_dtype = (torch.bfloat16 if given else q.dtype) if recipe.out_dtype is None or to_fp8 else recipe.out_dtype
+    fields = {
+        "fp8_out": str(out_dtype).removeprefix("torch."),
+        "fp8_grad": str(recipe.grad_dtype).removeprefix("torch."),
+        "fp8_block_rows": recipe.rows,
+        "bf16_backward": recipe.bf16_backward and needs_grad,
+    }
+    if given:
+        used = {"out_dtype"} | ({"granularity", "block_rows"} if recipe.granularity == "block" or to_fp8 else set())
+        used |= {"scaling", "margin", "amax_history_len", "amax_compute_algo"} if to_fp8 else set()
+        for field in dataclasses.fields(Recipe):
+            if field.name not in used and getattr(recipe, field.name) != field.default:
+                raise ValueError(
+                    f"fp8_recipe.{field.name} is {getattr(recipe, field.name)!r}, which has no effect where q, k and v "
+                    f"are FP8 already; accepted: {field.default!r}"
+                )
+        return None, fields
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"q has dtype {q.dtype} with an fp8_recipe; accepted: torch.float16, torch.bfloat16, or FP8 with descales")
+    if recipe.bf16_backward and dropout:
+        raise ValueError(
+            "fp8_recipe.bf16_backward is True with dropout_p, and another backend's backward would drop other weights; accepted: "
+            "dropout_p 0, or a backward in FP8"
+        )
+    grad_dtype = str(recipe.grad_dtype).removeprefix("torch.")
+    return fp8_ops.Plan(recipe.granularity, recipe.rows, recipe.margin, recipe.rotation, grad_dtype), fields
+
+
+def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads: tuple[int, int]) -> None:
+    if state.recipe != recipe:
+        raise ValueError(f"fp8_state was made for {state.recipe} and fp8_recipe is {recipe}; accepted: the same recipe")
+    if state.scale("q").device != q.device:
+        raise ValueError(f"fp8_state is on {state.scale('q').device} and q is on {q.device}; accepted: the same device")
+    for name, count in (("q", heads[0]), ("k", heads[1])):
+        if recipe is not None and recipe.granularity == "head" and state.scale(name).shape[0] != count:
+            raise ValueError(
+                f"fp8_state was made for {state.scale(name).shape[0]} heads of {name}, which has {count}; accepted: "
+                "DelayedScaling(recipe, num_heads, num_heads_kv) of the call's heads"
+            )
+
+
+def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: DelayedScaling | None) -> QuantizedTensor:
+    """out in the FP8 dtype that the recipe asks for, by its scaling."""
+    fmt, _ = parse_format(settings.qkv_format)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
+    scale = None if state is None else state.scale("out")
+    dtype = str(recipe.out_dtype).removeprefix("torch.")
+    found = QuantizedTensor(
+        *fp8_ops.quantize(out, *lengths, scale, fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
+    )
+    if state is not None:
+        state.note("out", found.amax)
+    return found

@@ -1,0 +1,189 @@
+"""The operator `flexattn::quantize`, and attention on 16-bit tensors in FP8 with autograd around it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flexattn import ops
+from flexattn.dispatch import quantization, triton_backend
+from flexattn.dispatch.program import parse_program
+from flexattn.dispatch.spec import Operands, parse_format
+
+_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "quantize(Tensor x, Tensor? cu_seqlens, Tensor? cu_seqlens_padded, SymInt max_seqlen, Tensor? scale, str fmt, str dtype,"
+    " str granularity, int block_rows, int margin, bool rotation) -> (Tensor data, Tensor descale, Tensor amax)"
+)
+quantize = torch.ops.flexattn.quantize.default
+
+
+class State(Protocol):
+    """What delayed scaling is to a call."""
+
+    def scale(self, name: str) -> Tensor: ...
+
+    def note(self, name: str, amax: Tensor) -> None: ...
+
+
+class Plan(NamedTuple):
+    """The static half of quantising inside, in types that an operator's schema has."""
+
+    granularity: str
+    block_rows: int
+    margin: int
+    rotation: bool
+    grad_dtype: str  # of dout
+
+
+def _quantize(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    max_seqlen: int,
+    scale: Tensor | None,
+    fmt: str,
+    dtype: str,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = triton_backend.quantizer(x) or quantization.quantize
+    return run(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, quantization.dtype_of(dtype), *rest)
+
+
+def _quantize_fake(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    max_seqlen: int,
+    scale: Tensor | None,
+    fmt: str,
+    dtype: str,
+    granularity: str,
+    block_rows: int,
+    margin: int,
+    rotation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = quantization.amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
+    descale, amax = (x.new_empty(sizes, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape, dtype=quantization.dtype_of(dtype)), descale, amax
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("quantize", _quantize, _key)
+torch.library.register_fake("flexattn::quantize", _quantize_fake, lib=_library)
+
+
+def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logit) of a checked call on 16-bit q, k and v; out and lse are differentiable."""
+    ops.refuse_transforms(x)
+    scales = (None,) * 4 if state is None else tuple(state.scale(name) for name in ("q", "k", "v", "dout"))
+    if settings.needs_grad:
+        note = None if state is None else state.note
+        call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, note, len(x.mod_tensors))
+        *results, amax_q, amax_k, amax_v = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]
+    else:
+        x8, amaxes = _quantized(x, settings, plan, scales[:3])
+        results, (amax_q, amax_k, amax_v) = ops._forward_op(*x8, *settings), amaxes
+    if state is not None:
+        for name, amax in (("q", amax_q), ("k", amax_k), ("v", amax_v)):
+            state.note(name, amax)
+    return tuple(results)
+
+
+def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
+    """The call as its kernels would get it, for `explain` and `warmup`: q, k, v and descales with arbitrary values."""
+    q_format, kv_format = parse_format(settings.qkv_format)
+    of_q, of_kv = (x.q, q_format, x.cu_seqlens_q, x.max_seqlen_q), (x.k, kv_format, x.cu_seqlens_kv, x.max_seqlen_kv)
+    sizes = (quantization.amax_sizes(*side, plan.granularity, plan.block_rows) for side in (of_q, of_kv, of_kv, of_q))
+    q, k, v = (torch.empty_like(t, dtype=torch.float8_e4m3fn, requires_grad=False) for t in (x.q, x.k, x.v))
+    return x._replace(q=q, k=k, v=v, descales=[x.q.new_ones(size, dtype=torch.float32) for size in sizes])
+
+
+def _quantized(x: Operands, settings: ops.Settings, plan: Plan, scales: tuple[Tensor | None, ...]) -> tuple[Operands, list[Tensor]]:
+    """The call with q, k and v in FP8 and their descales; and the three amaxes."""
+    q_format, kv_format = parse_format(settings.qkv_format)
+    of_q = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
+    of_kv = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
+    found = []
+    for t, lengths, scale, fmt, rotation in (
+        (x.q, of_q, scales[0], q_format, plan.rotation),
+        (x.k, of_kv, scales[1], kv_format, plan.rotation),
+        (x.v, of_kv, scales[2], kv_format, False),
+    ):
+        kind = ("float8_e4m3fn", plan.granularity, plan.block_rows, plan.margin, rotation)
+        found.append(quantize(t, *lengths, scale, fmt, *kind))
+    (q, k, v), descales, amaxes = zip(*found, strict=True)
+    return x._replace(q=q, k=k, v=v, descales=descales), list(amaxes)
+
+
+def unrotate(gradient: Tensor) -> Tensor:
+    """The gradient of what was rotated."""
+    matrix = quantization.rotation_matrix(gradient.shape[-1], gradient.device)
+    return (gradient.float() @ matrix.T).to(gradient.dtype)
+
+
+_OPERANDS, _SETTINGS, _PLAN = (len(fields) for fields in (Operands._fields, ops.Settings._fields, Plan._fields))
+_NUM_TENSORS = Operands._fields.index("max_seqlen_q")
+
+
+def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, Plan, tuple[Tensor | None, ...], Any]:
+    ends = [_OPERANDS, _OPERANDS + _SETTINGS, _OPERANDS + _SETTINGS + _PLAN, _OPERANDS + _SETTINGS + _PLAN + 4]
+    x, settings, plan = Operands(*call[: ends[0]]), ops.Settings(*call[ends[0] : ends[1]]), Plan(*call[ends[1] : ends[2]])
+    scales, (note, num_mods), lists = call[ends[2] : ends[3]], call[ends[3] : ends[3] + 2], call[ends[3] + 2 :]
+    return x._replace(mod_tensors=lists[:num_mods], block_mask=lists[num_mods:]), settings, plan, scales, note
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
+        x, settings, plan, scales, note = _unflat(call)
+        x8, amaxes = _quantized(x, settings, plan, scales[:3])
+        out, lse, max_logit = ops._forward_op(*x8, *settings)
+        ctx.mark_non_differentiable(max_logit, *amaxes)
+        ctx.set_materialize_grads(False)
+        kept = x if settings.bf16_backward else x8
+        ctx.save_for_backward(out, lse, scales[3], *kept[:_NUM_TENSORS], *kept.mod_tensors, *kept.block_mask, *kept.descales)
+        ctx.sizes = len(x.mod_tensors), len(x.block_mask)
+        ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan, note
+        return out, lse, max_logit, *amaxes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+        out, lse, scale, *tensors = ctx.saved_tensors
+        values, settings, plan, note = ctx.rest
+        mods, blocks = ctx.sizes
+        if dout is None:  # only lse was used
+            dout = torch.zeros_like(out)
+        lists = tensors[_NUM_TENSORS:]
+        x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
+            mod_tensors=lists[:mods], block_mask=lists[mods : mods + blocks], descales=lists[mods + blocks :]
+        )
+        if settings.bf16_backward:
+            settings = settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False)
+        else:
+            lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
+            fmt = parse_format(settings.qkv_format)[0]
+            kind = (plan.granularity, plan.block_rows, plan.margin, False)
+            dout, descale, amax = quantize(dout, *lengths, scale, fmt, plan.grad_dtype, *kind)
+            if note is not None:
+                note("dout", amax)
+            x = x._replace(descales=[*x.descales, descale])
+        dq, dk, dv, dbias, doffset, dmod_tensors = ops._backward_op(dout, dlse, out, lse, *x, *settings)
+        if plan.rotation and settings.fp8_out:
+            dq, dk = unrotate(dq), unrotate(dk)
+        gradients = {
+            "q": dq,
+            "k": dk,
+            "v": dv,
+            "bias": dbias if settings.needs_bias_grad else None,
+            "softmax_offset": None if x.softmax_offset is None else doffset,
+        }
+        program, left = parse_program(settings.mods) if settings.mods else None, iter(dmod_tensors)
+        of_mods = (next(left) if needs_grad else None for needs_grad in (program.tensor_needs_grad if program else ()))
+        of_fields = (gradients.get(name) for name in Operands._fields)
+        others = _SETTINGS + _PLAN + 4 + 2
+        return (*of_fields, *(None,) * others, *of_mods, *(None,) * blocks)

@@ -1,0 +1,359 @@
+"""FP8 as a user calls it: recipes, given FP8 tensors, delayed scaling, output in FP8, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flexattn
+from flexattn import fp8
+from flexattn.dispatch import canary
+from flexattn.dispatch.quantization import scale_of
+from flexattn.functional import bind_call
+from flexattn.ops import spec_to_run
+from flexattn.testing import make_dout, make_inputs
+
+BF16 = torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def inputs(device: str, fmt: str = "bshd", outliers: bool = False, head_dim: int = 32, **given: Any) -> dict[str, Any]:
+    dims = {"head_dim_qk": head_dim, "head_dim_v": head_dim}
+    call = make_inputs(fmt, lengths_q=[40, 40], lengths_kv=[70, 70], dtype=BF16, device=device, **dims, **given)._asdict()
+    if outliers:  # in a few channels, as in the activations of trained models, and rows of one length, as behind an RMSNorm
+        for name in ("q", "k"):
+            for channel, factor in ((5, 10), (19, 60), (70, 30), (100, 15)):
+                call[name][..., channel] *= factor
+            call[name] /= call[name].float().square().mean(-1, keepdim=True).sqrt()
+    for name in "qkv":
+        call[name].requires_grad_()
+    if fmt == "thd":
+        call["attn_mask_type"] = "padding_causal"
+    return call
+
+
+def run(call: dict[str, Any], **arguments: Any) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv"""
+    out = flexattn.attention(**call | arguments)
+    dout = make_dout(flexattn.testing.Inputs(**{name: call.get(name) for name in flexattn.testing.Inputs._fields}))
+    return out, *torch.autograd.grad(out, [call[name] for name in "qkv"], dout.to(out.dtype))
+
+
+def errors(call: dict[str, Any], **arguments: Any) -> list[float]:
+    """Of out, dq, dk and dv, the error's norm beside that of the result in fp64."""
+    exact = call | {name: call[name].detach().double().requires_grad_() for name in "qkv"}
+    wanted = run(exact, backend="eager")
+    return [
+        float((g.double() - w).detach().norm() / w.detach().norm()) for g, w in zip(run(call, **arguments), wanted, strict=True)
+    ]
+
+
+# What three bits of mantissa leave of normal inputs; of E5M2's two, in the gradients.
+USUAL, COARSE = 0.08, 0.14
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
+    for fmt, recipe in (
+        ("bshd", fp8.Recipe()),
+        ("thd", fp8.Recipe(granularity="block", block_rows=64)),
+        ("thd", fp8.Recipe(fp8_format="HYBRID", granularity="batch_head", margin=1, rotation=True)),
+        ("bshd", fp8.Recipe(granularity="tensor", bf16_backward=True)),
+    ):
+        call = inputs(device, fmt)
+        out, *gradients = run(call, fp8_recipe=recipe, backend=backend)
+        assert all(t.dtype is BF16 and t.is_contiguous() for t in (out, *gradients))
+        found = errors(call, fp8_recipe=recipe, backend=backend)
+        assert max(found) < (COARSE if recipe.fp8_format == "HYBRID" else USUAL), (recipe, found)
+        if recipe.bf16_backward:
+            assert max(found[1:]) < 0.03  # out, from FP8, is in it still
+
+
+def test_rotation_halves_the_error_of_outliers(device: str) -> None:
+    call = inputs(device, outliers=True, head_dim=128)
+    per_tensor = errors(call, fp8_recipe=fp8.Recipe(granularity="tensor"))
+    rotated = errors(call, fp8_recipe=fp8.Recipe(rotation=True))
+    for name, a, b in zip(("out", "dk", "dv"), (rotated[0], *rotated[2:]), (per_tensor[0], *per_tensor[2:]), strict=True):
+        assert a < b / 2, (name, per_tensor, rotated)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> None:
+    recipe = fp8.Recipe(granularity="tensor", rotation=True)
+    call = inputs(device, "thd") | {"backend": backend, "fp8_recipe": recipe}
+    with torch.no_grad():
+        clean = flexattn.attention(**call)
+        q, k = (call[name].detach().clone() for name in "qk")
+        q[3, 1, 5], q[7, 2, 0], k[75, 0, 1] = torch.nan, torch.inf, torch.nan  # k's is the second sequence's sixth
+        out = flexattn.attention(**call | {"q": q, "k": k})
+    rows = out.isnan().any(-1)
+    wanted = torch.zeros_like(rows)
+    wanted[3, 1], wanted[7, 2], wanted[45:, :2] = True, True, True  # causal: queries from the sixth on, by both heads of the key's
+    assert torch.equal(rows, wanted)
+    assert float((out - clean)[~rows].abs().max()) < 0.2  # the amax may have been another element's
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_zeros(backend: str, device: str) -> None:
+    call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe(granularity="block")}
+    call |= {name: torch.zeros_like(call[name]).requires_grad_() for name in "qkv"}
+    out, dq, dk, dv = run(call)
+    assert not out.any()
+    assert not dq.any()
+    assert not dk.any()
+    assert dv.isfinite().all()
+    call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe()}
+    out = flexattn.attention(**call)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out, [call[name] for name in "qkv"], torch.zeros_like(out)))
+
+
+def test_given_in_fp8(device: str) -> None:
+    call = inputs(device, "thd")
+    recipe = fp8.Recipe(granularity="block", block_rows=64)
+    lengths = {
+        "q": ("cu_seqlens_q", "max_seqlen_q"),
+        "k": ("cu_seqlens_kv", "max_seqlen_kv"),
+        "v": ("cu_seqlens_kv", "max_seqlen_kv"),
+    }
+    given, descales = {}, {}
+    for name, (cu_seqlens, longest) in lengths.items():
+        found = fp8.quantize(call[name], recipe, qkv_format="thd", cu_seqlens=call[cu_seqlens], max_seqlen=call[longest])
+        given[name], descales[f"descale_{name}"] = found.data, found.descale
+    with torch.no_grad():
+        want = flexattn.attention(**call, fp8_recipe=recipe)
+        got = flexattn.attention(**call | given, **descales, fp8_recipe=recipe)
+        assert torch.equal(got, want)
+        half = flexattn.attention(
+            **call | given, **descales, fp8_recipe=fp8.Recipe(granularity="block", block_rows=64, out_dtype=torch.float16)
+        )
+    assert got.dtype is BF16
+    assert half.dtype is torch.float16
+    # one number for all: the same as the tensor's own scale
+    tensors = {name: call[name].detach().to(E4M3) for name in "qkv"}
+    scalar = torch.tensor(0.5, device=device)
+    a = flexattn.attention(**call | tensors, descale_q=scalar, descale_v=scalar)
+    b = flexattn.attention(**call | tensors, descale_q=scalar.expand(2, 4), descale_v=scalar.expand(2, 2, 1))
+    assert torch.equal(a, b)
+
+
+def test_fp8_output(device: str) -> None:
+    call = inputs(device)
+    with torch.no_grad():
+        want = flexattn.attention(**call, fp8_recipe=fp8.Recipe())
+        out, lse = flexattn.attention(**call, fp8_recipe=fp8.Recipe(out_dtype=E4M3), return_lse=True)
+    assert isinstance(out, fp8.QuantizedTensor)
+    assert out.data.dtype is E4M3
+    assert lse.shape == (2, 4, 40)
+    assert torch.equal(out.amax.flatten(), want.float().abs().amax((0, 1, 3)))
+    back = out.data.float() * out.descale.view(1, 1, 4, 1)
+    assert float((back - want.float()).norm() / want.float().norm()) < 0.04
+
+
+def test_delayed_scaling(device: str) -> None:
+    recipe = fp8.Recipe(scaling="delayed", amax_history_len=3, amax_compute_algo="max", fp8_format="HYBRID")
+    state = fp8.DelayedScaling(recipe, 4, 2, device=device)
+    call = inputs(device) | {"fp8_recipe": recipe, "fp8_state": state}
+    before = run(call)
+    assert bool((state.scale_q == 1).all())
+    state.update()
+    amax = call["q"].detach().float().abs().amax((0, 1, 3))
+    assert torch.equal(state.scale_q, scale_of(amax, E4M3))
+    assert bool((state.scale_dout > 1000).all())  # of E5M2's range
+    # By heads, now that this step's amax is the last one's, it is current scaling.
+    current = run(inputs(device), fp8_recipe=fp8.Recipe(fp8_format="HYBRID"))
+    assert all(torch.equal(a, b) for a, b in zip(run(call), current, strict=True))
+    assert not torch.equal(before[0], current[0])
+    # The largest of three steps counts, then it is forgotten.
+    with torch.no_grad():
+        state.note("q", 7 * amax.view(1, 4, 1))
+        state.update()
+        flexattn.attention(**call)
+        for expected in (7, 7, 1):
+            state.update()
+            assert torch.equal(state.scale_q, scale_of(expected * amax, E4M3)), expected
+            flexattn.attention(**call)
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert all(torch.equal(a, b) for a, b in zip(state.state_dict().values(), other.state_dict().values(), strict=True))
+        assert other.recipe == recipe
+
+
+def test_delayed_scaling_under_checkpointing(device: str) -> None:
+    """The forward that is done again finds the scales of the first, and notes no other amax."""
+    recipe = fp8.Recipe(scaling="delayed")
+    states = [fp8.DelayedScaling(recipe, 4, 2, device=device) for _ in range(2)]
+    results = []
+    for state, again in zip(states, (False, True), strict=True):
+        for _ in range(2):
+            call = inputs(device)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any] = call, state: fp8.DelayedScaling = state) -> Tensor:
+                out: Tensor = flexattn.attention(**call | {"q": q, "k": k, "v": v}, fp8_recipe=recipe, fp8_state=state)
+                return out
+
+            qkv = [call[name] for name in "qkv"]
+            out = checkpoint(attend, *qkv, use_reentrant=False) if again else attend(*qkv)
+            gradients = torch.autograd.grad(out.float().square().sum(), qkv)
+            state.update()
+        results.append((out, *gradients, *state.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_other_arguments_get_gradients(device: str) -> None:
+    call = inputs(device)
+    bias = torch.randn(1, 4, 40, 70, device=device, requires_grad=True)
+    offset = torch.randn(4, device=device, requires_grad=True)
+    slope = torch.randn(4, device=device, requires_grad=True)
+
+    def found(**extra: Any) -> tuple[Tensor, ...]:
+        out, lse = flexattn.attention(
+            **call,
+            bias_type="post_scale_bias",
+            bias=bias,
+            softmax_type="learnable",
+            softmax_offset=offset,
+            score_mod=lambda s, b, h, i, j: s + slope[h] * 0.01 * (i - j),
+            return_lse=True,
+            **extra,
+        )
+        return torch.autograd.grad(out.float().sin().sum() + lse.sum(), (bias, offset, slope))
+
+    for got, want in zip(found(fp8_recipe=fp8.Recipe()), found(), strict=True):
+        assert float((got - want).norm() / want.norm()) < 0.2
+
+
+def test_compiled(device: str) -> None:
+    call = inputs(device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexattn.attention(q, k, v, attn_mask_type="causal", fp8_recipe=fp8.Recipe(rotation=True)) * 2
+
+    qkv = [call[name] for name in "qkv"]
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        (attend(*qkv), *torch.autograd.grad(attend(*qkv).sum(), qkv)),
+        (compiled(*qkv), *torch.autograd.grad(compiled(*qkv).sum(), qkv)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_delayed_scaling_is_not_compiled(device: str) -> None:
+    recipe = fp8.Recipe(scaling="delayed")
+    state = fp8.DelayedScaling(recipe, 4, 2, device=device)
+    call = inputs(device)
+
+    def attend() -> Tensor:
+        out: Tensor = flexattn.attention(**call, fp8_recipe=recipe, fp8_state=state)
+        return out
+
+    with pytest.raises(Exception, match="would not note dout's amax"):
+        torch.compile(attend, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(), attend())
+
+
+def test_operators_are_what_torch_asks_of_them(device: str) -> None:
+    call = inputs(device, "thd")
+    x = call["q"].detach()
+    arguments = (x, call["cu_seqlens_q"], None, 40, None, "thd", "float8_e4m3fn", "block", 64, 0, True)
+    torch.library.opcheck(torch.ops.flexattn.quantize.default, arguments)
+    x, settings = bind_call(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block"), backend="eager")
+    x = x._replace(q=x.q.zero_(), k=x.k.zero_(), v=x.v.zero_())
+    forward = x._replace(descales=list(x.descales)[:3])
+    utils = ("test_autograd_registration", "test_faketensor")  # the others multiply what they get, which torch's FP8 cannot
+    torch.library.opcheck(torch.ops.flexattn.attention_forward.default, (*forward, *settings), test_utils=utils)
+    out, lse, _ = torch.ops.flexattn.attention_forward(*forward, *settings)
+    call = (out.to(E4M3), None, out, lse, *x, *settings)
+    torch.library.opcheck(torch.ops.flexattn.attention_backward.default, call, test_utils=utils)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
+    for recipe in (fp8.Recipe(granularity="block", fp8_format="HYBRID"), fp8.Recipe(bf16_backward=True)):
+        call = inputs(device) | {"fp8_recipe": recipe, "backend": "triton"}
+        [found] = flexattn.warmup(call)
+        assert found.backward is not None
+        x, settings = bind_call(**call)
+        spec = spec_to_run(x, settings)
+        spec = spec.of_backward() if direction == "backward" else spec
+        assert canary.mismatch("triton", spec, direction, torch.device(device)) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph() -> None:
+    call = inputs("cuda", "thd") | {"fp8_recipe": fp8.Recipe(rotation=True)}
+    want = run(call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(call)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    dout = torch.ones_like(want[0])
+    out = flexattn.attention(**call)
+    wanted = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
+    with torch.cuda.graph(graph):
+        out = flexattn.attention(**call)
+        gradients = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
+    graph.replay()
+    assert torch.equal(out, want[0])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+def test_explain(device: str) -> None:
+    text = str(flexattn.explain(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block", fp8_format="HYBRID")))
+    assert "float8_e4m3fn" in text
+    assert "scaled per batch and head, out in bfloat16, backward by dout in float8_e5m2" in text
+    text = str(flexattn.explain(**inputs(device), fp8_recipe=fp8.Recipe(bf16_backward=True)))
+    assert "backward of the 16-bit tensors" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "recipe"),
+    [
+        ("fp8_format is 'E5M2'", {"fp8_format": "E5M2"}),
+        ("granularity is 'row'", {"granularity": "row"}),
+        ("block_rows is given with granularity 'head'", {"block_rows": 128}),
+        ("a multiple of 64", {"granularity": "block", "block_rows": 100}),
+        ("amax_history_len is given with scaling 'current'", {"amax_history_len": 16}),
+        ("whose scales outlive a batch", {"scaling": "delayed", "granularity": "batch_head"}),
+        ("out_dtype is torch.float32", {"out_dtype": torch.float32}),
+        ("margin is", {"margin": 0.5}),
+    ],
+)
+def test_recipes_without_meaning(error: str, recipe: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        fp8.Recipe(**recipe)
+
+
+def test_nothing_is_accepted_and_ignored(device: str) -> None:
+    call = inputs(device)
+    plain = {name: call[name].detach() for name in "qkv"}
+    eight = {name: t.to(E4M3) for name, t in plain.items()}
+    one = torch.ones(1, device=device)
+    delayed = fp8.Recipe(scaling="delayed")
+    for error, arguments in (
+        ("descale_q is given with q, k and v in torch.bfloat16", call | {"descale_q": one}),
+        ("fp8_state is None", call | {"fp8_recipe": delayed}),
+        ("fp8_state is given", call | {"fp8_state": fp8.DelayedScaling(delayed, 4, 2, device)}),
+        ("made for 3 heads", call | {"fp8_recipe": delayed, "fp8_state": fp8.DelayedScaling(delayed, 3, 2, device)}),
+        ("out_dtype is torch.float8_e4m3fn where a gradient", call | {"fp8_recipe": fp8.Recipe(out_dtype=E4M3)}),
+        ("rotation is True, which has no effect", call | eight | {"fp8_recipe": fp8.Recipe(rotation=True)}),
+        ("margin is 1, which has no effect", call | eight | {"fp8_recipe": fp8.Recipe(margin=1)}),
+        ("which are for inference", call | {"q": eight["q"].requires_grad_(), "k": eight["k"], "v": eight["v"]}),
+        ("descale_k has shape", call | eight | {"descale_k": torch.ones(3, device=device)}),
+        (
+            "has dtype torch.float32 with an fp8_recipe",
+            call | {n: t.float() for n, t in plain.items()} | {"fp8_recipe": fp8.Recipe()},
+        ),
+        ("bf16_backward is True with dropout_p", call | {"dropout_p": 0.1, "fp8_recipe": fp8.Recipe(bf16_backward=True)}),
+        ("fp8_recipe is 'E4M3'", call | {"fp8_recipe": "E4M3"}),
+    ):
+        eight["q"].requires_grad_(error == "which are for inference")
+        with pytest.raises((ValueError, TypeError), match=error):
+            flexattn.attention(**arguments)
