@@ -1,0 +1,116 @@
+"""Calls in FP8 for the tests of the kernels for sm_90: operands quantised by plain torch, the oracle on what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
+from flexattn.kernels_triton.problem import Problem
+from flexattn.testing import reference_attention
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+Granularity = Literal["tensor", "head", "batch_head", "block"]
+
+
+def spans(problem: Problem, side: str) -> Iterator[tuple[int, int, int]]:
+    """(sequence, its first row in [total, h, d] or 0, its length)."""
+    x = problem.q if side == "q" else problem.k
+    cu_seqlens = problem.cu_seqlens_q if side == "q" else problem.cu_seqlens_kv
+    padded = problem.cu_seqlens_q_padded if side == "q" else problem.cu_seqlens_kv_padded
+    for b in range(problem.batch):
+        length = x.shape[-3] if cu_seqlens is None else int(cu_seqlens[b + 1] - cu_seqlens[b])
+        yield b, int((cu_seqlens if padded is None else padded)[b]) if x.dim() == 3 else 0, length  # type: ignore[index]
+
+
+def rows_of(x: torch.Tensor, b: int, start: int, length: int) -> torch.Tensor:
+    """[length, h, d], a view."""
+    return x[start : start + length] if x.dim() == 3 else x[b, :length]
+
+
+class Quantised(NamedTuple):
+    values: torch.Tensor  # FP8, laid out as what it stands for; padding is NaN
+    scale: Scale
+    stands_for: torch.Tensor  # fp32
+
+
+def quantise(problem: Problem, side: str, x: torch.Tensor, granularity: Granularity, dtype: torch.dtype = E4M3) -> Quantised:
+    longest = problem.longest_q if side == "q" else problem.longest_kv
+    block = BLOCK.value
+    blocks = -(-longest // block) if granularity == "block" else 1
+    amax = torch.zeros(problem.batch, x.shape[-2], blocks)
+    for b, start, length in spans(problem, side):
+        rows = rows_of(x, b, start, length).float().abs()
+        for n in range(blocks) if length else ():
+            part = rows[n * block : (n + 1) * block] if granularity == "block" else rows
+            if len(part):
+                amax[b, :, n] = part.amax((0, 2))
+    if granularity in ("tensor", "head"):
+        amax = amax.amax((0, 1, 2) if granularity == "tensor" else (0, 2), keepdim=True)
+    descale = torch.where(amax > 0, amax / LARGEST[dtype], 1.0)
+    values = torch.full_like(x, float("nan"), dtype=torch.float32)
+    stands_for = values.clone()
+    every = descale.expand(problem.batch, x.shape[-2], blocks)
+    for b, start, length in spans(problem, side):
+        by_row = every[b].T.repeat_interleave(block if granularity == "block" else max(length, 1), 0)[:length, :, None]
+        values_here = (rows_of(x, b, start, length).float() / by_row).to(dtype).float()
+        rows_of(values, b, start, length).copy_(values_here)
+        rows_of(stands_for, b, start, length).copy_(values_here * by_row)
+    return Quantised(values.to(dtype), Scale(descale, block if granularity == "block" else 0), stands_for)
+
+
+def transposed(problem: Problem, side: str, values: torch.Tensor) -> torch.Tensor:
+    """What `hopper_fp8_quantize` writes: [h, blocks, d, BLOCK], tokens in order within each 16 of 2t, 2t + 1, 8 + 2t, 9 + 2t."""
+    block = BLOCK.value
+    out = torch.full(empty_transposed(values, problem.batch, values.dtype).shape, float("nan"))
+    order = torch.arange(block).view(-1, 2, 4, 2).transpose(1, 2).reshape(-1)
+    for b, start, length in spans(problem, side):
+        first = start // block + b if values.dim() == 3 else b * -(-values.shape[1] // block)
+        rows = rows_of(values, b, start, length).float()
+        for n in range(-(-length // block)):
+            tile = torch.zeros(block, *rows.shape[1:])
+            part = rows[n * block : (n + 1) * block]
+            tile[: len(part)] = part
+            out[:, first + n] = tile[order].permute(1, 2, 0)
+    return out.to(values.dtype)
+
+
+class Fp8Call(NamedTuple):
+    problem: Problem  # with q, k and v in FP8
+    v_transposed: torch.Tensor
+    scales: tuple[Scale, Scale, Scale]
+    spec: AttentionSpec
+    stands_for: Operands  # in fp32
+
+
+def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head") -> Fp8Call:
+    problem = triton_backend._problem(spec, x)
+    q, k, v = (
+        quantise(problem, side, t, granularity) for side, t in (("q", problem.q), ("kv", problem.k), ("kv", problem.v))
+    )
+    stands_for = x._replace(
+        **{
+            name: as_bshd(t.stands_for, fmt)
+            for name, t, fmt in zip("qkv", (q, k, v), (spec.q_format, spec.kv_format, spec.kv_format), strict=True)
+        }
+    )
+    of_kind: dict[str, Any] = {"q": q.values, "k": k.values, "v": v.values}
+    own = Problem(**{f: getattr(problem, f) for f in problem.__dataclass_fields__} | of_kind)
+    return Fp8Call(own, transposed(own, "kv", v.values), (q.scale, k.scale, v.scale), spec, stands_for)
+
+
+def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, ...]:
+    """The budget of out: eager attention in fp32, with its probabilities in e4m3 as the kernels have them."""
+    exp = torch.exp
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return (exp(t) * 256.0).clamp(max=448.0).to(E4M3).float() / 256.0
+
+    with mock.patch.object(torch, "exp", rounded):
+        return reference_attention(spec, x, dtype=torch.float32)
