@@ -17,7 +17,8 @@ from flexattn.kernels_triton.configs import INTERPRETER, Tile
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
-WIDE = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv")}  # read, written 16 bytes at a time
+# read, written 16 bytes at a time
+WIDE = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv", "x", "rows", "quads")}
 
 
 def kernel(function: Callable[..., None]) -> Any:

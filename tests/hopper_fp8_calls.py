@@ -59,7 +59,7 @@ def quantise(problem: Problem, side: str, x: torch.Tensor, granularity: Granular
     every = descale.expand(problem.batch, x.shape[-2], blocks)
     for b, start, length in spans(problem, side):
         by_row = every[b].T.repeat_interleave(block if granularity == "block" else max(length, 1), 0)[:length, :, None]
-        values_here = (rows_of(x, b, start, length).float() / by_row).to(dtype).float()
+        values_here = (rows_of(x, b, start, length).float() * (1.0 / by_row)).to(dtype).float()
         rows_of(values, b, start, length).copy_(values_here)
         rows_of(stands_for, b, start, length).copy_(values_here * by_row)
     return Quantised(values.to(dtype), Scale(descale, block if granularity == "block" else 0), stands_for)
