@@ -31,7 +31,7 @@ P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
 class Scale(NamedTuple):
     """What a tensor in FP8 is to be multiplied with: x is about x8 * descale."""
 
-    descale: Tensor  # fp32 [b, h, blocks] of that tensor's heads, positive; dims along which it does not vary have stride 0 or size 1
+    descale: Tensor  # fp32 [b, h, blocks], positive; h are that tensor's heads; a dim along which it does not vary may be 1
     block_rows: int = 0  # tokens of a block, counted within each sequence; 0: one block for all
 
     @property
@@ -49,7 +49,8 @@ def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple:
     """None if the kernels take the scale of a tensor with so many heads, whose blocks must be multiples of so many rows."""
     shape = scale.descale.shape
     if scale.descale.dtype is not torch.float32 or len(shape) != 3:
-        return f"descale_{name} is {str(scale.descale.dtype).removeprefix('torch.')} of shape {tuple(shape)}, not fp32 [b, h, blocks]"
+        dtype = str(scale.descale.dtype).removeprefix("torch.")
+        return f"descale_{name} is {dtype} of shape {tuple(shape)}, not fp32 [b, h, blocks]"
     if shape[0] not in (1, problem.batch) or shape[1] not in (1, heads):
         return f"descale_{name} has shape {tuple(shape)}, not [{problem.batch}, {heads}, blocks]"
     if scale.is_blockwise and scale.block_rows % multiple:

@@ -67,6 +67,7 @@ class Fp8Tile(NamedTuple):
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
     out_in_q: bool = False
+    takes_turns: bool = True
 
 
 FP8_FORWARD = (
@@ -195,14 +196,13 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, 
 @gluon.jit
 def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr, META: gl.constexpr):
     # (s, factor): s * factor[:, None] is the logit in units of log2, before the mask
-    softmax_scale, softcap, stride_bias_m, stride_bias_n, captures = scores
     if META.IS_MODIFIED:
         s, factor, _slope, _score = modified(
             qk * descale[:, None], rows[:, None], columns[None, :], place, scores, head, MODS, META
         )
         return s, gl.zeros_like(descale) + factor
     else:
-        return qk, gl.maximum(descale * (softmax_scale * LOG2E), 1e-37)
+        return qk, gl.maximum(descale * (scores[0] * LOG2E), 1e-37)
 
 
 @gluon.jit
@@ -449,7 +449,9 @@ def _attn_fwd_fp8_hopper_kernel(
     STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
     q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [CONSUMERS] + q_descriptor.block_type.shape, q_descriptor.layout)
-    out_tiles = gl.allocate_shared_memory(out_descriptor.dtype, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout)
+    out_tiles = gl.allocate_shared_memory(
+        out_descriptor.dtype, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout
+    )
     k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
     q1_tiles = q_tiles
@@ -483,15 +485,27 @@ def _attn_fwd_fp8_hopper_kernel(
     scales = (scale_q, scale_k, scale_v)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
     mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
-    gl.warp_specialize(  # the first consumer is the default partition: it gets the registers that are left, 240
-        [
-            (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
-            (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
-            (_load_partition, (common, META)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
+        gl.warp_specialize(
+            [
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
+                (_load_partition, (common, META)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
 
 
 def refusal(
@@ -570,7 +584,7 @@ def hopper_fp8_forward(
         V0=tile.head_dim_v,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
-        TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
+        TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,
         OUT_IN_Q=tile.out_in_q,
         REGISTERS=tile.registers,
     )

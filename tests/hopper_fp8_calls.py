@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from unittest import mock
 
 import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.kernels_triton import hopper_fp8_forward
 from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
 from flexattn.kernels_triton.problem import Problem
-from flexattn.testing import reference_attention
+from flexattn.testing import check_close, reference_attention
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -91,17 +93,14 @@ class Fp8Call(NamedTuple):
 
 def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head") -> Fp8Call:
     problem = triton_backend._problem(spec, x)
-    q, k, v = (
-        quantise(problem, side, t, granularity) for side, t in (("q", problem.q), ("kv", problem.k), ("kv", problem.v))
-    )
+    q, k, v = (quantise(problem, side, t, granularity) for side, t in (("q", problem.q), ("kv", problem.k), ("kv", problem.v)))
     stands_for = x._replace(
         **{
             name: as_bshd(t.stands_for, fmt)
             for name, t, fmt in zip("qkv", (q, k, v), (spec.q_format, spec.kv_format, spec.kv_format), strict=True)
         }
     )
-    of_kind: dict[str, Any] = {"q": q.values, "k": k.values, "v": v.values}
-    own = Problem(**{f: getattr(problem, f) for f in problem.__dataclass_fields__} | of_kind)
+    own = dataclasses.replace(problem, q=q.values, k=k.values, v=v.values)
     return Fp8Call(own, transposed(own, "kv", v.values), (q.scale, k.scale, v.scale), spec, stands_for)
 
 
@@ -114,3 +113,28 @@ def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, .
 
     with mock.patch.object(torch, "exp", rounded):
         return reference_attention(spec, x, dtype=torch.float32)
+
+
+def moved(call: Fp8Call, device: str) -> Fp8Call:
+    """The kernels' part of a call on another device; the oracle's stays."""
+    p = call.problem
+    tensors = {f: t.to(device) for f in p.__dataclass_fields__ if isinstance(t := getattr(p, f), torch.Tensor)}
+    scales = tuple(s._replace(descale=s.descale.to(device)) for s in call.scales)
+    return call._replace(problem=dataclasses.replace(p, **tensors), v_transposed=call.v_transposed.to(device), scales=scales)  # type: ignore[arg-type]
+
+
+def run_forward(call: Fp8Call, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out in q's format, lse), which begin as NaN."""
+    p, fmt = call.problem, call.spec.q_format
+    like = as_bshd(p.q, fmt) if fmt != "thd" else p.q
+    out = torch.full((*like.shape[:-1], call.spec.head_dim_v), float("nan"), dtype=dtype, device=p.device)
+    shape = (p.num_heads, p.q.shape[0]) if fmt == "thd" else (p.batch, p.num_heads, p.q.shape[1])
+    lse = torch.full(shape, float("nan"), device=p.device)
+    hopper_fp8_forward.hopper_fp8_forward(p, call.v_transposed, call.scales, as_bshd(out, fmt), lse)
+    return out, lse
+
+
+def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    exact = reference_attention(call.spec, call.stands_for)
+    check_close("out", out.cpu(), exact[0], rounded_attention(call.spec, call.stands_for)[0])
+    check_close("lse", lse.cpu(), exact[1], reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1])

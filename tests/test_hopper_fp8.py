@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_fp8_calls import E4M3, E5M2, LARGEST, quantise, rows_of, spans, transposed
+from hopper_fp8_calls import (
+    E4M3,
+    E5M2,
+    LARGEST,
+    check_forward,
+    fp8_call,
+    moved,
+    quantise,
+    rows_of,
+    run_forward,
+    spans,
+    transposed,
+)
 
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.hopper_fp8 import empty_transposed
 from flexattn.kernels_triton.hopper_fp8_quantize import quantize
+from flexattn.kernels_triton.launch import capability_of
 from flexattn.testing import make_call, make_inputs
 
 
@@ -30,7 +43,6 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
     given = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64, device=device)
     problem = triton_backend._problem(*make_call(given))
     for side, x in (("q", problem.q), ("kv", problem.v)):
-        host = Any
         host = triton_backend._problem(*make_call(make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64)))
         wanted = quantise(host, side, host.q if side == "q" else host.v, granularity, dtype)
         scale = wanted.scale._replace(descale=wanted.scale.descale.to(device))
@@ -63,3 +75,64 @@ def test_what_is_not_finite_becomes_nan_and_the_rest_saturates(dtype: torch.dtyp
     assert rows[0, 0, 0, :2].float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
     assert rows[0, 0, 0, 2:4].float().isnan().all()
     assert not rows.view(torch.uint8)[0, 1:].any()
+
+
+HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs the kernels")
+
+UNEVEN = {"lengths_q": [300, 0, 1, 700, 129, 260], "lengths_kv": [333, 50, 500, 600, 0, 40]}
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"window_size": (200, 70)},
+    {"window_size": (40, 0), "bottom_right_diagonal": True},
+]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (48, 80), (96, 96)]
+
+
+def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    out, lse = run_forward(moved(fp8, "cuda"), dtype)
+    check_forward(fp8, out, lse)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any]) -> None:
+    check_on_gpu({"attn_mask_type": "padding", **band}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("granularity", ["tensor", "batch_head", "block"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
+def test_formats_and_scales(fmt: str, granularity: Any) -> None:
+    for band in BANDS[:3]:
+        inputs = {"qkv_format": fmt, "padding": True, "gap": 13, "num_heads": 6, "num_heads_kv": 2, "outliers": True}
+        check_on_gpu({"attn_mask_type": "padding", **band}, granularity, torch.float16, **inputs, **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
+def test_dense(mask: str, sq: int, skv: int) -> None:
+    check_on_gpu({"attn_mask_type": mask}, lengths_q=[sq] * 3, lengths_kv=[skv] * 3)
+
+
+@on_hopper
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_sinks(softmax_type: str) -> None:
+    offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0]) if softmax_type == "learnable" else None
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
+    check_on_gpu(call, qkv_format="thd", **UNEVEN)
+
+
+@on_hopper
+def test_bits_repeat() -> None:
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
+    call = moved(fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False)), "cuda")
+    first = run_forward(call)
+    for _ in range(100):
+        assert all(torch.equal(again, once) for again, once in zip(run_forward(call), first, strict=True))
