@@ -40,6 +40,7 @@ from flexattn.kernels_triton.hopper_fp8 import (
     P_SCALE,
     P_SHIFT,
     Scale,
+    compute_here,
     first_transposed_block,
     load_descale,
     pack_quads,
@@ -66,7 +67,6 @@ class Fp8Tile(NamedTuple):
     block_n: int
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
-    out_in_q: bool = False
     takes_turns: bool = True
 
 
@@ -74,6 +74,7 @@ FP8_FORWARD = (
     Fp8Tile(64, 64, 128, 128, 4, 240),
     Fp8Tile(128, 128, 128, 128, 2, 240),
     Fp8Tile(192, 128, 128, 128, 2, 240),
+    Fp8Tile(256, 256, 128, 128, 2, 240, takes_turns=False),
 )
 
 
@@ -112,11 +113,11 @@ class Fp8ForwardMeta(NamedTuple):
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
     QK1: int
-    V0: int
+    V0: int  # of v too, of which a second part goes with a loop of its own
+    V1: int
     STAGES: int
     CONSUMERS: int
     TAKES_TURNS: bool
-    OUT_IN_Q: bool  # out leaves through the buffer that q came in
     REGISTERS: int
 
 
@@ -206,6 +207,17 @@ def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr,
 
 
 @gluon.jit
+def _is_cut(column, first_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    # Whether some query of the block does not see some key of this one; a scalar, so that only what is cut pays for masks
+    is_cut = column + META.BLOCK_N > len_kv
+    if META.HAS_RIGHT:
+        is_cut = is_cut | (column + META.BLOCK_N > first_row + 1 + shift + window_right)
+    if META.HAS_LEFT:
+        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
+    return is_cut
+
+
+@gluon.jit
 def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexpr):
     # row_sum is of p as it is scaled
     new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
@@ -274,7 +286,46 @@ def _compute_partition(
             row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, P_SCALE)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if num_blocks > 0:
+        if META.V1 > 0:  # One block after the other: registers have room for one tile of scores or of sums beside two of acc.
+            acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+            for t in range(num_blocks):
+                slot = loaded % META.STAGES
+                phase = (loaded // META.STAGES) & 1
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                ratio = 1.0
+                if META.K_BLOCKWISE:
+                    descale = descale_q * load_descale(scale_k, b, h_kv, column)
+                if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
+                    next_descale_v = load_descale(scale_v, b, h_kv, column)
+                    ratio = descale_v / next_descale_v
+                    descale_v = next_descale_v
+                mbarrier.wait(k_full.index(slot), phase)
+                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                qk = warpgroup_mma_wait(0, deps=[product])
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                columns = column + block_columns
+                s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
+                if _is_cut(column, first_row, len_kv, shift, window_left, window_right, META):
+                    s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
+                p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
+                mbarrier.wait(v_full.index(slot), phase)
+                v = v_tiles.index(slot).reshape([V0 + META.V1, BLOCK_N])
+                sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                acc = acc * decay[:, None] + sum_here
+                compute_here(acc)
+                sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                keep_pairs(quads)
+                mbarrier.arrive(v_empty.index(slot), count=1)
+                acc1 = acc1 * decay[:, None] + sum_here
+                compute_here(acc1)
+                loaded += 1
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        elif num_blocks > 0:
             slot = loaded % META.STAGES
             column, is_full = key_block(num_blocks - 1, found, META)
             if META.K_BLOCKWISE:
@@ -322,15 +373,8 @@ def _compute_partition(
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 columns = column + block_columns
                 s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
-                    is_cut = False
-                    if META.BLOCK_SIZE_Q > 0:
-                        is_cut = column + BLOCK_N > len_kv
-                    if META.HAS_RIGHT:
-                        is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
-                    if META.HAS_LEFT:
-                        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
-                    if is_cut:
+                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:
+                    if _is_cut(column, first_row, len_kv, shift, window_left, window_right, META):
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
                 new_quads, row_max, row_sum, new_decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
@@ -341,8 +385,7 @@ def _compute_partition(
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None] + sum_here
                 decay = new_decay * ratio
                 loaded += 1
-            if not META.OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
             slot = (loaded - 1) % META.STAGES
             p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
@@ -352,21 +395,22 @@ def _compute_partition(
             acc = warpgroup_mma_wait(0, deps=[sum_of_v])
             keep_pairs(quads)
             mbarrier.arrive(v_empty.index(slot), count=1)
-        elif not META.OUT_IN_Q:
+        else:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
-        acc = acc * gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
+        normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)
-        out_tile.reshape([_ROWS, V0]).store(acc.to(out_descriptor.dtype))
+        if META.V1 > 0:
+            out_tile.reshape([_ROWS, 2 * V0]).slice(0, V0, 1).store((acc * normaliser).to(out_descriptor.dtype))
+            out_tile.reshape([_ROWS, 2 * V0]).slice(V0, V0, 1).store((acc1 * normaliser).to(out_descriptor.dtype))
+        else:
+            out_tile.reshape([_ROWS, V0]).store((acc * normaliser).to(out_descriptor.dtype))
         fence_async_shared()
         row = first_row + CONSUMER * _ROWS
         store_rows(out_descriptor, start_q + b * step_os, len_q, row, h + b * step_oh, 0, out_tile)
-        if META.OUT_IN_Q:
-            tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
         piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
@@ -559,6 +603,7 @@ def hopper_fp8_forward(
     tile = tile or select_fp8_tile(x.q.shape[-1], d_v)
     assert tile is not None
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
+    v0, v1 = (128, 128) if tile.head_dim_v == 256 else (tile.head_dim_v, 0)
     has_lengths = x.cu_seqlens_q is not None
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     group_bytes = x.longest_kv * (x.q.shape[-1] + d_v)
@@ -581,11 +626,11 @@ def hopper_fp8_forward(
         BLOCK_N=tile.block_n,
         QK0=qk0,
         QK1=qk1,
-        V0=tile.head_dim_v,
+        V0=v0,
+        V1=v1,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,
-        OUT_IN_Q=tile.out_in_q,
         REGISTERS=tile.registers,
     )
     descriptors: list[Any] = [

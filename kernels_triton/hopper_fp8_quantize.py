@@ -1,7 +1,7 @@
 """Quantisation for the FP8 kernels of sm_90: a tensor is read once and written in FP8, as it lies, transposed, or both.
 
-Transposed, it is tiles of `hopper_fp8.BLOCK` tokens, [d, BLOCK], in whose rows four tokens that belong together are neighbours: they
-are brought together first, so that what is transposed has 32 bits.
+Transposed, it is tiles of `hopper_fp8.BLOCK` tokens, [d, BLOCK], in whose rows four tokens that belong together are neighbours:
+they are brought together first, so that what is transposed has 32 bits.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Literal, NamedTuple
 from unittest import mock
 
@@ -123,14 +124,16 @@ def moved(call: Fp8Call, device: str) -> Fp8Call:
     return call._replace(problem=dataclasses.replace(p, **tensors), v_transposed=call.v_transposed.to(device), scales=scales)  # type: ignore[arg-type]
 
 
-def run_forward(call: Fp8Call, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    call: Fp8Call, dtype: torch.dtype = torch.bfloat16, kernels: ModuleType = hopper_fp8_forward
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out in q's format, lse), which begin as NaN."""
     p, fmt = call.problem, call.spec.q_format
     like = as_bshd(p.q, fmt) if fmt != "thd" else p.q
     out = torch.full((*like.shape[:-1], call.spec.head_dim_v), float("nan"), dtype=dtype, device=p.device)
     shape = (p.num_heads, p.q.shape[0]) if fmt == "thd" else (p.batch, p.num_heads, p.q.shape[1])
     lse = torch.full(shape, float("nan"), device=p.device)
-    hopper_fp8_forward.hopper_fp8_forward(p, call.v_transposed, call.scales, as_bshd(out, fmt), lse)
+    kernels.hopper_fp8_forward(p, call.v_transposed, call.scales, as_bshd(out, fmt), lse)
     return out, lse
 
 

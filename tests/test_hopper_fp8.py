@@ -88,7 +88,7 @@ BANDS: list[dict[str, Any]] = [
     {"window_size": (200, 70)},
     {"window_size": (40, 0), "bottom_right_diagonal": True},
 ]
-HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (48, 80), (96, 96)]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80), (96, 96), (160, 208)]
 
 
 def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
