@@ -373,7 +373,7 @@ def _compute_partition(
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 columns = column + block_columns
                 s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:
+                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # noqa: SIM102  # that when compiled, this when run
                     if _is_cut(column, first_row, len_kv, shift, window_left, window_right, META):
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)

@@ -95,17 +95,19 @@ def test_nan_stays_in_its_row() -> None:
     assert lse.isnan().sum() == 1
 
 
+_THEN = "                keep_pairs(quads)\n                quads = new_quads"
+
 # What is edited, what becomes of it.
 PLANTED = {
     "v is read before it has come": ("mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)", "pass"),
     "v is released before the product has read it": (
-        "                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(quads)\n                quads",
+        "                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n" + _THEN,
         "                mbarrier.arrive(v_empty.index(last_slot), count=1)\n"
-        "                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(quads)\n                quads",
+        "                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n" + _THEN,
     ),
     "the sum of v is read while it runs": (
-        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(quads)\n                quads",
-        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n                keep_pairs(quads)\n                quads",
+        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n" + _THEN,
+        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n" + _THEN,
     ),
     "out is stored without a fence": (
         "        fence_async_shared()\n        row = first_row + CONSUMER * _ROWS\n",
