@@ -1,8 +1,8 @@
 """Backward attention in FP8 on Hopper (sm_90) in Gluon: `hopper_backward` with fp8 operands, all seven products by QGMMA.
 
-What a product sums over comes transposed: k for dq, q and dout for dk and dv (`hopper_fp8`). p and ds become e4m3 with a scale of
-their own for each row of each tile, from the largest there: a row of a tile is a row of the gradient it is multiplied into, where the
-scale is undone in fp32 as the tile's product, an accumulator of its own, is added to the rest.
+What a product sums over comes transposed: k for dq, q and dout for dk and dv (`hopper_fp8`). p and ds become e4m3 with a scale for
+each row of each tile, from the largest there: a row of a tile is a row of the gradient it goes into, and the scale is undone in fp32
+as the tile's product, an accumulator of its own, is added to the rest.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def _dkdv_compute(
     q_tiles, dout_tiles, k_tiles, v_tiles, qt_tiles, dout_t_tiles, statistics_tiles, dk_tiles, dv_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
     first_row, window_left, window_right, softmax_scale, place = common
-    len_q, len_kv, shift, b, h, h_kv = place
+    _, len_kv, shift, b, h, h_kv = place
     scale_q, scale_k, scale_v, scale_dout = scales
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -462,7 +462,8 @@ def _dkdv_compute(
         compute_here(dv)
         ds8 = unpack_quads(ds_quads, _ROWS, BLOCK_M, OPERAND, DTYPE)
         qt = qt_tiles.index(slot).reshape([DIM, BLOCK_M])
-        sum_of_q = warpgroup_mma(ds8, qt.permute([1, 0]), no_sum, use_acc=False, is_async=True)
+        # Into the same registers: with others there are not enough.
+        sum_of_q = warpgroup_mma(ds8, qt.permute([1, 0]), sum_here, use_acc=False, is_async=True)
         sum_here = warpgroup_mma_wait(0, deps=[sum_of_q])
         keep_pairs(ds_quads)
         mbarrier.arrive(q_empty.index(slot), count=1)

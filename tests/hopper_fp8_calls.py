@@ -12,10 +12,11 @@ import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_fp8_forward
+from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward
 from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
+from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient
 from flexattn.kernels_triton.problem import Problem
-from flexattn.testing import check_close, reference_attention
+from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -124,6 +125,12 @@ def moved(call: Fp8Call, device: str) -> Fp8Call:
     return call._replace(problem=dataclasses.replace(p, **tensors), v_transposed=call.v_transposed.to(device), scales=scales)  # type: ignore[arg-type]
 
 
+def moved_gradient(gradient: Fp8Gradient, device: str) -> Fp8Gradient:
+    scale = gradient.scale_dout
+    tensors = {f: getattr(gradient, f).to(device) for f in gradient._fields if f != "scale_dout"}
+    return Fp8Gradient(**tensors, scale_dout=scale._replace(descale=scale.descale.to(device)))
+
+
 def run_forward(
     call: Fp8Call, dtype: torch.dtype = torch.bfloat16, kernels: ModuleType = hopper_fp8_forward
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,3 +148,35 @@ def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     exact = reference_attention(call.spec, call.stands_for)
     check_close("out", out.cpu(), exact[0], rounded_attention(call.spec, call.stands_for)[0])
     check_close("lse", lse.cpu(), exact[1], reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1])
+
+
+def gradient_of(call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head") -> tuple[Fp8Gradient, torch.Tensor]:
+    """What the backward takes beside the call, on the CPU; and dout as it stands for, in its format."""
+    p = call.problem
+    rows = quantise(p, "q", as_bshd(dout, call.spec.q_format), granularity)
+    transposed_ones = (transposed(p, "q", p.q), transposed(p, "kv", p.k), transposed(p, "q", rows.values))
+    return Fp8Gradient(rows.values, rows.scale, *transposed_ones), as_bshd(rows.stands_for, call.spec.q_format)
+
+
+def run_backward(
+    call: Fp8Call, gradient: Fp8Gradient, dout: torch.Tensor, kernels: ModuleType = hopper_fp8_backward
+) -> list[torch.Tensor]:
+    """[dq, dk, dv] in their formats, which begin as NaN; of the oracle's out and lse."""
+    p, spec = call.problem, call.spec
+    exact, lse, _ = reference_attention(spec, call.stands_for)
+    out, lse, dout = exact.to(dout.dtype).to(p.device), lse.float().to(p.device), dout.to(p.device)
+    grads = [torch.full(t.shape, float("nan"), dtype=dout.dtype, device=p.device) for t in call.stands_for[:3]]
+    formats = (spec.q_format, spec.kv_format, spec.kv_format)
+    views = [as_bshd(t, fmt) for t, fmt in zip(grads, formats, strict=True)]
+    doffset = torch.empty(spec.num_heads, device=p.device) if p.softmax_offset is not None else None
+    rows = (as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format))
+    kernels.hopper_fp8_backward(p, call.scales, gradient, *rows, None, *views, doffset)
+    return grads
+
+
+def check_backward(call: Fp8Call, grads: list[torch.Tensor], dout: torch.Tensor, stands_for: torch.Tensor) -> None:
+    """The budget is what it costs to have dout in e4m3 and all the rest exact; the kernels have p and ds in e4m3 too."""
+    exact = reference_gradients(call.spec, call.stands_for, dout)
+    budget = reference_gradients(call.spec, call.stands_for, stands_for)
+    for name, got, want, eager in zip(("dq", "dk", "dv"), grads, exact, budget, strict=False):
+        check_close(name, got.cpu(), want, eager, factor=GRADIENT_FACTOR)

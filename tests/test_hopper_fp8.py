@@ -10,11 +10,15 @@ from hopper_fp8_calls import (
     E4M3,
     E5M2,
     LARGEST,
+    check_backward,
     check_forward,
     fp8_call,
+    gradient_of,
     moved,
+    moved_gradient,
     quantise,
     rows_of,
+    run_backward,
     run_forward,
     spans,
     transposed,
@@ -24,7 +28,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.hopper_fp8 import empty_transposed
 from flexattn.kernels_triton.hopper_fp8_quantize import quantize
 from flexattn.kernels_triton.launch import capability_of
-from flexattn.testing import make_call, make_inputs
+from flexattn.testing import make_call, make_dout, make_inputs
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head", "block"])
@@ -94,8 +98,12 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80), (96, 96), (
 def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
-    out, lse = run_forward(moved(fp8, "cuda"), dtype)
-    check_forward(fp8, out, lse)
+    on_gpu = moved(fp8, "cuda")
+    check_forward(fp8, *run_forward(on_gpu, dtype))
+    if max(inputs.get("head_dim_qk", 128), inputs.get("head_dim_v", 128)) <= 128:
+        dout = make_dout(given)
+        gradient, stands_for = gradient_of(fp8, dout, granularity)
+        check_backward(fp8, run_backward(on_gpu, moved_gradient(gradient, "cuda"), dout), dout, stands_for)
 
 
 @on_hopper
@@ -132,7 +140,13 @@ def test_sinks(softmax_type: str) -> None:
 @on_hopper
 def test_bits_repeat() -> None:
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
-    call = moved(fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False)), "cuda")
-    first = run_forward(call)
-    for _ in range(100):
-        assert all(torch.equal(again, once) for again, once in zip(run_forward(call), first, strict=True))
+    call = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    dout = make_dout(given)
+    on_gpu, gradient = moved(call, "cuda"), moved_gradient(gradient_of(call, dout)[0], "cuda")
+
+    def run() -> list[torch.Tensor]:
+        return [*run_forward(on_gpu), *run_backward(on_gpu, gradient, dout)]
+
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(again, once) for again, once in zip(run(), first, strict=True))

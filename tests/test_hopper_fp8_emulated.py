@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_fp8_calls import Fp8Call, check_forward, fp8_call, run_forward
+from hopper_fp8_calls import Fp8Call, check_backward, check_forward, fp8_call, gradient_of, run_backward, run_forward
 from test_hopper_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
 
 from flexattn import emulator
 from flexattn.bench.emulated import emulated
-from flexattn.kernels_triton import hopper_fp8_forward
-from flexattn.testing import make_call, make_inputs
+from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward
+from flexattn.testing import make_call, make_dout, make_inputs
 
 
 def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> Fp8Call:
@@ -35,6 +35,27 @@ def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward) 
 def check(call: Fp8Call, *seeds: int) -> None:
     for seed in seeds:
         report = forward(call, seed)
+        assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+
+
+def backward(
+    seed: int, call: dict[str, Any], granularity: Any = "head", kernels: ModuleType = hopper_fp8_backward, **inputs: Any
+) -> list[emulator.Report]:
+    """The same of the backward, of dq and of dk and dv."""
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    dout = make_dout(given)
+    gradient, stands_for = gradient_of(fp8, dout, granularity)
+    with emulated(seed, kernels) as reports:
+        grads = run_backward(fp8, gradient, dout, kernels)
+    if not any(report.bugs for report in reports.values()):
+        check_backward(fp8, grads, dout, stands_for)
+    assert len(reports) == 2
+    return list(reports.values())
+
+
+def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> None:
+    for report in backward(seed, call, granularity, **inputs):
         assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
@@ -95,6 +116,34 @@ def test_nan_stays_in_its_row() -> None:
     assert lse.isnan().sum() == 1
 
 
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
+def test_head_dims_backward(dims: tuple[int, int]) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    for seed in (1, 5):
+        check_backward_of(seed, call, "batch_head", **inputs)
+
+
+@without_gpu
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
+    inputs = {"lengths_q": [70, 0, 230], "lengths_kv": [200, 9, 65], "num_heads": 2, "num_heads_kv": 1, "padding": True, "gap": 2}
+    seed = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt)
+    band: dict[str, Any] = [{}, {"attn_mask_type": "padding_causal"}, {"window_size": (60, 20)}][seed % 3]
+    check_backward_of(2 + seed, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
+    inputs = {"qkv_format": "thd", "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    for seed in SEEDS:
+        check_backward_of(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
+
+
 _THEN = "                keep_pairs(quads)\n                quads = new_quads"
 
 # What is edited, what becomes of it.
@@ -150,3 +199,45 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
         except AssertionError:
             continue  # the numbers are wrong
         assert report.bugs, f"not found on seed {seed}"
+
+
+PLANTED_BACKWARD = {
+    "dq: k is released before dq has read it": (
+        "        sum_here = warpgroup_mma_wait(0, deps=[sum_of_k])\n",
+        "        mbarrier.arrive(k_empty.index(slot), count=1)\n        sum_here = warpgroup_mma_wait(0, deps=[sum_of_k])\n",
+    ),
+    "dq: v is read before it has come": (
+        "        mbarrier.wait(v_full.index(slot), phase)\n",
+        "",
+    ),
+    "dq: ds is not scaled back": ("undo * descale_k, gl", "undo * 0.0 + descale_k, gl"),
+    "dk and dv: dout is released before dv has read it": (
+        "        sum_here = warpgroup_mma_wait(0, deps=[sum_of_dout])\n",
+        "        mbarrier.arrive(dout_empty.index(slot), count=1)\n        sum_here = warpgroup_mma_wait(0, deps=[sum_of_dout])\n",
+    ),
+    "dk and dv: q is read before it has come": (
+        "        mbarrier.wait(q_full.index(slot), phase)\n",
+        "",
+    ),
+    "dk and dv: too few bytes are expected of q": (
+        "mbarrier.expect(full, Q_BYTES + statistics_descriptor.block_type.nbytes)",
+        "mbarrier.expect(full, Q_BYTES)",
+    ),
+    "dk and dv: the gradients are stored without a fence": (
+        "store(dv.to(dv_tiles.dtype))\n    fence_async_shared()\n",
+        "store(dv.to(dv_tiles.dtype))\n",
+    ),
+}
+
+
+@without_gpu
+@pytest.mark.parametrize("name", PLANTED_BACKWARD)
+def test_a_planted_bug_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
+    planted = edited(hopper_fp8_backward, *PLANTED_BACKWARD[name], tmp_path)
+    inputs = {"lengths_q": [330], "lengths_kv": [390], "num_heads": 2, "num_heads_kv": 1}
+    for seed in (0, 1, 5):  # eager, lazy, random
+        try:
+            reports = backward(seed, {"attn_mask_type": "no_mask"}, kernels=planted, **inputs)
+        except AssertionError:
+            continue  # the numbers are wrong
+        assert any(report.bugs for report in reports), f"not found on seed {seed}"
