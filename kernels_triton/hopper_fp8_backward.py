@@ -1,7 +1,7 @@
 """Backward attention in FP8 on Hopper (sm_90) in Gluon: `hopper_backward` with fp8 operands, all seven products by QGMMA.
 
 What a product sums over comes transposed: k for dq, q and dout for dk and dv (`hopper_fp8`). p and ds become e4m3 with a scale for
-each row of each tile, from the largest there: a row of a tile is a row of the gradient it goes into, and the scale is undone in fp32
+each row of each tile, from the largest there: a row of a tile is a row of the gradient it goes into, so the scale is undone in fp32
 as the tile's product, an accumulator of its own, is added to the rest.
 """
 
