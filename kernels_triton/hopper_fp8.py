@@ -97,11 +97,14 @@ def compute_here(x):
     gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
-@gluon.constexpr_function
-def _quads_assembly(dtype):
-    to = "e4m3x2" if dtype == gl.float8e4nv else "e5m2x2"
-    cvt = f"cvt.rn.satfinite.{to}.f32"
+def quads_assembly(to: str) -> str:
+    """PTX that makes "e4m3" or "e5m2" of four fp32 numbers, the first lowest; what is too large saturates."""
+    cvt = f"cvt.rn.satfinite.{to}x2.f32"
     return "{ .reg .b16 a, b; " + f"{cvt} a, $2, $1; {cvt} b, $4, $3; " + "mov.b32 $0, {a, b}; }"
+
+
+_E4M3 = gl.constexpr(quads_assembly("e4m3"))
+_E5M2 = gl.constexpr(quads_assembly("e5m2"))
 
 
 # fp32 [ROWS, COLUMNS] -> int32 [ROWS, COLUMNS // 4], four fp8 each, in the order of the transposed tiles' tokens.
@@ -111,7 +114,7 @@ def pack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr
     first, second = gl.split(gl.reshape(x, [ROWS, COLUMNS // 4, 2, 2]))
     x0, x2 = gl.split(first)
     x1, x3 = gl.split(second)
-    assembly: gl.constexpr = _quads_assembly(DTYPE)
+    assembly: gl.constexpr = _E4M3 if gl.float8e4nv == DTYPE else _E5M2
     return gl.inline_asm_elementwise(assembly, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=gl.int32, is_pure=True, pack=1)
 
 

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.configs import Tile, split_head_dim
-from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale
+from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, quads_assembly
+from flexattn.kernels_triton.interpreter import INTERPRETED
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import load_sequence
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -22,6 +23,8 @@ from flexattn.kernels_triton.ragged import side_of
 
 _TILE = Tile(64, 64, 4, 1)
 _QUADS = tl.constexpr(BLOCK.value // 4)
+_E4M3 = tl.constexpr(quads_assembly("e4m3"))
+_E5M2 = tl.constexpr(quads_assembly("e5m2"))
 
 
 class QuantizeMeta(NamedTuple):
@@ -37,36 +40,52 @@ class QuantizeMeta(NamedTuple):
     ROWS_ALIGN: int
     IS_FP8: bool  # x is
     IS_E4M3: bool  # what becomes of it is
+    IS_INTERPRETED: bool
     BLOCK_ROWS: int  # that have a scale; 0: all
     HAS_ROWS: bool
     HAS_QUADS: bool
 
 
 @triton.jit
-def _fp8(x, multiplier, META: tl.constexpr):
-    # Saturated; infinities and NaN become NaN.
+def _load_rows(own, token, length, columns, META: tl.constexpr):
+    # Scaled, in fp32; infinities are NaN. Of FP8, its bits.
+    x_base, stride_s, scale_base, stride_scale, _, _, _ = own
+    inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
+    x = tl.load(x_base + token.to(tl.int64)[:, None] * stride_s + columns[None, :], mask=inside, other=0.0)
     if META.IS_FP8:
-        return x
+        return x.to(tl.uint8, bitcast=True).to(tl.uint32)
     else:
+        if META.BLOCK_ROWS == 0:
+            multiplier = 1.0 / tl.load(scale_base)
+        else:
+            descale = tl.load(scale_base + token // META.BLOCK_ROWS * stride_scale, mask=token < length, other=1.0)
+            multiplier = (1.0 / descale)[:, None]
         wide = x.to(tl.float32)
-        DTYPE: tl.constexpr = tl.float8e4nv if META.IS_E4M3 else tl.float8e5
-        return tl.where(tl.abs(wide) == float("inf"), float("nan"), wide * multiplier).to(DTYPE)
+        return tl.where(tl.abs(wide) == float("inf"), float("nan"), wide * multiplier)
 
 
 @triton.jit
-def _quantize_rows(own, token, length, columns, META: tl.constexpr):
-    x_base, stride_s, scale_base, stride_scale, rows_base, stride_rows, _ = own
-    inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
-    x = tl.load(x_base + token.to(tl.int64)[:, None] * stride_s + columns[None, :], mask=inside, other=0.0)
-    if META.BLOCK_ROWS == 0:
-        multiplier = 1.0 / tl.load(scale_base)
+def _pack_quads(x0, x1, x2, x3, META: tl.constexpr):
+    # uint32, the first lowest. Saturated. Casts one by one, and shifts, let ptxas crash (12.8 and 12.9).
+    if META.IS_FP8:
+        return x0 | (x1 << 8) | (x2 << 16) | (x3 << 24)
+    elif META.IS_INTERPRETED:
+        DTYPE: tl.constexpr = tl.float8e4nv if META.IS_E4M3 else tl.float8e5
+        low = x0.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.uint32) | (x1.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.uint32) << 8)
+        high = x2.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.uint32) | (x3.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.uint32) << 8)
+        return low | (high << 16)
     else:
-        descale = tl.load(scale_base + token // META.BLOCK_ROWS * stride_scale, mask=token < length, other=1.0)
-        multiplier = (1.0 / descale)[:, None]
-    x8 = _fp8(x, multiplier, META)
-    if META.HAS_ROWS:
-        tl.store(rows_base + token.to(tl.int64)[:, None] * stride_rows + columns[None, :], x8, mask=inside)
-    return x8
+        CVT: tl.constexpr = _E4M3 if META.IS_E4M3 else _E5M2
+        return tl.inline_asm_elementwise(CVT, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _store_rows(quads, K: tl.constexpr, own, token, length, columns, META: tl.constexpr):
+    _, _, _, _, rows_base, stride_rows, _ = own
+    DTYPE: tl.constexpr = tl.float8e4nv if META.IS_E4M3 else tl.float8e5
+    inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
+    bits = (quads >> (8 * K)).to(tl.uint8)
+    tl.store(rows_base + token.to(tl.int64)[:, None] * stride_rows + columns[None, :], bits.to(DTYPE, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -75,15 +94,22 @@ def _quantize_part(own, row, length, FIRST: tl.constexpr, WIDTH: tl.constexpr, M
     i = tl.arange(0, _QUADS)
     columns = FIRST + tl.arange(0, WIDTH)
     token = row + i // 4 * 16 + i % 4 * 2
-    x0 = _quantize_rows(own, token, length, columns, META)
-    x1 = _quantize_rows(own, token + 1, length, columns, META)
-    x2 = _quantize_rows(own, token + 8, length, columns, META)
-    x3 = _quantize_rows(own, token + 9, length, columns, META)
+    quads = _pack_quads(
+        _load_rows(own, token, length, columns, META),
+        _load_rows(own, token + 1, length, columns, META),
+        _load_rows(own, token + 8, length, columns, META),
+        _load_rows(own, token + 9, length, columns, META),
+        META,
+    )
+    if META.HAS_ROWS:
+        _store_rows(quads, 0, own, token, length, columns, META)
+        _store_rows(quads, 1, own, token + 1, length, columns, META)
+        _store_rows(quads, 2, own, token + 8, length, columns, META)
+        _store_rows(quads, 3, own, token + 9, length, columns, META)
     if META.HAS_QUADS:
-        quads = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [.., 2, 2], the last two in the order of memory
-        tile = tl.reshape(tl.permute(quads, (1, 0, 2, 3)), (WIDTH, 4 * _QUADS))
-        place = columns[:, None] * (4 * _QUADS) + tl.arange(0, 4 * _QUADS)[None, :]
-        tl.store(own[6] + place, tile, mask=(columns < META.HEAD_DIM)[:, None])
+        place = columns[:, None] * _QUADS + i[None, :]
+        bits = tl.trans(quads).to(tl.int32, bitcast=True)
+        tl.store(own[6] + place, bits, mask=(columns < META.HEAD_DIM)[:, None])
 
 
 @kernel
@@ -126,7 +152,7 @@ def _quantize_kernel(
         stride_rows = stride_rs.to(tl.int64) * META.ROWS_ALIGN
         rows_base = rows_ptr + (b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh) * META.ROWS_ALIGN + start * stride_rows
         first = start // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(num_tokens, TOKENS)
-        quads_base = quads_ptr + (h * quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * TOKENS)
+        quads_base = quads_ptr + (h * quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * _QUADS)
         own = (x_base, stride_s, scale_base, stride_descale_n, rows_base, stride_rows, quads_base)
         _quantize_part(own, row, length, 0, META.WIDTH0, META)
         if META.WIDTH1 > 0:
@@ -171,7 +197,7 @@ def quantize(
             *scale.arguments[:4],
             out if rows is None else rows,
             *((0, 0, 0) if rows is None else row_strides(rows, rows_meta)),
-            out if transposed is None else transposed,
+            (out if transposed is None else transposed).view(torch.int32),
             0 if transposed is None else transposed.shape[1],
             heads,
             blocks,
@@ -186,6 +212,7 @@ def quantize(
                 ROWS_ALIGN=rows_meta.ALIGN,
                 IS_FP8=x.element_size() == 1,
                 IS_E4M3=out.dtype is torch.float8_e4m3fn,
+                IS_INTERPRETED=INTERPRETED,
                 BLOCK_ROWS=scale.block_rows if scale.is_blockwise else 0,
                 HAS_ROWS=rows is not None,
                 HAS_QUADS=transposed is not None,

@@ -25,9 +25,13 @@ from hopper_fp8_calls import (
 )
 
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton.hopper_fp8 import empty_transposed
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
+from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient, hopper_fp8_backward
+from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward
 from flexattn.kernels_triton.hopper_fp8_quantize import quantize
-from flexattn.kernels_triton.launch import capability_of
+from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
+from flexattn.kernels_triton.problem import Problem
 from flexattn.testing import make_call, make_dout, make_inputs
 
 
@@ -79,6 +83,76 @@ def test_what_is_not_finite_becomes_nan_and_the_rest_saturates(dtype: torch.dtyp
     assert rows[0, 0, 0, :2].float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
     assert rows[0, 0, 0, 2:4].float().isnan().all()
     assert not rows.view(torch.uint8)[0, 1:].any()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"window_right": 0},
+    "everything": {"window_left": 17, "window_right": 0, "has_sink": True, "softmax_offset": torch.zeros(4), "bottom_right": True},
+}
+
+
+def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device."""
+    is_ragged = features == "everything"
+    shape = (256, 4) if is_ragged else (2, 128, 4)
+    q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
+    q8, k8, v8, dout8 = (t.to(E4M3) for t in (q, k, v, dout))
+    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 128)
+    offsets = torch.tensor([0, 128, 256], dtype=torch.int32)
+    lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
+    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
+    problem = Problem(q8, k8, v8, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
+    scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
+    scales = (scale, scale, scale)
+    qt, kt, vt, dot = (empty_transposed(t, 2, E4M3) for t in (q8, k8, v8, dout8))
+    with recorded_launches() as launches:
+        hopper_fp8_forward(problem, vt, scales, out, lse)
+        if max(head_dims) <= 128:
+            gradient = Fp8Gradient(dout8, scale, qt, kt, dot)
+            hopper_fp8_backward(problem, scales, gradient, out, lse, dout, None, q, k, v)
+        quantize(problem, "kv", v, scale, v8, vt)
+    names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
+    return dict(zip(names, launches, strict=True))
+
+
+# Instructions of a turn of the main loop, by kernel, row and features.
+LOOP_INSTRUCTIONS = {}
+SLACK = 0.05
+SOME = [("fwd_fp8", (128, 128), "causal"), ("dq_fp8", (128, 128), "causal"), ("dkdv_fp8", (128, 128), "everything")]
+
+
+def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
+    requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
+    for case, report in zip(cases, compile_many(requests), strict=True):
+        assert report.loop_spill_share == 0, f"{case}: {report}"
+        assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
+        assert set(report.matrix_instructions) == {"QGMMA"}, f"{case}: {report.matrix_instructions}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
+        loops = [loop for loop in report.loops if "QGMMA" in loop]
+        assert len(loops) == 2, f"{case}: one loop for each consumer, not {loops}"
+        for loop in loops:  # nothing is transposed or shuffled: 4 or 8 shuffles are the rows' largest and sums
+            assert not {"LDSM", "STSM", "STS"} & loop.keys(), f"{case}: {loop}"
+            assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= 10, f"{case}: {loop}"
+        expected = LOOP_INSTRUCTIONS[case]
+        counts = [sum(loop.values()) for loop in loops]
+        assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
+
+
+def test_compiled() -> None:
+    check_compiled(SOME)
+
+
+@pytest.mark.exhaustive
+def test_every_row_compiled() -> None:
+    check_compiled(list(LOOP_INSTRUCTIONS))
+
+
+@pytest.mark.exhaustive
+def test_quantisation_compiled() -> None:
+    for dim in (64, 96, 128, 256):
+        (report,) = compile_many([request_for(launches_of((dim, dim), "everything")["quantize_kernel"], 90)])
+        assert report.spill_instructions == 0, report
 
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
