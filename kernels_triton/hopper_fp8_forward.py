@@ -68,13 +68,14 @@ class Fp8Tile(NamedTuple):
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
     takes_turns: bool = True
+    serial_parts: int = 0  # 0: the scores of one block run beside the sums of the one before; else in how many parts v is summed
 
 
 FP8_FORWARD = (
     Fp8Tile(64, 64, 128, 128, 4, 240),
     Fp8Tile(128, 128, 128, 128, 2, 240),
     Fp8Tile(192, 128, 128, 128, 2, 240),
-    Fp8Tile(256, 256, 128, 128, 2, 240, takes_turns=False),
+    Fp8Tile(256, 256, 128, 128, 2, 240, takes_turns=False, serial_parts=2),
 )
 
 
@@ -113,8 +114,8 @@ class Fp8ForwardMeta(NamedTuple):
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
     QK1: int
-    V0: int  # of v too, of which a second part goes with a loop of its own
-    V1: int
+    V0: int  # of a part of v
+    SERIAL_PARTS: int
     STAGES: int
     CONSUMERS: int
     TAKES_TURNS: bool
@@ -207,13 +208,13 @@ def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr,
 
 
 @gluon.jit
-def _is_cut(column, first_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    # Whether some query of the block does not see some key of this one; a scalar, so that only what is cut pays for masks
+def _is_cut(column, own_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    # Whether some query of the warpgroup does not see some key of the block; a scalar, so that only what is cut pays for masks
     is_cut = column + META.BLOCK_N > len_kv
     if META.HAS_RIGHT:
-        is_cut = is_cut | (column + META.BLOCK_N > first_row + 1 + shift + window_right)
+        is_cut = is_cut | (column + META.BLOCK_N > own_row + 1 + shift + window_right)
     if META.HAS_LEFT:
-        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
+        is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
     return is_cut
 
 
@@ -268,7 +269,8 @@ def _compute_partition(
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-        rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
+        own_row = first_row + CONSUMER * _ROWS
+        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.Q_BLOCKWISE:
@@ -286,7 +288,7 @@ def _compute_partition(
             row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, P_SCALE)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if META.V1 > 0:  # One block after the other: registers have room for one tile of scores or of sums beside two of acc.
+        if META.SERIAL_PARTS > 0:  # one block after the other, which needs fewer registers
             acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
             for t in range(num_blocks):
                 slot = loaded % META.STAGES
@@ -305,24 +307,30 @@ def _compute_partition(
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 columns = column + block_columns
                 s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-                if _is_cut(column, first_row, len_kv, shift, window_left, window_right, META):
+                if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
                     s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
                 quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
                 decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
                 p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
                 mbarrier.wait(v_full.index(slot), phase)
-                v = v_tiles.index(slot).reshape([V0 + META.V1, BLOCK_N])
+                v = v_tiles.index(slot).reshape([META.SERIAL_PARTS * V0, BLOCK_N])
                 sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
                 sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-                acc = acc * decay[:, None] + sum_here
-                compute_here(acc)
-                sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
-                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                if META.SERIAL_PARTS == 2:
+                    acc = acc * decay[:, None] + sum_here
+                    compute_here(acc)
+                    # Into the same registers: with others there are not enough.
+                    sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
+                    sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(quads)
                 mbarrier.arrive(v_empty.index(slot), count=1)
-                acc1 = acc1 * decay[:, None] + sum_here
-                compute_here(acc1)
+                if META.SERIAL_PARTS == 2:
+                    acc1 = acc1 * decay[:, None] + sum_here
+                    compute_here(acc1)
+                else:
+                    acc = acc * decay[:, None] + sum_here
+                    compute_here(acc)
                 loaded += 1
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         elif num_blocks > 0:
@@ -374,7 +382,7 @@ def _compute_partition(
                 columns = column + block_columns
                 s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
                 if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # noqa: SIM102  # that when compiled, this when run
-                    if _is_cut(column, first_row, len_kv, shift, window_left, window_right, META):
+                    if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
                 new_quads, row_max, row_sum, new_decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
@@ -403,14 +411,13 @@ def _compute_partition(
         normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)
-        if META.V1 > 0:
+        if META.SERIAL_PARTS == 2:
             out_tile.reshape([_ROWS, 2 * V0]).slice(0, V0, 1).store((acc * normaliser).to(out_descriptor.dtype))
             out_tile.reshape([_ROWS, 2 * V0]).slice(V0, V0, 1).store((acc1 * normaliser).to(out_descriptor.dtype))
         else:
             out_tile.reshape([_ROWS, V0]).store((acc * normaliser).to(out_descriptor.dtype))
         fence_async_shared()
-        row = first_row + CONSUMER * _ROWS
-        store_rows(out_descriptor, start_q + b * step_os, len_q, row, h + b * step_oh, 0, out_tile)
+        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
         piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
@@ -539,6 +546,18 @@ def _attn_fwd_fp8_hopper_kernel(
             [4, 1],
             [REGISTERS, 24],
         )
+    elif CONSUMERS == 4:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 3, MODS, META)),
+            ],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
     else:
         gl.warp_specialize(
             [
@@ -603,7 +622,7 @@ def hopper_fp8_forward(
     tile = tile or select_fp8_tile(x.q.shape[-1], d_v)
     assert tile is not None
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
-    v0, v1 = (128, 128) if tile.head_dim_v == 256 else (tile.head_dim_v, 0)
+    v0 = tile.head_dim_v // max(1, tile.serial_parts)
     has_lengths = x.cu_seqlens_q is not None
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     group_bytes = x.longest_kv * (x.q.shape[-1] + d_v)
@@ -627,7 +646,7 @@ def hopper_fp8_forward(
         QK0=qk0,
         QK1=qk1,
         V0=v0,
-        V1=v1,
+        SERIAL_PARTS=tile.serial_parts,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,

@@ -20,6 +20,9 @@ from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# The tensor cores of sm_90 add products of FP8 up in about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), in steps of 32: two
+# units of it, of the largest score, may be lost from each score. The emulator adds exactly.
+ACCUMULATION = 2.0**-12
 Granularity = Literal["tensor", "head", "batch_head", "block"]
 
 
@@ -145,9 +148,10 @@ def run_forward(
 
 
 def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    exact = reference_attention(call.spec, call.stands_for)
+    *exact, max_logit = reference_attention(call.spec, call.stands_for)
     check_close("out", out.cpu(), exact[0], rounded_attention(call.spec, call.stands_for)[0])
-    check_close("lse", lse.cpu(), exact[1], reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1])
+    atol = ACCUMULATION * max_logit.nan_to_num(neginf=0.0).abs().max().item() if lse.is_cuda else None
+    check_close("lse", lse.cpu(), exact[1], reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1], atol=atol)
 
 
 def gradient_of(call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head") -> tuple[Fp8Gradient, torch.Tensor]:

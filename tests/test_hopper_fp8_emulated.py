@@ -159,8 +159,8 @@ PLANTED = {
         "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n" + _THEN,
     ),
     "out is stored without a fence": (
-        "        fence_async_shared()\n        row = first_row + CONSUMER * _ROWS\n",
-        "        row = first_row + CONSUMER * _ROWS\n",
+        "        fence_async_shared()\n        store_rows(out_descriptor",
+        "        store_rows(out_descriptor",
     ),
     "the loader waits for the wrong phase of v": (
         "mbarrier.wait(v_empty.index(slot), phase ^ 1)",
