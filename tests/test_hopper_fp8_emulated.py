@@ -179,8 +179,8 @@ PLANTED = {
         "1.0\n                    descale_v = next_descale_v\n                # Unpacked",
     ),
     "d 256: v is released between its halves": (
-        "                sum_of_v = warpgroup_mma(p, v.slice(V0, V0",
-        "                mbarrier.arrive(v_empty.index(slot), count=1)\n                sum_of_v = warpgroup_mma(p, v.slice(V0, V0",
+        "                    # Into the same registers",
+        "                    mbarrier.arrive(v_empty.index(slot), count=1)\n                    # Into the same registers",
     ),
     "d 256: k is read before it has come": ("mbarrier.wait(k_full.index(slot), phase)", "pass"),
 }
