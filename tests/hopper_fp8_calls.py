@@ -20,8 +20,8 @@ from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-# The tensor cores of sm_90 add products of FP8 up in about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), 32 at a time: a few
-# units of the largest score's last bit may be lost from each. The emulator adds exactly.
+# The tensor cores of sm_90 add products of FP8 up in about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), 32 at a time:
+# a few units of the largest score's last bit may be lost from each. The emulator adds exactly.
 ACCUMULATION = 2.0**-12
 Granularity = Literal["tensor", "head", "batch_head", "block"]
 
