@@ -121,13 +121,18 @@ def test_nan_stays_in_its_row() -> None:
 def test_head_dims_backward(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
-    for seed in (1, 5):
-        check_backward_of(seed, call, "batch_head", **inputs)
+    check_backward_of(dims[0] // 16, call, "batch_head", **inputs)
 
 
 @without_gpu
-@pytest.mark.parametrize("granularity", ["tensor", "block"])
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [
+        ("bshd", "block"),
+        ("thd", "tensor"),
+        *(pytest.param(f, "block", marks=pytest.mark.exhaustive) for f in ("sbhd", "bhsd", "thd_2bshd")),
+    ],
+)
 def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
     inputs = {"lengths_q": [70, 0, 230], "lengths_kv": [200, 9, 65], "num_heads": 2, "num_heads_kv": 1, "padding": True, "gap": 2}
     seed = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt)
@@ -234,8 +239,8 @@ PLANTED_BACKWARD = {
 @pytest.mark.parametrize("name", PLANTED_BACKWARD)
 def test_a_planted_bug_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
     planted = edited(hopper_fp8_backward, *PLANTED_BACKWARD[name], tmp_path)
-    inputs = {"lengths_q": [330], "lengths_kv": [390], "num_heads": 2, "num_heads_kv": 1}
-    for seed in (0, 1, 5):  # eager, lazy, random
+    inputs = {"lengths_q": [200], "lengths_kv": [390], "num_heads": 2, "num_heads_kv": 1}
+    for seed in (1, 5):  # lazy, random
         try:
             reports = backward(seed, {"attn_mask_type": "no_mask"}, kernels=planted, **inputs)
         except AssertionError:
