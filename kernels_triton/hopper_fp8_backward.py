@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.configs import Tile
 from flexattn.kernels_triton.hopper import (
+    FP8_DTYPES,
     allocate_barriers,
     batch_steps_of,
     descriptor_error,
@@ -148,7 +148,6 @@ def _dq_compute(
     first_row, window_left, window_right, softmax_scale, place = common
     len_q, len_kv, shift, b, h, h_kv = place
     scale_q, scale_k, scale_v, scale_dout = scales
-    DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     DIM: gl.constexpr = META.DIM
     SIZE: gl.constexpr = META.STATISTICS
@@ -198,7 +197,7 @@ def _dq_compute(
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(slot), count=1)
         quads, undo = _in_e4m3(p * (dp * (descale_dout * descale_v) + minus_delta[:, None]), BLOCK_N)
-        ds = unpack_quads(quads, _ROWS, BLOCK_N, DS, DTYPE)
+        ds = unpack_quads(quads, _ROWS, BLOCK_N, DS, gl.float8e4nv)
         kt = kt_tiles.index(slot).reshape([DIM, BLOCK_N])
         sum_of_k = warpgroup_mma(ds, kt.permute([1, 0]), no_sum, use_acc=False, is_async=True)
         sum_here = warpgroup_mma_wait(0, deps=[sum_of_k])
@@ -271,13 +270,12 @@ def _attn_bwd_dq_fp8_hopper_kernel(
     step_dqh,
     META: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_descriptor.dtype
     STAGES: gl.constexpr = META.STAGES
-    q_tiles = gl.allocate_shared_memory(DTYPE, [2] + q_descriptor.block_type.shape, q_descriptor.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [2] + dout_descriptor.block_type.shape, dout_descriptor.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
-    kt_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + kt_descriptor.block_type.shape, kt_descriptor.layout)
+    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [2] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [2] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
+    kt_tiles = gl.allocate_shared_memory(kt_descriptor.dtype, [STAGES] + kt_descriptor.block_type.shape, kt_descriptor.layout)
     dq_tiles = gl.allocate_shared_memory(dq_descriptor.dtype, [2] + dq_descriptor.block_type.shape, dq_descriptor.layout)
     barriers = (
         allocate_barriers(1, 1),
@@ -404,7 +402,6 @@ def _dkdv_compute(
     first_row, window_left, window_right, softmax_scale, place = common
     _, len_kv, shift, b, h, h_kv = place
     scale_q, scale_k, scale_v, scale_dout = scales
-    DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
@@ -452,7 +449,7 @@ def _dkdv_compute(
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds_quads, undo_ds = _in_e4m3(p * (dp * (descale_dout * descale_v) + minus_delta[None, :]), BLOCK_M)
-        p8 = unpack_quads(p_quads, _ROWS, BLOCK_M, OPERAND, DTYPE)
+        p8 = unpack_quads(p_quads, _ROWS, BLOCK_M, OPERAND, gl.float8e4nv)
         dout_t = dout_t_tiles.index(slot).reshape([DIM, BLOCK_M])
         sum_of_dout = warpgroup_mma(p8, dout_t.permute([1, 0]), no_sum, use_acc=False, is_async=True)
         sum_here = warpgroup_mma_wait(0, deps=[sum_of_dout])
@@ -460,7 +457,7 @@ def _dkdv_compute(
         mbarrier.arrive(dout_empty.index(slot), count=1)
         dv = dv + sum_here * gl.convert_layout(undo_p * descale_dout, gl.SliceLayout(1, SUM))[:, None]
         compute_here(dv)
-        ds8 = unpack_quads(ds_quads, _ROWS, BLOCK_M, OPERAND, DTYPE)
+        ds8 = unpack_quads(ds_quads, _ROWS, BLOCK_M, OPERAND, gl.float8e4nv)
         qt = qt_tiles.index(slot).reshape([DIM, BLOCK_M])
         # Into the same registers: with others there are not enough.
         sum_of_q = warpgroup_mma(ds8, qt.permute([1, 0]), sum_here, use_acc=False, is_async=True)
@@ -543,15 +540,18 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     step_dvh,
     META: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_descriptor.dtype
     STAGES: gl.constexpr = META.STAGES
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
-    qt_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + qt_descriptor.block_type.shape, qt_descriptor.layout)
-    dout_t_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + dout_t_descriptor.block_type.shape, dout_t_descriptor.layout)
+    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(
+        dout_descriptor.dtype, [STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout
+    )
+    k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
+    qt_tiles = gl.allocate_shared_memory(qt_descriptor.dtype, [STAGES] + qt_descriptor.block_type.shape, qt_descriptor.layout)
+    dout_t_tiles = gl.allocate_shared_memory(
+        dout_t_descriptor.dtype, [STAGES] + dout_t_descriptor.block_type.shape, dout_t_descriptor.layout
+    )
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     dk_tiles = gl.allocate_shared_memory(dk_descriptor.dtype, [2] + dk_descriptor.block_type.shape, dk_descriptor.layout)
     dv_tiles = gl.allocate_shared_memory(dv_descriptor.dtype, [2] + dv_descriptor.block_type.shape, dv_descriptor.layout)
@@ -635,8 +635,8 @@ def refusal(problem: Problem, gradient: Fp8Gradient, scales: tuple[Scale, Scale,
         return "it is written for Hopper, sm_90"
     operands = {"q": x.q, "k": x.k, "v": x.v, "dout": gradient.dout8}
     for name, tensor in operands.items():
-        if tensor.dtype is not torch.float8_e4m3fn:
-            return f"it takes float8_e4m3fn, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
+        if tensor.dtype not in FP8_DTYPES:
+            return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
     for has, what in (
         (x.dropout_p > 0, "dropout"),
         (x.is_modified, "a softcap, a bias, ALiBi, mods or a block mask"),

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexattn.kernels_triton.configs import Tile, split_head_dim
 from flexattn.kernels_triton.hopper import (
+    FP8_DTYPES,
     allocate_barriers,
     batch_steps_of,
     blocks_of_keys,
@@ -243,7 +244,7 @@ def _compute_partition(
     batch, num_heads, group_size, blocks, heads_per_section, _ = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     _, _, _, _, step_os, step_oh = steps
-    DTYPE: gl.constexpr = v_tiles.dtype
+    DTYPE: gl.constexpr = gl.float8e4nv  # of p
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -579,8 +580,8 @@ def refusal(
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     for name, tensor in (("q", x.q), ("k", x.k), ("v", v_transposed)):
-        if tensor.dtype is not torch.float8_e4m3fn:
-            return f"it takes float8_e4m3fn, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
+        if tensor.dtype not in FP8_DTYPES:
+            return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
     for has, what in (
         (x.dropout_p > 0, "dropout"),
         (return_max_logit, "max_logit"),

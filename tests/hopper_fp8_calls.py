@@ -154,10 +154,12 @@ def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     check_close("lse", lse.cpu(), exact[1], reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1], atol=atol)
 
 
-def gradient_of(call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head") -> tuple[Fp8Gradient, torch.Tensor]:
+def gradient_of(
+    call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head", dtype: torch.dtype = E4M3
+) -> tuple[Fp8Gradient, torch.Tensor]:
     """What the backward takes beside the call, on the CPU; and dout as it stands for, in its format."""
     p = call.problem
-    rows = quantise(p, "q", as_bshd(dout, call.spec.q_format), granularity)
+    rows = quantise(p, "q", as_bshd(dout, call.spec.q_format), granularity, dtype)
     transposed_ones = (transposed(p, "q", p.q), transposed(p, "kv", p.k), transposed(p, "q", rows.values))
     return Fp8Gradient(rows.values, rows.scale, *transposed_ones), as_bshd(rows.stands_for, call.spec.q_format)
 

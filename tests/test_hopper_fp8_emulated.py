@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_fp8_calls import Fp8Call, check_backward, check_forward, fp8_call, gradient_of, run_backward, run_forward
+from hopper_fp8_calls import E4M3, E5M2, Fp8Call, check_backward, check_forward, fp8_call, gradient_of, run_backward, run_forward
 from test_hopper_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
 
 from flexattn import emulator
@@ -45,7 +45,8 @@ def backward(
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     dout = make_dout(given)
-    gradient, stands_for = gradient_of(fp8, dout, granularity)
+    dtype = E5M2 if granularity == "batch_head" else E4M3
+    gradient, stands_for = gradient_of(fp8, dout, granularity, dtype)
     with emulated(seed, kernels) as reports:
         grads = run_backward(fp8, gradient, dout, kernels)
     if not any(report.bugs for report in reports.values()):
