@@ -45,6 +45,9 @@ from flexattn.kernels_triton.hopper_fp8 import (
     first_transposed_block,
     load_descale,
     pack_quads,
+    exp2_by_fma,
+    split_in_quads,
+    pack_four,
     scale_error,
     transposed_descriptor,
     unpack_quads,
@@ -70,6 +73,7 @@ class Fp8Tile(NamedTuple):
     registers: int  # of a consumer's thread
     takes_turns: bool = True
     serial_parts: int = 0  # 0: the scores of one block run beside the sums of the one before; else in how many parts v is summed
+    soft: bool = False
 
 
 FP8_FORWARD = (
@@ -121,6 +125,7 @@ class Fp8ForwardMeta(NamedTuple):
     CONSUMERS: int
     TAKES_TURNS: bool
     REGISTERS: int
+    SOFT: bool = False
 
 
 @gluon.jit
@@ -224,8 +229,17 @@ def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexp
     # row_sum is of p as it is scaled
     new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-    p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
+    x = s * factor[:, None] - (origin - P_SHIFT)[:, None]
     decay = gl.exp2(row_max - origin)
+    if META.SOFT:
+        x0, x1, x2, x3 = split_in_quads(x, _ROWS, META.BLOCK_N)
+        p0 = gl.exp2(x0)
+        p1 = gl.exp2(x1)
+        p2 = gl.exp2(x2)
+        p3 = exp2_by_fma(x3)
+        row_sum = row_sum * decay + gl.convert_layout(gl.sum((p0 + p1) + (p2 + p3), 1), row_sum.type.layout)
+        return pack_four(p0, p1, p2, p3, DTYPE), new_max, row_sum, decay
+    p = gl.exp2(x)
     row_sum = row_sum * decay + gl.sum(p, 1)
     return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
 
@@ -652,6 +666,7 @@ def hopper_fp8_forward(
         CONSUMERS=tile.block_m // _ROWS.value,
         TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,
         REGISTERS=tile.registers,
+        SOFT=tile.soft,
     )
     descriptors: list[Any] = [
         ragged_descriptor(x.q, _ROWS.value, qk0),
