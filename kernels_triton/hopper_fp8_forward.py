@@ -74,6 +74,7 @@ class Fp8Tile(NamedTuple):
     takes_turns: bool = True
     serial_parts: int = 0  # 0: the scores of one block run beside the sums of the one before; else in how many parts v is summed
     soft: bool = False
+    order: int = 0
 
 
 FP8_FORWARD = (
@@ -126,6 +127,7 @@ class Fp8ForwardMeta(NamedTuple):
     TAKES_TURNS: bool
     REGISTERS: int
     SOFT: bool = False
+    ORDER: int = 0
 
 
 @gluon.jit
@@ -266,11 +268,14 @@ def _compute_partition(
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
+    LAST: gl.constexpr = CONSUMER == META.CONSUMERS - 1
+    AFTER_SCORES: gl.constexpr = _TURN + CONSUMER + 1
+    AFTER_SUMS: gl.constexpr = _TURN if LAST else _TURN + META.CONSUMERS + CONSUMER + 1
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
-    if META.TAKES_TURNS and CONSUMER == 1:
+    if (META.TAKES_TURNS or META.ORDER > 0) and LAST:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
@@ -317,8 +322,14 @@ def _compute_partition(
                     ratio = descale_v / next_descale_v
                     descale_v = next_descale_v
                 mbarrier.wait(k_full.index(slot), phase)
+                if META.ORDER > 0:
+                    named_barrier_sync(_TURN + CONSUMER, PAIR)
                 product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                if META.ORDER == 1:
+                    named_barrier_arrive(AFTER_SCORES, PAIR)
                 qk = warpgroup_mma_wait(0, deps=[product])
+                if META.ORDER == 2:
+                    named_barrier_arrive(AFTER_SCORES, PAIR)
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 columns = column + block_columns
                 s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
@@ -329,15 +340,23 @@ def _compute_partition(
                 decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
                 p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
                 mbarrier.wait(v_full.index(slot), phase)
+                if META.ORDER > 0:
+                    named_barrier_sync(_TURN + META.CONSUMERS + CONSUMER, PAIR)
                 v = v_tiles.index(slot).reshape([META.SERIAL_PARTS * V0, BLOCK_N])
                 sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+                if META.ORDER == 1 and META.SERIAL_PARTS == 1:
+                    named_barrier_arrive(AFTER_SUMS, PAIR)
                 sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
                 if META.SERIAL_PARTS == 2:
                     acc = acc * decay[:, None] + sum_here
                     compute_here(acc)
                     # Into the same registers: with others there are not enough.
                     sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
+                    if META.ORDER == 1:
+                        named_barrier_arrive(AFTER_SUMS, PAIR)
                     sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                if META.ORDER == 2:
+                    named_barrier_arrive(AFTER_SUMS, PAIR)
                 keep_pairs(quads)
                 mbarrier.arrive(v_empty.index(slot), count=1)
                 if META.SERIAL_PARTS == 2:
@@ -438,7 +457,7 @@ def _compute_partition(
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
     tma.store_wait(0)
-    if META.TAKES_TURNS and CONSUMER == 0:
+    if (META.TAKES_TURNS or META.ORDER > 0) and CONSUMER == 0:
         named_barrier_sync(_TURN, PAIR)
 
 
@@ -667,6 +686,7 @@ def hopper_fp8_forward(
         TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,
         REGISTERS=tile.registers,
         SOFT=tile.soft,
+        ORDER=tile.order,
     )
     descriptors: list[Any] = [
         ragged_descriptor(x.q, _ROWS.value, qk0),

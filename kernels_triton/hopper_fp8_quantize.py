@@ -56,10 +56,10 @@ def _load_rows(own, token, length, columns, META: tl.constexpr):
         return x.to(tl.uint8, bitcast=True).to(tl.uint32)
     else:
         if META.BLOCK_ROWS == 0:
-            multiplier = 1.0 / tl.load(scale_base)
+            multiplier = tl.div_rn(1.0, tl.load(scale_base))
         else:
             descale = tl.load(scale_base + token // META.BLOCK_ROWS * stride_scale, mask=token < length, other=1.0)
-            multiplier = (1.0 / descale)[:, None]
+            multiplier = tl.div_rn(1.0, descale)[:, None]
         wide = x.to(tl.float32)
         return tl.where(tl.abs(wide) == float("inf"), float("nan"), wide * multiplier)
 
