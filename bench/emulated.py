@@ -46,7 +46,8 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "launch", launch_emulated))
-            stack.enter_context(mock.patch.object(module, "num_processors", return_value=PROGRAMS))
+            if hasattr(module, "num_processors"):
+                stack.enter_context(mock.patch.object(module, "num_processors", return_value=PROGRAMS))
         yield reports
 
 

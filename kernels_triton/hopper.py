@@ -18,22 +18,23 @@ from flexattn.kernels_triton.primitives import listed_tile, load_block_list, loa
 # coordinate reaches its extent just where the row reaches the length. (The idea is that of triton.tools.ragged_tma.)
 _FAR = 0x7FFF0000
 _RAGGED = gl.constexpr(2**30)
-_WRAP = 2**34  # elements: 2**30 times this, times 2 bytes, is 2**65, which is 0 modulo 2**64
+_WRAP = 2**34  # elements: 2**30 times this, times 1 or 2 bytes, is 0 modulo 2**64
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
 
 def ragged_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens and `width` columns of one head of x, [b, s, h, d] or [total, h, d] in a half type.
+    """Tiles of `rows` tokens and `width` columns of one head of x, [b, s, h, d] or [total, h, d] in a half type or FP8.
 
     The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
     """
-    stride_s = x.stride(-3) if x.shape[-3] > 1 else 8
-    stride_h = x.stride(-2) if x.shape[-2] > 1 else 8
+    stride_s = x.stride(-3) if x.shape[-3] > 1 else 16
+    stride_h = x.stride(-2) if x.shape[-2] > 1 else 16
     if x.dim() == 4 and batch_steps(x) == (0, 1):
         stride_h = x.stride(0)
     block = [1, 1, rows, 1, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(block, (DTYPES | FP8_DTYPES)[x.dtype])
     shape = [_FAR, _FAR, _RAGGED.value, _FAR, x.shape[-1]]
     return TensorDescriptor(x, shape, [_WRAP - stride_s, stride_s, stride_s, stride_h, 1], block, layout)
 
@@ -70,9 +71,10 @@ def descriptor_error(name: str, x: Tensor) -> str | None:
     """None if TMA can read and write x tile by tile, else why not."""
     if x.data_ptr() % 16:
         return f"{name} begins at an address that is no multiple of 16 bytes"
+    unit = 16 // x.element_size()
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size > 1 and (stride <= 0 or stride % 8):
-            return f"{name} has a stride of {stride} elements; the copy engine takes positive multiples of 8"
+        if size > 1 and (stride <= 0 or stride % unit):
+            return f"{name} has a stride of {stride} elements; the copy engine takes positive multiples of {unit}"
     if batch_steps(x) is None:
         return f"the batch stride of {name} is a multiple of neither its token nor its head stride"
     return None

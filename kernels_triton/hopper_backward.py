@@ -83,7 +83,7 @@ class BackwardMeta(NamedTuple):
 
 
 @gluon.jit
-def _block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.constexpr):
+def block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.constexpr):
     # (block, head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end.
     pid = gl.program_id(0)
     if META.HAS_LENGTHS:
@@ -304,7 +304,7 @@ def _attn_bwd_dq_hopper_kernel(
         allocate_barriers(STAGES1, 2),
         allocate_barriers(1, 2),
     )
-    block, h, b = _block_of(table_ptr, num_heads, blocks, True, META)
+    block, h, b = block_of(table_ptr, num_heads, blocks, True, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -704,7 +704,7 @@ def _attn_bwd_dkdv_hopper_kernel(
         allocate_barriers(1, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, False, META)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, False, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META

@@ -91,7 +91,7 @@ class ForwardMeta(NamedTuple):
 
 
 @gluon.jit
-def _amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
+def amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
     if META.HAS_LENGTHS:
         return gl.load(table_ptr + 1) * num_heads
     else:
@@ -99,7 +99,7 @@ def _amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
 
 
 @gluon.jit
-def _piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
+def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
     # (first query, head, batch) of piece t. The longest come first; heads of one section, whose keys and values fit L2, together.
     if META.HAS_LENGTHS:
         entry = gl.load(table_ptr + 2 + t // num_heads)
@@ -124,7 +124,7 @@ def _load_partition(common, META: gl.constexpr):
     batch, num_heads, group_size, blocks, heads_per_section = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, _, _ = steps
-    amount = _amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QK0: gl.constexpr = META.QK0
     loaded = 0
@@ -132,7 +132,7 @@ def _load_partition(common, META: gl.constexpr):
     piece = gl.program_id(0)
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b = _piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
@@ -220,14 +220,14 @@ def _compute_partition(
     PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    amount = _amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
     if META.TAKES_TURNS and CONSUMER == 1:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
-        first_row, h, b = _piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)

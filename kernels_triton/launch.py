@@ -21,10 +21,14 @@ from flexattn.kernels_triton.direct import Direct
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
+# read, written 16 bytes at a time
 WIDE = {
     f"{name}_ptr"
-    for name in ("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv", "q_t", "k_t", "v_t", "dout_t", "x", "data")
-}  # read, written 16 bytes at a time
+    for name in (
+        *("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv"),
+        *("q_t", "k_t", "v_t", "dout_t", "x", "data", "rows", "quads"),
+    )
+}
 
 
 def kernel(function: Callable[..., None]) -> Any:

@@ -33,7 +33,7 @@ class _Side(NamedTuple):
         return self[:5]
 
 
-def _side(problem: Problem, side: Literal["q", "kv"]) -> _Side:
+def side_of(problem: Problem, side: Literal["q", "kv"]) -> _Side:
     x = problem
     if side == "q":
         return _Side(x.cu_seqlens_q, x.cu_seqlens_q_padded, x.batch, x.q.shape[-3], x.longest_q, x.q.dim() == 3)
@@ -85,7 +85,7 @@ def work_table(problem: Problem, block: int, side: Literal["q", "kv"]) -> Tensor
 
     blocks is what the longest sequence has; the last blocks, where a causal band gives queries the most to do, come first.
     """
-    x = _side(problem, side)
+    x = side_of(problem, side)
     blocks = triton.cdiv(x.longest, block)
     capacity = x.batch * blocks
     if x.is_ragged:
@@ -143,7 +143,7 @@ def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: T
 
     out is laid out as q or k, with any head dim.
     """
-    x = _side(problem, side)
+    x = side_of(problem, side)
     meta = problem.meta(_TILE, (out,))
     heads, head_dim = out.shape[-2:]
     kind = (_PARTS, head_dim, *split_head_dim(head_dim), x.is_ragged, x.cu_seqlens_padded is not None, meta)

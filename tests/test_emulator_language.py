@@ -121,6 +121,14 @@ def test_wgmma(dtype: torch.dtype, k_major: bool, in_registers: bool) -> None:
         torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
 
 
+def test_wgmma_of_two_kinds_of_fp8() -> None:
+    a, b = torch.randn(64, 64).to(torch.float8_e5m2), torch.randn(128, 64).to(torch.float8_e4m3fn)
+    out = torch.empty(64, 128)
+    operands = descriptor(a, (64, 64)), descriptor(b, (128, 64))
+    clean(emulator.launch(samples.matmul, (1,), *operands, out, K_MAJOR=True, IN_REGISTERS=False, seed=3))
+    torch.testing.assert_close(out.double(), a.double() @ b.double().T, atol=1e-4, rtol=1e-5)
+
+
 def test_fp8_operands_must_be_k_major() -> None:
     a, b = torch.randn(64, 64).to(torch.float8_e4m3fn), torch.randn(64, 128).to(torch.float8_e4m3fn)
     operands = descriptor(a, (64, 64)), descriptor(b, (64, 128))

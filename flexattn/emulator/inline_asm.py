@@ -38,7 +38,13 @@ def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: unary(function, x)
 
 
-_CVT_E4M3 = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
+def _cvt_to_fp8(name: str) -> re.Pattern[str]:
+    cvt = rf"cvt\.rn\.satfinite\.{name}x2\.f32"
+    return re.compile(
+        rf"^\s*\{{\s*\.reg \.b16 a, b;\s*{cvt} a, \$2, \$1;\s*{cvt} b, \$4, \$3;\s*mov\.b32 \$0, \{{a, b\}};\s*\}}\s*$"
+    )
+
+
 _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"^\s*ex2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.exp2)),
     (re.compile(r"^\s*lg2\.approx(\.ftz)?\.f32 \$0, \$1;\s*$"), _approximation(np.log2)),
@@ -46,15 +52,10 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"^\s*tanh\.approx\.f32 \$0, \$1;\s*$"), _approximation(np.tanh)),
     (re.compile(r"^\s*cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;\s*$"), _packed_cvt(tl.bfloat16)),
     (re.compile(r"^\s*cvt\.rn\.f16x2\.f32 \$0, \$2, \$1;\s*$"), _packed_cvt(tl.float16)),
-    (
-        re.compile(
-            rf"^\s*\{{\s*\.reg \.b16 a, b;\s*{_CVT_E4M3} a, \$2, \$1;\s*{_CVT_E4M3} b, \$4, \$3;\s*"
-            r"mov\.b32 \$0, \{a, b\};\s*\}\s*$"
-        ),
-        _packed_cvt(tl.float8e4nv),
-    ),
+    (_cvt_to_fp8("e4m3"), _packed_cvt(tl.float8e4nv)),
+    (_cvt_to_fp8("e5m2"), _packed_cvt(tl.float8e5)),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
-    (re.compile(r"^\s*mov\.b32 \$0, \$1;\s*$"), lambda x: x),
+    (re.compile(r"^\s*mov\.[bf]32 \$0, \$1;\s*$"), lambda x: x),
 ]
 
 

@@ -21,6 +21,7 @@ RESERVED_BARRIERS = 2  # 0: the default partition; 1: all warps, at both ends of
 _REGISTERS = 65536  # 32-bit registers of a block
 _MOST_REGISTERS, _LEAST_REGISTERS, _REGISTER_UNIT = 256, 24, 8  # PTX ISA, "setmaxnreg"
 _MOST_THREADS = 1024
+_FP8 = {"fp8e4nv", "fp8e5"}
 _WARPGROUP = 4  # warps: workers are padded to whole warpgroups, as setmaxnreg acts on one
 _WARP = 32
 _ALLOCATION_BYTES, _BARRIER_BYTES = 128, 8  # Triton aligns what TMA writes to 128 bytes
@@ -65,8 +66,8 @@ def check_wgmma(a: Tensor | SharedView, b: Any, accumulator: Any, warps: int) ->
         raise GluonError(f"wgmma in a partition of {warps} warps; accepted: multiples of {_WARPGROUP}")
     if not isinstance(b, SharedView):
         raise GluonError(f"operand b of wgmma is {b!r}; accepted: shared memory")
-    if a.dtype.name != b.dtype.name:
-        raise GluonError(f"operands of wgmma of {a.dtype.name} and {b.dtype.name}; accepted: one dtype")
+    if a.dtype.name != b.dtype.name and not {a.dtype.name, b.dtype.name} <= _FP8:
+        raise GluonError(f"operands of wgmma of {a.dtype.name} and {b.dtype.name}; accepted: one dtype, or two of FP8")
     (m, k), (b_k, n), bits = a.shape, b.shape, int(b.dtype.primitive_bitwidth)
     if b_k != k or list(accumulator.shape) != [m, n]:
         raise GluonError(f"wgmma of {[m, k]} and {[b_k, n]} into {list(accumulator.shape)}")

@@ -1,0 +1,740 @@
+"""Forward attention in FP8 on Hopper (sm_90) in Gluon: `hopper_forward` with fp8 operands, all products by QGMMA.
+
+q, k and v come in FP8 with scales per tensor, head, batch or block of rows; v comes transposed (`hopper_fp8`), and p is made fp8 in
+the order of v's tokens, so that nothing is transposed or shuffled here. The tensor cores add fp8 products up in about 14 bits: the
+product with v of each block of keys is an accumulator of its own, added in fp32 to the rest by the multiply-add that rescales it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.configs import Tile, split_head_dim
+from flexattn.kernels_triton.hopper import (
+    FP8_DTYPES,
+    allocate_barriers,
+    batch_steps_of,
+    blocks_of_keys,
+    descriptor_error,
+    keep_pairs,
+    key_block,
+    load_rows,
+    mask_by_mod,
+    mask_keys,
+    modified,
+    named_barrier_arrive,
+    named_barrier_sync,
+    ragged_descriptor,
+    sequences,
+    store_rows,
+)
+from flexattn.kernels_triton.hopper_forward import amount_of_work, block_mask_error, piece_of_work
+from flexattn.kernels_triton.hopper_fp8 import (
+    BLOCK,
+    P_SCALE,
+    P_SHIFT,
+    Scale,
+    compute_here,
+    exp2_by_fma,
+    first_transposed_block,
+    load_descale,
+    pack_four,
+    pack_quads,
+    scale_error,
+    split_in_quads,
+    transposed_descriptor,
+    unpack_quads,
+)
+from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
+from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.ragged import work_table, zero_padding
+
+_ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
+_TURN = gl.constexpr(9)  # named barriers 9 and 10
+_L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
+
+
+class Fp8Tile(NamedTuple):
+    """A row for the FP8 forward on sm_90, as `HopperTile`."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_m: int  # 64 for each consumer warpgroup
+    block_n: int
+    num_stages: int  # of k and of v in shared memory
+    registers: int  # of a consumer's thread
+    takes_turns: bool = True
+    serial_parts: int = 0  # 0: the scores of one block run beside the sums of the one before; else in how many parts v is summed
+    soft: bool = False
+    order: int = 0
+
+
+FP8_FORWARD = (
+    Fp8Tile(64, 64, 128, 128, 4, 240),
+    Fp8Tile(128, 128, 128, 128, 2, 240),
+    Fp8Tile(192, 128, 128, 128, 2, 240),
+    Fp8Tile(256, 256, 128, 128, 2, 240, takes_turns=False, serial_parts=2),
+)
+
+
+def select_fp8_tile(head_dim_qk: int, head_dim_v: int) -> Fp8Tile | None:
+    """The narrowest row that serves the head dims; None if there is none."""
+    return next((tile for tile in FP8_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v), None)
+
+
+class Fp8ForwardMeta(NamedTuple):
+    """What the kernel is compiled for."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SINK: bool
+    HAS_OFFSET: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
+    IS_MODIFIED: bool  # a logit is more than a scaled score
+    Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
+    K_BLOCKWISE: bool
+    V_BLOCKWISE: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    QK0: int  # head dims as the tiles hold them, in one or two parts
+    QK1: int
+    V0: int  # of a part of v
+    SERIAL_PARTS: int
+    STAGES: int
+    CONSUMERS: int
+    TAKES_TURNS: bool
+    REGISTERS: int
+    SOFT: bool = False
+    ORDER: int = 0
+
+
+@gluon.jit
+def _load_partition(common, META: gl.constexpr):
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    batch, num_heads, group_size, blocks, heads_per_section, v_blocks = work
+    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
+    step_qs, step_qh, step_ks, step_kh, _, _ = steps
+    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    QK0: gl.constexpr = META.QK0
+    loaded = 0
+    turn = 0
+    piece = gl.program_id(0)
+    while piece < amount:
+        drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        start_q, len_q, start_kv, len_kv = sequences(
+            b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+        )
+        shift = (len_kv - len_q) * bottom_right
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        h_kv = h // group_size
+        v_block = h_kv * v_blocks + first_transposed_block(b, start_kv, num_tokens_kv, META.IS_RAGGED_KV)
+        for consumer in gl.static_range(CONSUMERS):
+            row = first_row + consumer * _ROWS
+            token, head = start_q + b * step_qs, h + b * step_qh
+            full = q_full.index(consumer)
+            mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
+            mbarrier.expect(full, q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
+            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(consumer))
+            if META.QK1 > 0:
+                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(consumer))
+        for t in range(num_blocks):
+            row = key_block(num_blocks - 1 - t, found, META)[0]
+            slot = loaded % META.STAGES
+            phase = (loaded // META.STAGES) & 1
+            token, head = start_kv + b * step_ks, h_kv + b * step_kh
+            full = k_full.index(slot)
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(full, k_descriptor.block_type.nbytes + (k1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
+            load_rows(k_descriptor, token, len_kv, row, head, 0, full, k_tiles.index(slot))
+            if META.QK1 > 0:
+                load_rows(k1_descriptor, token, len_kv, row, head, QK0, full, k1_tiles.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)
+            place = [v_block + row // BLOCK, 0, row % BLOCK]
+            tma.async_copy_global_to_shared(v_descriptor, place, v_full.index(slot), v_tiles.index(slot))
+            loaded += 1
+        piece = drawn + gl.num_programs(0)
+        mbarrier.wait(next_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        next_piece.index(turn & 1).store(gl.full([1], piece, gl.int32, layout=LAYOUT))
+        mbarrier.arrive(next_full.index(turn & 1), count=1)
+        turn += 1
+
+
+@gluon.jit
+def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, zeros, META: gl.constexpr):
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    q0 = q_tiles.index(CONSUMER).reshape([_ROWS, QK0])
+    k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
+    qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if QK1 > 0:
+        q1 = q1_tiles.index(CONSUMER).reshape([_ROWS, QK1])
+        k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
+        qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
+    return qk
+
+
+@gluon.jit
+def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr, META: gl.constexpr):
+    # (s, factor): s * factor[:, None] is the logit in units of log2, before the mask
+    if META.IS_MODIFIED:
+        s, factor, _slope, _score = modified(
+            qk * descale[:, None], rows[:, None], columns[None, :], place, scores, head, MODS, META
+        )
+        return s, gl.zeros_like(descale) + factor
+    else:
+        return qk, gl.maximum(descale * (scores[0] * LOG2E), 1e-37)
+
+
+@gluon.jit
+def _is_cut(column, own_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    # Whether some query of the warpgroup does not see some key of the block; a scalar, so that only what is cut pays for masks
+    is_cut = column + META.BLOCK_N > len_kv
+    if META.HAS_RIGHT:
+        is_cut = is_cut | (column + META.BLOCK_N > own_row + 1 + shift + window_right)
+    if META.HAS_LEFT:
+        is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
+    return is_cut
+
+
+@gluon.jit
+def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexpr):
+    # row_sum is of p as it is scaled
+    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+    x = s * factor[:, None] - (origin - P_SHIFT)[:, None]
+    decay = gl.exp2(row_max - origin)
+    if META.SOFT:
+        x0, x1, x2, x3 = split_in_quads(x, _ROWS, META.BLOCK_N)
+        p0 = gl.exp2(x0)
+        p1 = gl.exp2(x1)
+        p2 = gl.exp2(x2)
+        p3 = exp2_by_fma(x3)
+        row_sum = row_sum * decay + gl.convert_layout(gl.sum((p0 + p1) + (p2 + p3), 1), row_sum.type.layout)
+        return pack_four(p0, p1, p2, p3, DTYPE), new_max, row_sum, decay
+    p = gl.exp2(x)
+    row_sum = row_sum * decay + gl.sum(p, 1)
+    return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
+
+
+@gluon.jit
+def _compute_partition(
+    common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+):
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
+    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
+    scale_q, scale_k, scale_v = scales
+    _, _, _, out_descriptor, _, _ = descriptors
+    q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    batch, num_heads, group_size, blocks, heads_per_section, _ = work
+    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
+    _, _, _, _, step_os, step_oh = steps
+    DTYPE: gl.constexpr = gl.float8e4nv  # of p
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    V0: gl.constexpr = META.V0
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 32])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
+    LAST: gl.constexpr = CONSUMER == META.CONSUMERS - 1
+    AFTER_SCORES: gl.constexpr = _TURN + CONSUMER + 1
+    AFTER_SUMS: gl.constexpr = _TURN if LAST else _TURN + META.CONSUMERS + CONSUMER + 1
+    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    if (META.TAKES_TURNS or META.ORDER > 0) and LAST:
+        named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
+    loaded = 0
+    turn = 0
+    piece = gl.program_id(0)
+    while piece < amount:
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+        shift = (len_kv - len_q) * bottom_right
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        h_kv = h // group_size
+        head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        place = (len_q, len_kv, shift, b, h)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+        own_row = first_row + CONSUMER * _ROWS
+        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
+        row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
+        row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
+        if META.Q_BLOCKWISE:
+            descale_q = load_descale(scale_q, b, h, gl.minimum(rows, len_q - 1))
+        else:
+            descale_q = row_sum + load_descale(scale_q, b, h, 0)
+        descale_k = load_descale(scale_k, b, h_kv, 0)
+        descale_v = load_descale(scale_v, b, h_kv, 0)
+        descale = descale_q * descale_k
+        if META.HAS_SINK:
+            sink = 0.0
+            if META.HAS_OFFSET:
+                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
+            row_max = gl.maximum(row_max, sink)
+            row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, P_SCALE)
+        acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        if META.SERIAL_PARTS > 0:  # one block after the other, which needs fewer registers
+            acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+            for t in range(num_blocks):
+                slot = loaded % META.STAGES
+                phase = (loaded // META.STAGES) & 1
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                ratio = 1.0
+                if META.K_BLOCKWISE:
+                    descale = descale_q * load_descale(scale_k, b, h_kv, column)
+                if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
+                    next_descale_v = load_descale(scale_v, b, h_kv, column)
+                    ratio = descale_v / next_descale_v
+                    descale_v = next_descale_v
+                mbarrier.wait(k_full.index(slot), phase)
+                if META.ORDER > 0:
+                    named_barrier_sync(_TURN + CONSUMER, PAIR)
+                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                if META.ORDER == 1:
+                    named_barrier_arrive(AFTER_SCORES, PAIR)
+                qk = warpgroup_mma_wait(0, deps=[product])
+                if META.ORDER == 2:
+                    named_barrier_arrive(AFTER_SCORES, PAIR)
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                columns = column + block_columns
+                s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
+                if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
+                    s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
+                p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
+                mbarrier.wait(v_full.index(slot), phase)
+                if META.ORDER > 0:
+                    named_barrier_sync(_TURN + META.CONSUMERS + CONSUMER, PAIR)
+                v = v_tiles.index(slot).reshape([META.SERIAL_PARTS * V0, BLOCK_N])
+                sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+                if META.ORDER == 1 and META.SERIAL_PARTS == 1:
+                    named_barrier_arrive(AFTER_SUMS, PAIR)
+                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                if META.SERIAL_PARTS == 2:
+                    acc = acc * decay[:, None] + sum_here
+                    compute_here(acc)
+                    # Into the same registers: with others there are not enough.
+                    sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
+                    if META.ORDER == 1:
+                        named_barrier_arrive(AFTER_SUMS, PAIR)
+                    sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                if META.ORDER == 2:
+                    named_barrier_arrive(AFTER_SUMS, PAIR)
+                keep_pairs(quads)
+                mbarrier.arrive(v_empty.index(slot), count=1)
+                if META.SERIAL_PARTS == 2:
+                    acc1 = acc1 * decay[:, None] + sum_here
+                    compute_here(acc1)
+                else:
+                    acc = acc * decay[:, None] + sum_here
+                    compute_here(acc)
+                loaded += 1
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        elif num_blocks > 0:
+            slot = loaded % META.STAGES
+            column, is_full = key_block(num_blocks - 1, found, META)
+            if META.K_BLOCKWISE:
+                descale = descale_q * load_descale(scale_k, b, h_kv, column)
+            if META.V_BLOCKWISE:
+                descale_v = load_descale(scale_v, b, h_kv, column)
+            mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+            if META.TAKES_TURNS:
+                named_barrier_sync(_TURN + CONSUMER, PAIR)
+            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+            if META.TAKES_TURNS:
+                named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+            qk = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            columns = column + block_columns
+            s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+            quads, row_max, row_sum, _decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+            decay = gl.full([_ROWS], 1.0, gl.float32, layout=ROWS)  # what acc is multiplied with when the next sum is added
+            loaded += 1
+            for t in range(1, num_blocks):
+                slot = loaded % META.STAGES
+                last_slot = (loaded - 1) % META.STAGES
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                ratio = 1.0
+                if META.K_BLOCKWISE:
+                    descale = descale_q * load_descale(scale_k, b, h_kv, column)
+                if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
+                    next_descale_v = load_descale(scale_v, b, h_kv, column)
+                    ratio = descale_v / next_descale_v
+                    descale_v = next_descale_v
+                # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
+                p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
+                mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+                if META.TAKES_TURNS:
+                    named_barrier_sync(_TURN + CONSUMER, PAIR)
+                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
+                v = v_tiles.index(last_slot).reshape([V0, BLOCK_N]).permute([1, 0])
+                sum_of_v = warpgroup_mma(p, v, no_sum, use_acc=False, is_async=True)
+                if META.TAKES_TURNS:
+                    named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+                qk = warpgroup_mma_wait(1, deps=[product])
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                columns = column + block_columns
+                s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
+                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # noqa: SIM102  # that when compiled, this when run
+                    if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
+                        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                new_quads, row_max, row_sum, new_decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+                keep_pairs(quads)
+                quads = new_quads
+                mbarrier.arrive(v_empty.index(last_slot), count=1)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None] + sum_here
+                decay = new_decay * ratio
+                loaded += 1
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            slot = (loaded - 1) % META.STAGES
+            p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+            mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
+            v = v_tiles.index(slot).reshape([V0, BLOCK_N]).permute([1, 0])
+            sum_of_v = warpgroup_mma(p, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            keep_pairs(quads)
+            mbarrier.arrive(v_empty.index(slot), count=1)
+        else:
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
+        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
+        normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
+        out_tile = out_tiles.index(CONSUMER)
+        tma.store_wait(0)
+        if META.SERIAL_PARTS == 2:
+            out_tile.reshape([_ROWS, 2 * V0]).slice(0, V0, 1).store((acc * normaliser).to(out_descriptor.dtype))
+            out_tile.reshape([_ROWS, 2 * V0]).slice(V0, V0, 1).store((acc1 * normaliser).to(out_descriptor.dtype))
+        else:
+            out_tile.reshape([_ROWS, V0]).store((acc * normaliser).to(out_descriptor.dtype))
+        fence_async_shared()
+        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
+        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
+        piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(next_empty.index(turn & 1), count=1)
+        turn += 1
+    tma.store_wait(0)
+    if (META.TAKES_TURNS or META.ORDER > 0) and CONSUMER == 0:
+        named_barrier_sync(_TURN, PAIR)
+
+
+@hopper_kernel
+def _attn_fwd_fp8_hopper_kernel(
+    q_descriptor,
+    k_descriptor,
+    v_descriptor,  # transposed
+    out_descriptor,
+    q1_descriptor,  # of the second part of the head dim; without one, anything
+    k1_descriptor,
+    lse_ptr,
+    descale_q_ptr,
+    stride_descale_qb,
+    stride_descale_qh,
+    stride_descale_qn,
+    block_rows_q,
+    descale_k_ptr,
+    stride_descale_kb,
+    stride_descale_kh,
+    stride_descale_kn,
+    block_rows_k,
+    descale_v_ptr,
+    stride_descale_vb,
+    stride_descale_vh,
+    stride_descale_vn,
+    block_rows_v,
+    softmax_offset_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    table_ptr,  # `ragged.work_table`'s; without lengths its counter alone
+    softmax_scale,
+    batch,
+    num_heads,
+    group_size,
+    blocks,
+    heads_per_section,
+    v_blocks,  # transposed tiles of a head of v
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    step_qs,
+    step_qh,
+    step_ks,
+    step_kh,
+    step_os,
+    step_oh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    STAGES: gl.constexpr = META.STAGES
+    REGISTERS: gl.constexpr = META.REGISTERS
+    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [CONSUMERS] + q_descriptor.block_type.shape, q_descriptor.layout)
+    out_tiles = gl.allocate_shared_memory(
+        out_descriptor.dtype, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout
+    )
+    k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
+    q1_tiles = q_tiles
+    k1_tiles = k_tiles
+    if META.QK1 > 0:
+        q1_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [CONSUMERS] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        k1_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
+    next_piece = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barriers = (
+        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, CONSUMERS),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, CONSUMERS),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, CONSUMERS),
+        next_piece,
+    )
+    descriptors = (q_descriptor, k_descriptor, v_descriptor, out_descriptor, q1_descriptor, k1_descriptor)
+    tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles)
+    work = (batch, num_heads, group_size, blocks, heads_per_section, v_blocks)
+    steps = (step_qs, step_qh, step_ks, step_kh, step_os, step_oh)
+    scalars = (num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps)
+    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
+    scale_q = (descale_q_ptr, stride_descale_qb, stride_descale_qh, stride_descale_qn, block_rows_q)
+    scale_k = (descale_k_ptr, stride_descale_kb, stride_descale_kh, stride_descale_kn, block_rows_k)
+    scale_v = (descale_v_ptr, stride_descale_vb, stride_descale_vh, stride_descale_vn, block_rows_v)
+    scales = (scale_q, scale_k, scale_v)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
+    mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
+    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
+        gl.warp_specialize(
+            [
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
+                (_load_partition, (common, META)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    elif CONSUMERS == 4:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 3, MODS, META)),
+            ],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+
+
+def refusal(
+    problem: Problem, v_transposed: Tensor, scales: tuple[Scale, Scale, Scale], out: Tensor, return_max_logit: bool = False
+) -> str | None:
+    """None if the kernel runs this problem, else why the portable one does."""
+    x = problem
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    for name, tensor in (("q", x.q), ("k", x.k), ("v", v_transposed)):
+        if tensor.dtype not in FP8_DTYPES:
+            return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
+    for has, what in (
+        (x.dropout_p > 0, "dropout"),
+        (return_max_logit, "max_logit"),
+        (x.softmax_scale == 0, "a softmax_scale of 0"),
+    ):
+        if has:
+            return f"it does not do {what} yet"
+    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
+        return "there is nothing to load"
+    tile = select_fp8_tile(x.q.shape[-1], v_transposed.shape[-2])
+    if tile is None:
+        return f"it has no tile for head dims {x.q.shape[-1]} and {v_transposed.shape[-2]}"
+    errors: list[str | None] = [descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("out", out))]
+    heads = (x.num_heads, x.num_heads_kv, x.num_heads_kv)
+    errors += [
+        scale_error(name, scale, x, h, 1 if name == "q" else tile.block_n)
+        for name, scale, h in zip("qkv", scales, heads, strict=True)
+    ]
+    return next((error for error in errors if error), None) or block_mask_error(x, tile[2:4])
+
+
+def hopper_fp8_forward(
+    problem: Problem,
+    v_transposed: Tensor,
+    scales: tuple[Scale, Scale, Scale],
+    out: Tensor,
+    lse: Tensor,
+    tile: Fp8Tile | None = None,
+) -> None:
+    """`hopper_forward.hopper_forward` in FP8, for what `refusal` has no objection to.
+
+    problem: q and k in FP8; of its v only the shape is read.
+    v_transposed: [h_kv, blocks, d_v, BLOCK], as `hopper_fp8_quantize` writes it.
+    scales: of q, k and v.
+    out: bf16 or fp16, [.., h, d_v] laid out as q or otherwise.
+    """
+    x = problem
+    d_v = v_transposed.shape[-2]
+    tile = tile or select_fp8_tile(x.q.shape[-1], d_v)
+    assert tile is not None
+    qk0, qk1 = split_head_dim(tile.head_dim_qk)
+    v0 = tile.head_dim_v // max(1, tile.serial_parts)
+    has_lengths = x.cu_seqlens_q is not None
+    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    group_bytes = x.longest_kv * (x.q.shape[-1] + d_v)
+    meta = Fp8ForwardMeta(
+        IS_RAGGED_Q=x.q.dim() == 3,
+        IS_RAGGED_KV=x.k.dim() == 3,
+        HAS_LENGTHS=has_lengths,
+        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
+        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
+        HAS_LEFT=x.window_left is not None,
+        HAS_RIGHT=x.window_right is not None,
+        HAS_SINK=x.has_sink,
+        HAS_OFFSET=x.softmax_offset is not None,
+        **x.score_meta(),
+        IS_MODIFIED=x.is_modified,
+        Q_BLOCKWISE=scales[0].is_blockwise,
+        K_BLOCKWISE=scales[1].is_blockwise,
+        V_BLOCKWISE=scales[2].is_blockwise,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        QK0=qk0,
+        QK1=qk1,
+        V0=v0,
+        SERIAL_PARTS=tile.serial_parts,
+        STAGES=tile.num_stages,
+        CONSUMERS=tile.block_m // _ROWS.value,
+        TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,
+        REGISTERS=tile.registers,
+        SOFT=tile.soft,
+        ORDER=tile.order,
+    )
+    descriptors: list[Any] = [
+        ragged_descriptor(x.q, _ROWS.value, qk0),
+        ragged_descriptor(x.k, tile.block_n, qk0),
+        transposed_descriptor(v_transposed, tile.head_dim_v, tile.block_n),
+        ragged_descriptor(out, _ROWS.value, tile.head_dim_v),
+    ]
+    if qk1:
+        descriptors += [ragged_descriptor(x.q, _ROWS.value, qk1), ragged_descriptor(x.k, tile.block_n, qk1)]
+    else:
+        descriptors += descriptors[:2]
+    if has_lengths:
+        table = work_table(x, tile.block_m, "q")
+        zero_padding(x, out, "q", lse)
+    else:
+        table = torch.zeros(1, dtype=torch.int32, device=out.device)
+    launch(
+        _attn_fwd_fp8_hopper_kernel,
+        min(num_processors(out.device), blocks * x.batch * x.num_heads),
+        out.device,
+        Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
+        (
+            *descriptors,
+            lse,
+            *(argument for scale in scales for argument in scale.arguments),
+            x.softmax_offset,
+            x.cu_seqlens_q,
+            x.cu_seqlens_kv,
+            x.cu_seqlens_q_padded,
+            x.cu_seqlens_kv_padded,
+            table,
+            float(x.softmax_scale),
+            x.batch,
+            x.num_heads,
+            x.group_size,
+            blocks,
+            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size),
+            v_transposed.shape[1],
+            x.q.shape[-3],
+            x.k.shape[-3],
+            x.longest_q,
+            x.longest_kv,
+            *x.window,
+            int(x.bottom_right),
+            *batch_steps_of(x.q, x.k, out),
+            *x.score_arguments(),
+            *x.list_arguments("kv"),
+            x.mods,
+            meta,
+        ),
+    )

@@ -1,0 +1,188 @@
+"""Calls in FP8 for the tests of the kernels for sm_90: operands quantised by plain torch, the oracle on what they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Literal, NamedTuple
+from unittest import mock
+
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward
+from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
+from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient
+from flexattn.kernels_triton.problem import Problem
+from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# The tensor cores of sm_90 add products of FP8 up in about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), 32 at a time:
+# a few units of the largest score's last bit may be lost from each. The emulator adds exactly.
+ACCUMULATION = 2.0**-12
+Granularity = Literal["tensor", "head", "batch_head", "block"]
+
+
+def spans(problem: Problem, side: str) -> Iterator[tuple[int, int, int]]:
+    """(sequence, its first row in [total, h, d] or 0, its length)."""
+    x = problem.q if side == "q" else problem.k
+    cu_seqlens = problem.cu_seqlens_q if side == "q" else problem.cu_seqlens_kv
+    padded = problem.cu_seqlens_q_padded if side == "q" else problem.cu_seqlens_kv_padded
+    for b in range(problem.batch):
+        length = x.shape[-3] if cu_seqlens is None else int(cu_seqlens[b + 1] - cu_seqlens[b])
+        yield b, int((cu_seqlens if padded is None else padded)[b]) if x.dim() == 3 else 0, length  # type: ignore[index]
+
+
+def rows_of(x: torch.Tensor, b: int, start: int, length: int) -> torch.Tensor:
+    """[length, h, d], a view."""
+    return x[start : start + length] if x.dim() == 3 else x[b, :length]
+
+
+class Quantised(NamedTuple):
+    values: torch.Tensor  # FP8, laid out as what it stands for; padding is NaN
+    scale: Scale
+    stands_for: torch.Tensor  # fp32
+
+
+def quantise(problem: Problem, side: str, x: torch.Tensor, granularity: Granularity, dtype: torch.dtype = E4M3) -> Quantised:
+    longest = problem.longest_q if side == "q" else problem.longest_kv
+    block = BLOCK.value
+    blocks = -(-longest // block) if granularity == "block" else 1
+    amax = torch.zeros(problem.batch, x.shape[-2], blocks)
+    for b, start, length in spans(problem, side):
+        rows = rows_of(x, b, start, length).float().abs()
+        for n in range(blocks) if length else ():
+            part = rows[n * block : (n + 1) * block] if granularity == "block" else rows
+            if len(part):
+                amax[b, :, n] = part.amax((0, 2))
+    if granularity in ("tensor", "head"):
+        amax = amax.amax((0, 1, 2) if granularity == "tensor" else (0, 2), keepdim=True)
+    descale = torch.where(amax > 0, amax / LARGEST[dtype], 1.0)
+    values = torch.full_like(x, float("nan"), dtype=torch.float32)
+    stands_for = values.clone()
+    every = descale.expand(problem.batch, x.shape[-2], blocks)
+    for b, start, length in spans(problem, side):
+        by_row = every[b].T.repeat_interleave(block if granularity == "block" else max(length, 1), 0)[:length, :, None]
+        values_here = (rows_of(x, b, start, length).float() * (1.0 / by_row)).to(dtype).float()
+        rows_of(values, b, start, length).copy_(values_here)
+        rows_of(stands_for, b, start, length).copy_(values_here * by_row)
+    return Quantised(values.to(dtype), Scale(descale, block if granularity == "block" else 0), stands_for)
+
+
+def transposed(problem: Problem, side: str, values: torch.Tensor) -> torch.Tensor:
+    """What `hopper_fp8_quantize` writes: [h, blocks, d, BLOCK], tokens in order within each 16 of 2t, 2t + 1, 8 + 2t, 9 + 2t."""
+    block = BLOCK.value
+    out = torch.full(empty_transposed(values, problem.batch, values.dtype).shape, float("nan"))
+    order = torch.arange(block).view(-1, 2, 4, 2).transpose(1, 2).reshape(-1)
+    for b, start, length in spans(problem, side):
+        first = start // block + b if values.dim() == 3 else b * -(-values.shape[1] // block)
+        rows = rows_of(values, b, start, length).float()
+        for n in range(-(-length // block)):
+            tile = torch.zeros(block, *rows.shape[1:])
+            part = rows[n * block : (n + 1) * block]
+            tile[: len(part)] = part
+            out[:, first + n] = tile[order].permute(1, 2, 0)
+    return out.to(values.dtype)
+
+
+class Fp8Call(NamedTuple):
+    problem: Problem  # with q, k and v in FP8
+    v_transposed: torch.Tensor
+    scales: tuple[Scale, Scale, Scale]
+    spec: AttentionSpec
+    stands_for: Operands  # in fp32
+
+
+def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head") -> Fp8Call:
+    problem = triton_backend._problem(spec, x)
+    q, k, v = (quantise(problem, side, t, granularity) for side, t in (("q", problem.q), ("kv", problem.k), ("kv", problem.v)))
+    stands_for = x._replace(
+        **{
+            name: as_bshd(t.stands_for, fmt)
+            for name, t, fmt in zip("qkv", (q, k, v), (spec.q_format, spec.kv_format, spec.kv_format), strict=True)
+        }
+    )
+    own = dataclasses.replace(problem, q=q.values, k=k.values, v=v.values)
+    return Fp8Call(own, transposed(own, "kv", v.values), (q.scale, k.scale, v.scale), spec, stands_for)
+
+
+def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, ...]:
+    """The budget of out: eager attention in fp32, with its probabilities in e4m3 as the kernels have them."""
+    exp = torch.exp
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return (exp(t) * 256.0).clamp(max=448.0).to(E4M3).float() / 256.0
+
+    with mock.patch.object(torch, "exp", rounded):
+        return reference_attention(spec, x, dtype=torch.float32)
+
+
+def moved(call: Fp8Call, device: str) -> Fp8Call:
+    """The kernels' part of a call on another device; the oracle's stays."""
+    p = call.problem
+    tensors = {f: t.to(device) for f in p.__dataclass_fields__ if isinstance(t := getattr(p, f), torch.Tensor)}
+    scales = tuple(s._replace(descale=s.descale.to(device)) for s in call.scales)
+    return call._replace(problem=dataclasses.replace(p, **tensors), v_transposed=call.v_transposed.to(device), scales=scales)  # type: ignore[arg-type]
+
+
+def moved_gradient(gradient: Fp8Gradient, device: str) -> Fp8Gradient:
+    scale = gradient.scale_dout
+    tensors = {f: getattr(gradient, f).to(device) for f in gradient._fields if f != "scale_dout"}
+    return Fp8Gradient(**tensors, scale_dout=scale._replace(descale=scale.descale.to(device)))
+
+
+def run_forward(
+    call: Fp8Call, dtype: torch.dtype = torch.bfloat16, kernels: ModuleType = hopper_fp8_forward
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out in q's format, lse), which begin as NaN."""
+    p, fmt = call.problem, call.spec.q_format
+    like = as_bshd(p.q, fmt) if fmt != "thd" else p.q
+    out = torch.full((*like.shape[:-1], call.spec.head_dim_v), float("nan"), dtype=dtype, device=p.device)
+    shape = (p.num_heads, p.q.shape[0]) if fmt == "thd" else (p.batch, p.num_heads, p.q.shape[1])
+    lse = torch.full(shape, float("nan"), device=p.device)
+    kernels.hopper_fp8_forward(p, call.v_transposed, call.scales, as_bshd(out, fmt), lse)
+    return out, lse
+
+
+def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    *exact, max_logit = reference_attention(call.spec, call.stands_for)
+    check_close("out", out.cpu(), exact[0], rounded_attention(call.spec, call.stands_for)[0])
+    atol = ACCUMULATION * max_logit.nan_to_num(neginf=0.0).abs().max().item() if lse.is_cuda else None
+    check_close("lse", lse.cpu(), exact[1], reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1], atol=atol)
+
+
+def gradient_of(
+    call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head", dtype: torch.dtype = E4M3
+) -> tuple[Fp8Gradient, torch.Tensor]:
+    """What the backward takes beside the call, on the CPU; and dout as it stands for, in its format."""
+    p = call.problem
+    rows = quantise(p, "q", as_bshd(dout, call.spec.q_format), granularity, dtype)
+    transposed_ones = (transposed(p, "q", p.q), transposed(p, "kv", p.k), transposed(p, "q", rows.values))
+    return Fp8Gradient(rows.values, rows.scale, *transposed_ones), as_bshd(rows.stands_for, call.spec.q_format)
+
+
+def run_backward(
+    call: Fp8Call, gradient: Fp8Gradient, dout: torch.Tensor, kernels: ModuleType = hopper_fp8_backward
+) -> list[torch.Tensor]:
+    """[dq, dk, dv] in their formats, which begin as NaN; of the oracle's out and lse."""
+    p, spec = call.problem, call.spec
+    exact, lse, _ = reference_attention(spec, call.stands_for)
+    out, lse, dout = exact.to(dout.dtype).to(p.device), lse.float().to(p.device), dout.to(p.device)
+    grads = [torch.full(t.shape, float("nan"), dtype=dout.dtype, device=p.device) for t in call.stands_for[:3]]
+    formats = (spec.q_format, spec.kv_format, spec.kv_format)
+    views = [as_bshd(t, fmt) for t, fmt in zip(grads, formats, strict=True)]
+    doffset = torch.empty(spec.num_heads, device=p.device) if p.softmax_offset is not None else None
+    rows = (as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format))
+    kernels.hopper_fp8_backward(p, call.scales, gradient, *rows, None, *views, doffset)
+    return grads
+
+
+def check_backward(call: Fp8Call, grads: list[torch.Tensor], dout: torch.Tensor, stands_for: torch.Tensor) -> None:
+    """The budget is what it costs to have dout in e4m3 and all the rest exact; the kernels have p and ds in e4m3 too."""
+    exact = reference_gradients(call.spec, call.stands_for, dout)
+    budget = reference_gradients(call.spec, call.stands_for, stands_for)
+    for name, got, want, eager in zip(("dq", "dk", "dv"), grads, exact, budget, strict=False):
+        check_close(name, got.cpu(), want, eager, factor=GRADIENT_FACTOR)

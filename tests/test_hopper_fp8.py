@@ -1,0 +1,226 @@
+"""FP8 on sm_90: the quantisation pass, the gates of the compiled kernels, and the kernels on such a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hopper_fp8_calls import (
+    E4M3,
+    E5M2,
+    LARGEST,
+    check_backward,
+    check_forward,
+    fp8_call,
+    gradient_of,
+    moved,
+    moved_gradient,
+    quantise,
+    rows_of,
+    run_backward,
+    run_forward,
+    spans,
+    transposed,
+)
+
+from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
+from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient, hopper_fp8_backward
+from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward
+from flexattn.kernels_triton.hopper_fp8_quantize import quantize
+from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
+from flexattn.kernels_triton.problem import Problem
+from flexattn.testing import make_call, make_dout, make_inputs
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head", "block"])
+@pytest.mark.parametrize(
+    ("fmt", "inputs"),
+    [
+        ("thd", {"lengths_q": [100, 0, 300, 1], "gap": 3}),
+        ("bshd", {"lengths_q": [100, 0, 300], "padding": True, "gap": 5}),
+        ("sbhd", {"lengths_q": [130, 130], "strided": True}),
+        ("bhsd", {"lengths_q": [257], "outliers": True}),
+    ],
+    ids=["thd", "bshd", "sbhd", "bhsd"],
+)
+def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: str) -> None:
+    dtype = E5M2 if granularity == "head" else E4M3
+    given = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64, device=device)
+    problem = triton_backend._problem(*make_call(given))
+    for side, x in (("q", problem.q), ("kv", problem.v)):
+        host = triton_backend._problem(*make_call(make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64)))
+        wanted = quantise(host, side, host.q if side == "q" else host.v, granularity, dtype)
+        scale = wanted.scale._replace(descale=wanted.scale.descale.to(device))
+        rows = torch.full(x.shape, 7.0, device=device).to(dtype)
+        tiles = empty_transposed(x, problem.batch, dtype)
+        quantize(problem, side, x, scale, rows, tiles)
+        expected = transposed(host, side, wanted.values).view(torch.uint8)
+        for b, start, length in spans(problem, side):
+            got = rows_of(rows, b, start, length).view(torch.uint8).cpu()
+            assert got.equal(rows_of(wanted.values, b, start, length).view(torch.uint8))
+            first = start // 128 + b if x.dim() == 3 else b * -(-x.shape[1] // 128)
+            blocks = slice(first, first + -(-length // 128))
+            assert tiles.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
+        again = torch.zeros_like(tiles.view(torch.uint8)).view(dtype)
+        quantize(problem, side, rows, scale, transposed=again)
+        for b, start, length in spans(problem, side):
+            first = start // 128 + b if x.dim() == 3 else b * -(-x.shape[1] // 128)
+            blocks = slice(first, first + -(-length // 128))
+            assert again.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_what_is_not_finite_becomes_nan_and_the_rest_saturates(dtype: torch.dtype, device: str) -> None:
+    x = torch.zeros(1, 16, 1, 16, device=device)
+    x[0, 0, 0, :4] = torch.tensor([1e6, -1e6, float("inf"), float("nan")])
+    problem = triton_backend._problem(*make_call(make_inputs(lengths_q=[16], num_heads=1, num_heads_kv=1, device=device)))
+    scale = quantise(problem, "q", torch.zeros(1, 16, 1, 16), "tensor", dtype).scale
+    rows = torch.empty(x.shape, dtype=dtype, device=device)
+    quantize(problem, "q", x, scale._replace(descale=scale.descale.to(device)), rows)
+    assert rows[0, 0, 0, :2].float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
+    assert rows[0, 0, 0, 2:4].float().isnan().all()
+    assert not rows.view(torch.uint8)[0, 1:].any()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"window_right": 0},
+    "everything": {"window_left": 17, "window_right": 0, "has_sink": True, "softmax_offset": torch.zeros(4), "bottom_right": True},
+}
+
+
+def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device."""
+    is_ragged = features == "everything"
+    shape = (256, 4) if is_ragged else (2, 128, 4)
+    q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
+    q8, k8, v8, dout8 = (t.to(E4M3) for t in (q, k, v, dout))
+    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 128)
+    offsets = torch.tensor([0, 128, 256], dtype=torch.int32)
+    lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
+    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
+    problem = Problem(q8, k8, v8, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
+    scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
+    scales = (scale, scale, scale)
+    qt, kt, vt, dot = (empty_transposed(t, 2, E4M3) for t in (q8, k8, v8, dout8))
+    with recorded_launches() as launches:
+        hopper_fp8_forward(problem, vt, scales, out, lse)
+        if max(head_dims) <= 128:
+            gradient = Fp8Gradient(dout8, scale, qt, kt, dot)
+            hopper_fp8_backward(problem, scales, gradient, out, lse, dout, None, q, k, v)
+        quantize(problem, "kv", v, scale, v8, vt)
+    names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
+    return dict(zip(names, launches, strict=True))
+
+
+# Instructions of a turn of the main loop, by kernel, row and features.
+LOOP_INSTRUCTIONS = {}
+SLACK = 0.05
+SOME = [("fwd_fp8", (128, 128), "causal"), ("dq_fp8", (128, 128), "causal"), ("dkdv_fp8", (128, 128), "everything")]
+
+
+def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
+    requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
+    for case, report in zip(cases, compile_many(requests), strict=True):
+        assert report.loop_spill_share == 0, f"{case}: {report}"
+        assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
+        assert set(report.matrix_instructions) == {"QGMMA"}, f"{case}: {report.matrix_instructions}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
+        loops = [loop for loop in report.loops if "QGMMA" in loop]
+        assert len(loops) == 2, f"{case}: one loop for each consumer, not {loops}"
+        for loop in loops:  # nothing is transposed or shuffled: 4 or 8 shuffles are the rows' largest and sums
+            assert not {"LDSM", "STSM", "STS"} & loop.keys(), f"{case}: {loop}"
+            assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= 10, f"{case}: {loop}"
+        expected = LOOP_INSTRUCTIONS[case]
+        counts = [sum(loop.values()) for loop in loops]
+        assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
+
+
+def test_compiled() -> None:
+    check_compiled(SOME)
+
+
+@pytest.mark.exhaustive
+def test_every_row_compiled() -> None:
+    check_compiled(list(LOOP_INSTRUCTIONS))
+
+
+@pytest.mark.exhaustive
+def test_quantisation_compiled() -> None:
+    for dim in (64, 96, 128, 256):
+        (report,) = compile_many([request_for(launches_of((dim, dim), "everything")["quantize_kernel"], 90)])
+        assert report.spill_instructions == 0, report
+
+
+HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs the kernels")
+
+UNEVEN = {"lengths_q": [300, 0, 1, 700, 129, 260], "lengths_kv": [333, 50, 500, 600, 0, 40]}
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"window_size": (200, 70)},
+    {"window_size": (40, 0), "bottom_right_diagonal": True},
+]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80), (96, 96), (160, 208)]
+
+
+def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    on_gpu = moved(fp8, "cuda")
+    check_forward(fp8, *run_forward(on_gpu, dtype))
+    if max(inputs.get("head_dim_qk", 128), inputs.get("head_dim_v", 128)) <= 128:
+        dout = make_dout(given)
+        gradient, stands_for = gradient_of(fp8, dout, granularity)
+        check_backward(fp8, run_backward(on_gpu, moved_gradient(gradient, "cuda"), dout), dout, stands_for)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any]) -> None:
+    check_on_gpu({"attn_mask_type": "padding", **band}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("granularity", ["tensor", "batch_head", "block"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
+def test_formats_and_scales(fmt: str, granularity: Any) -> None:
+    for band in BANDS[:3]:
+        inputs = {"qkv_format": fmt, "padding": True, "gap": 13, "num_heads": 6, "num_heads_kv": 2, "outliers": True}
+        check_on_gpu({"attn_mask_type": "padding", **band}, granularity, torch.float16, **inputs, **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
+def test_dense(mask: str, sq: int, skv: int) -> None:
+    check_on_gpu({"attn_mask_type": mask}, lengths_q=[sq] * 3, lengths_kv=[skv] * 3)
+
+
+@on_hopper
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_sinks(softmax_type: str) -> None:
+    offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0]) if softmax_type == "learnable" else None
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
+    check_on_gpu(call, qkv_format="thd", **UNEVEN)
+
+
+@on_hopper
+def test_bits_repeat() -> None:
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
+    call = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    dout = make_dout(given)
+    on_gpu, gradient = moved(call, "cuda"), moved_gradient(gradient_of(call, dout)[0], "cuda")
+
+    def run() -> list[torch.Tensor]:
+        return [*run_forward(on_gpu), *run_backward(on_gpu, gradient, dout)]
+
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(again, once) for again, once in zip(run(), first, strict=True))
