@@ -139,7 +139,7 @@ def attention(
         mods = (score_mod, mask_mod, score_mod_tensors, block_mask) if has_mods else None
         request, call = calls.look_up(tensors, others, window_size, mods)
         if request is not None and call is not None:
-            return _chosen(*call.run(request), return_lse, return_max_logit)
+            return _chosen(*call.run(request, return_lse), return_lse, return_max_logit)
     x, settings = _prepare(
         q,
         k,
@@ -175,7 +175,7 @@ def attention(
     if request is not None and request.came_before:
         call = calls.new_call(request, x, settings, alibi_slopes)
         if call is not None:
-            chosen = _chosen(*call.run(request), return_lse, return_max_logit)
+            chosen = _chosen(*call.run(request, return_lse), return_lse, return_max_logit)
             calls.remember(request, call)
             return chosen
     if dropout_p > 0.0 and rng_state is None:
