@@ -191,8 +191,7 @@ def _chosen(
 ) -> Tensor | tuple[Tensor, ...]:
     """What was asked for; max_logit is None only where it was not."""
     if return_max_logit:
-        assert max_logit is not None
-        return (out, lse, max_logit) if return_lse else (out, max_logit)
+        return (out, lse, max_logit) if return_lse else (out, max_logit)  # type: ignore[return-value]
     return (out, lse) if return_lse else out
 
 
