@@ -16,6 +16,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -271,6 +272,12 @@ class Call:
         self.differentiable = [i for i, name in enumerate(_TENSOR_FIELDS) if name in names and getattr(x, name) is not None]
         self.gradients = [names.index(_TENSOR_FIELDS[i]) for i in self.differentiable]  # their places among Gradients
         self.differentiable += range(self.num_fields, self.num_fields + self.num_mods)
+        blocks = len(x.block_mask)
+        self.num_inputs = self.num_fields + self.num_mods + blocks
+        is_given = [t is not None for t in x[: self.num_fields]] + [True] * (self.num_mods + blocks)
+        is_given[self.rng_at] = self.has_dropout
+        self.given = [i for i, is_there in enumerate(is_given) if is_there]
+        self.saved = itemgetter(*self.given)
         self.tape: Tape | None = None
         self.is_final = False  # whether there is or will be no tape
         self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
@@ -399,8 +406,7 @@ class _Attention(torch.autograd.Function):
         out, lse, max_logit = call.forward(tensors, addresses)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *[t for t in tensors if t is not None])
-        ctx.given = [t is not None for t in tensors]
+        ctx.save_for_backward(out, lse, *call.saved(tensors))
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
         return out, lse if returns_lse else None, max_logit
@@ -418,9 +424,10 @@ _record: Any = super(torch.autograd.Function, _Attention).apply
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *saved = ctx.saved_tensors
-    left = iter(saved)
-    tensors = [next(left) if is_given else None for is_given in ctx.given]
     call: Call = ctx.call
+    tensors: list[Any] = [None] * call.num_inputs
+    for i, t in zip(call.given, saved, strict=True):
+        tensors[i] = t
     if dout is None:  # only lse was used
         dout = torch.zeros_like(out)
     is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
