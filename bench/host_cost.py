@@ -255,8 +255,8 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "    of it: modes, switches, environment": calls._state,
         "      of it: the environment": options.snapshot,
         "    of it: the key's hash": lambda: hash(request.key),
-        "  what is played: memory, addresses, the launch": lambda: call.run(request),
-        "    of it: memory for out, lse and max_logit": lambda: [tape.allocate(*how) for how in shapes],
+        "  what is played: memory, addresses, the launch": lambda: call.run(request, False),
+        "    of it: memory for out and lse": lambda: [tape.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: step(launch.current_stream(device), addresses),
         "a call with a key that is new (lengths that never came)": anew,
     }

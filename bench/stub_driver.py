@@ -31,7 +31,9 @@ void stub_sizes(U f, unsigned n, const unsigned *sizes) {
   if (i == num_known) num_known++;
   known[i].function = f; known[i].count = n; memcpy(known[i].sizes, sizes, 4 * n);
 }
+static __thread void *context = NULL; /* as a new thread has none, nothing can be launched in it */
 R cuLaunchKernelEx(const void *config, U f, void **params, void **extra) {
+  if (!context) return 201;
   stub_count++;
   if (!stub_logs) return 0;
   Launch *log = &stub_log[(stub_count - 1) % 64];
@@ -60,12 +62,12 @@ R cuInit(unsigned f) { return 0; }
 R cuDeviceGet(int *d, int o) { *d = 0; return 0; }
 R cuDeviceGetAttribute(int *v, int a, int d) { *v = 232448; return 0; }
 R cuGetErrorString(R e, const char **s) { *s = "the stub driver"; return 0; }
-R cuCtxGetCurrent(void **c) { *c = (void *)1; return 0; }
-R cuCtxSetCurrent(void *c) { return 0; }
+R cuCtxGetCurrent(void **c) { *c = context; return 0; }
+R cuCtxSetCurrent(void *c) { context = c; return 0; }
 R cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)1; return 0; }
 R cuCtxGetLimit(size_t *p, int l) { *p = 1 << 20; return 0; }
 R cuCtxSetLimit(int l, size_t v) { return 0; }
-R cuModuleLoadData(void **m, const void *p) { *m = (void *)2; return 0; }
+R cuModuleLoadData(void **m, const void *p) { *m = (void *)2; return context ? 0 : 201; }
 R cuModuleUnload(void *m) { return 0; }
 R cuFuncGetAttribute(int *v, int a, void *f) { *v = a == 0 ? 1024 : 0; return 0; }
 R cuFuncSetAttribute(void *f, int a, int v) { return 0; }
@@ -75,7 +77,7 @@ R cuPointerGetAttribute(void *d, int a, U p) { *(U *)d = p; return 0; }
 R cuPointerGetAttributes(unsigned n, int *a, void **d, U p) { for (unsigned i = 0; i < n; i++) *(U *)d[i] = p; return 0; }
 R cuCtxGetDevice(int *d) { *d = 0; return 0; }
 R cuDriverGetVersion(int *v) { *v = 13000; return 0; }
-R cuMemsetD8Async(U p, unsigned char c, size_t n, void *s) { return 0; }
+R cuMemsetD8Async(U p, unsigned char c, size_t n, void *s) { return context ? 0 : 201; }
 R cuStreamIsCapturing(void *s, int *c) { *c = 0; return 0; }
 R cuTensorMapEncodeIm2col(void *m) { return 0; }
 """
@@ -147,11 +149,12 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
     from flexattn import ops
     from flexattn.dispatch import triton_backend
-    from flexattn.kernels_triton import launch
+    from flexattn.kernels_triton import direct, launch
 
     triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
     ops._capability = lambda device: capability  # type: ignore[assignment]
     launch.current_stream, launch.is_current = lambda device: 0, lambda device: True
+    direct.current_device = lambda: 0
     launch._pretended = (10 * capability[0] + capability[1], processors)
     return library
 

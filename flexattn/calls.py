@@ -16,6 +16,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -271,19 +272,24 @@ class Call:
         self.differentiable = [i for i, name in enumerate(_TENSOR_FIELDS) if name in names and getattr(x, name) is not None]
         self.gradients = [names.index(_TENSOR_FIELDS[i]) for i in self.differentiable]  # their places among Gradients
         self.differentiable += range(self.num_fields, self.num_fields + self.num_mods)
+        blocks = len(x.block_mask)
+        self.num_inputs = self.num_fields + self.num_mods + blocks
+        is_given = [t is not None for t in x[: self.num_fields]] + [True] * (self.num_mods + blocks)
+        is_given[self.rng_at] = self.has_dropout
+        self.given = [i for i, is_there in enumerate(is_given) if is_there]
+        self.saved = itemgetter(*self.given)
         self.tape: Tape | None = None
         self.is_final = False  # whether there is or will be no tape
         self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
 
-    def run(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, max_logit) of a call with this key."""
+    def run(self, request: Request, returns_lse: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse, max_logit) of a call with this key; lse is not differentiable unless it is returned."""
         tensors, addresses = request.tensors, request.addresses
         if not self.is_as_given:
             tensors, addresses = self._inputs(request)
         if self.spec.needs_grad:
             leaves = [tensors[i] for i in self.differentiable]
-            out, lse, *rest = _Attention.apply((self, tensors, addresses), *leaves)  # type: ignore[no-untyped-call]
-            return out, lse, rest[0] if rest else None
+            return _record((self, tensors, addresses, returns_lse), *leaves)  # type: ignore[no-any-return]
         return self.forward(tensors, addresses)
 
     def _inputs(self, request: Request) -> tuple[tuple[Tensor | None, ...], list[int]]:
@@ -389,39 +395,43 @@ def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, i
 
 
 class _Attention(torch.autograd.Function):
-    """One object carries all that is not differentiable: each argument of a Function costs, and these are read by nobody else."""
+    """One object carries all that is not differentiable: each argument of a Function costs, and these are read by nobody else.
+
+    It gives the three results, of which None and an lse that nobody asked for are no outputs to autograd.
+    """
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[Call, tuple[Tensor | None, ...], list[int]], *leaves: Tensor) -> tuple[Tensor, ...]:
-        call, tensors, addresses = made
+    def forward(ctx: Any, made: tuple[Call, Sequence[Tensor | None], list[int], bool], *leaves: Tensor) -> tuple[Any, ...]:
+        call, tensors, addresses, returns_lse = made
         out, lse, max_logit = call.forward(tensors, addresses)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *tensors)
-        if not call.spec.return_max_logit or max_logit is None:
-            return out, lse
-        ctx.mark_non_differentiable(max_logit)
-        return out, lse, max_logit
+        ctx.save_for_backward(out, lse, *call.saved(tensors))
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+        return out, lse if returns_lse else None, max_logit
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _backward_once(ctx, dout, dlse)
         return _backward(ctx, dout, dlse)
 
 
+# As `_Attention.apply`, without what that does for torch.func's transforms, under which no call has a key.
+_record: Any = super(torch.autograd.Function, _Attention).apply
+
+
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *tensors = ctx.saved_tensors
+    out, lse, *saved = ctx.saved_tensors
     call: Call = ctx.call
+    tensors: list[Any] = [None] * call.num_inputs
+    for i, t in zip(call.given, saved, strict=True):
+        tensors[i] = t
     if dout is None:  # only lse was used
         dout = torch.zeros_like(out)
-    if (
-        torch.compiler.is_compiling()
-        or not _is_ordinary()
-        or options.snapshot() is None
-        or type(dout) not in _PLAIN
-        or dout.is_neg()
-    ):
+    is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
+    if not is_played or type(dout) not in _PLAIN or dout.is_neg():
         gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
     else:
         with record_function("flexattn::attention_backward") if torch._C._autograd._profiler_enabled() else _NOTHING:
@@ -429,9 +439,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     dense: tuple[Any, ...] = gradients
     if not call.num_mods:
         return (None, *[dense[i] for i in call.gradients])
-    left = iter(gradients.dmod_tensors or ())
+    of_captures = iter(gradients.dmod_tensors or ())
     flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
-    of_mods = [next(left) if needs_grad else None for needs_grad in flags]
+    of_mods = [next(of_captures) if needs_grad else None for needs_grad in flags]
     return (None, *[dense[i] for i in call.gradients], *of_mods)
 
 

@@ -156,7 +156,7 @@ def attention(
         mods = (score_mod, mask_mod, score_mod_tensors, block_mask) if has_mods else None
         request, call = calls.look_up(tensors, others, window_size, mods)
         if request is not None and call is not None:
-            return _chosen(*call.run(request), return_lse, return_max_logit)
+            return _chosen(*call.run(request, return_lse), return_lse, return_max_logit)
     if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
         from flexattn.sharded import attend_sharded
 
@@ -232,7 +232,7 @@ def attention(
     if request is not None and request.came_before:
         call = calls.new_call(request, x, settings, alibi_slopes)
         if call is not None:
-            chosen = _chosen(*call.run(request), return_lse, return_max_logit)
+            chosen = _chosen(*call.run(request, return_lse), return_lse, return_max_logit)
             calls.remember(request, call)
             return chosen
     if dropout_p > 0.0 and rng_state is None:
@@ -251,7 +251,6 @@ def attention(
 def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:
     """What was asked for; max_logit is None only where it was not."""
     if return_max_logit:
-        assert max_logit is not None
         return (out, lse, max_logit) if return_lse else (out, max_logit)
     return (out, lse) if return_lse else out
 

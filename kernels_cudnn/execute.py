@@ -7,11 +7,10 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 
-import cudnn
 import torch
 from torch import Tensor
 
-from flexattn.kernels_cudnn.handles import handle_of
+from flexattn.kernels_cudnn.handles import handle_on
 from flexattn.kernels_cudnn.plans import Plan
 
 Watcher = Callable[[Plan, dict[int, Tensor]], None]
@@ -31,17 +30,23 @@ def watched_executions(watcher: Watcher) -> Iterator[None]:
 
 def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
     """Run `plan` on the current stream of `device`; `buffers` maps each `graphs.Uid` of the plan to its tensor."""
-    with torch.cuda.device(device):
-        handle = handle_of(device)
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-        if torch.cuda.is_current_stream_capturing():
-            plan.is_pinned = True  # a CUDA graph keeps pointers into it
-        workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
-        with plan.lock:
-            plan.graph.execute(buffers, workspace, handle=handle)
+    if torch._C._cuda_getDevice() == device.index:
+        _execute(plan, buffers, device)
+    else:
+        with torch.cuda.device(device):
+            _execute(plan, buffers, device)
     watcher = getattr(_watchers, "one", None)
     if watcher is not None:
         watcher(plan, buffers)
+
+
+def _execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
+    handle = handle_on(device, torch._C._cuda_getCurrentRawStream(device.index))
+    if torch.cuda.is_current_stream_capturing():
+        plan.is_pinned = True  # a CUDA graph keeps pointers into it
+    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
+    with plan.lock:
+        plan.graph.execute(buffers, workspace, handle=handle)
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from triton.backends.nvidia import driver as triton_driver
 
 from flexattn.kernels_triton.store import Binary
@@ -54,6 +55,7 @@ def _load(binary: Binary) -> int:
     """The kernel's handle in the current context, for as long as the process lives."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     driver = _library()
+    _make_current()
     _check(driver.cuModuleLoadData(ctypes.byref(module), binary.code), f"loading {binary.name}")
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, binary.name.encode()), f"loading {binary.name}")
     if binary.shared > _MOST_STATIC:
@@ -63,11 +65,34 @@ def _load(binary: Binary) -> int:
     return function.value
 
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def _make_current() -> None:
+    """Gives this thread the context of torch's current device: one of autograd's may have none yet."""
+    driver, context = _library(), ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context.value:
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), current_device()), "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def current_device() -> int:
+    return torch._C._cuda_getDevice()
+
+
 def set_to_zero(stream: int, address: int, size: int) -> None:
     """`size` bytes, in the order of the stream."""
-    status = _library().cuMemsetD8Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
-    if status:
+    if _zeroed(stream, address, size) == _NO_CONTEXT:
+        _make_current()
+        _check(_zeroed(stream, address, size), "cuMemsetD8Async")
+
+
+def _zeroed(stream: int, address: int, size: int) -> int:
+    status: int = _library().cuMemsetD8Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    if status != _NO_CONTEXT:
         _check(status, "cuMemsetD8Async")
+    return status
 
 
 class _Base:
@@ -240,6 +265,9 @@ class Direct:
                 others = [ctypes.c_float(x).value if isinstance(x, float) else x for x in others]
                 self.whole.pack_into(buffer.memory, buffer.offset, *config, *encoded, *pointers, *others)
             status = _library().cuLaunchKernelEx(*buffer.call) if launches else 0
+            if status == _NO_CONTEXT:
+                _make_current()
+                status = _library().cuLaunchKernelEx(*buffer.call)
         _check(status, f"the launch of {self.name}")
 
 
@@ -266,6 +294,9 @@ class Prepared:
         with self.lock:
             self.pack(self.memory, self.stream_at, stream, *addresses)
             status = self.driver(*self.call)
+            if status == _NO_CONTEXT:
+                _make_current()
+                status = self.driver(*self.call)
         if status:
             _check(status, f"the launch of {self.direct.name}")
 
