@@ -231,6 +231,25 @@ def test_twenty_lengths_and_batches_compile_twice_at_most(kind, monkeypatch):
     assert check(kind, TWENTY, monkeypatch)[-1] <= 2
 
 
+def test_a_backend_by_name_runs_in_a_compiled_call(monkeypatch):
+    """In Triton's interpreter where there is no GPU, with a captured tensor that gets a gradient."""
+    torch.compiler.reset()
+    table = torch.randn(HEADS, 9, device=DEVICE).requires_grad_()
+    function = call(
+        score_mod=lambda s, b, h, i, j: torch.where(i >= j, s + table[h, (i - j).clamp(0, 8)], -float("inf")), backend="triton"
+    )
+    compiled = torch.compile(function, fullgraph=True, backend=BACKEND)
+    ran = backends(monkeypatch)
+    leaves = [*tensors(1, 9), table]
+    results = []
+    for run in (function, compiled):
+        out = run(*leaves[:3])
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    assert {backend for _, backend in ran} == {"triton"}
+
+
 def test_a_new_float_of_a_mod_compiles_once_more_at_most():
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
