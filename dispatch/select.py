@@ -147,6 +147,7 @@ def _first_that_can(spec: AttentionSpec, direction: Direction) -> Decision:
             why = f"{first} in the order {', '.join(preferred.order)} for {spec.device_type}: {preferred.why} ({measured})"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
+    rejected += [(name, standing(name, spec, direction)) for name in BACKENDS if name not in preferred.order]
     raise BackendError(_refusal(f"no backend can run the {direction} of this call", spec, rejected))
 
 
