@@ -88,11 +88,12 @@ def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Directi
     backend, emulated = backend_module(name), backend_module("eager")
     exact, eager = reference_attention(spec, x), emulated.forward(spec, x)
     if direction == "forward":
-        got = backend.forward(spec, x)
-        if wrong := _first_difference(("out",), got, exact, eager):
+        results = backend.forward(spec, x)
+        if wrong := _first_difference(("out",), results, exact, eager):
             return wrong
         granted = SHORT_ACCUMULATOR * max(1.0, float(exact[2].abs().max()))
-        errors = {"lse": _error(got[1], exact[1])} | ({"max_logit": _error(got[2], exact[2])} if spec.return_max_logit else {})
+        names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
+        errors = {names[at]: _error(results[at], exact[at]) for at in range(1, len(names))}
         return next((f"{name} is off by {error:.3g}" for name, error in errors.items() if not error <= granted), None)
     assert spec.fp8 is not None
     generator = torch.Generator(x.q.device).manual_seed(1)
