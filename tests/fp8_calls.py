@@ -22,7 +22,9 @@ from flexattn.testing import (
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_ROWS = 64
-SHORT_ACCUMULATOR = 2.0**-12  # of the largest score, granted to scores: FP8 products of sm_89 and 90 add up with some 14 bits
+SHORT_ACCUMULATOR = (
+    2.0**-11
+)  # of the largest score, granted to scores: sm_89 and 90 add FP8 products up with some 14 bits of the largest
 
 
 def quantized(

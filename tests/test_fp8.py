@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import fp8
+from flexattn.bench.fp8 import RECIPES, train
 from flexattn.dispatch import canary
 from flexattn.dispatch.quantization import scale_of
 from flexattn.functional import bind_call
@@ -303,6 +304,15 @@ def test_captured_in_a_cuda_graph() -> None:
     graph.replay()
     assert torch.equal(out, want[0])
     assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["head", "head, HYBRID, rotation"])
+def test_training_ends_at_the_same_loss(name: str, device: str) -> None:
+    steps, last = 200, 20
+    bf16, got = (train(RECIPES[recipe], steps, torch.device(device))[-last:] for recipe in ("bf16", name))
+    assert abs(sum(got) / sum(bf16) - 1) < 0.01
+    assert sum(got) / last < 3.0  # of 5.7 at first
 
 
 def test_explain(device: str) -> None:

@@ -155,7 +155,7 @@ def _features(device: str) -> dict[str, dict[str, Any]]:
         },
         "score_mod": {
             "mods": trace_mods(
-                lambda s, b, h, i, j: s * torch.cos(s) + 0.01 * (i - j), lambda b, h, i, j: (i + j) % 5 != 0, (), True
+                lambda s, b, h, i, j: torch.sin(s) + 0.5 * s + 0.01 * (i - j), lambda b, h, i, j: (i + j) % 5 != 0, (), True
             )
         },
     }
