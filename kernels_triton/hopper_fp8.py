@@ -107,24 +107,13 @@ _E4M3 = gl.constexpr(quads_assembly("e4m3"))
 _E5M2 = gl.constexpr(quads_assembly("e5m2"))
 
 
+# fp32 [ROWS, COLUMNS] -> int32 [ROWS, COLUMNS // 4], four fp8 each, in the order of the transposed tiles' tokens.
 @gluon.jit
-def split_in_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def pack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
     x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
     first, second = gl.split(gl.reshape(x, [ROWS, COLUMNS // 4, 2, 2]))
     x0, x2 = gl.split(first)
     x1, x3 = gl.split(second)
-    return x0, x1, x2, x3
-
-
-# fp32 [ROWS, COLUMNS] -> int32 [ROWS, COLUMNS // 4], four fp8 each, in the order of the transposed tiles' tokens.
-@gluon.jit
-def pack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
-    x0, x1, x2, x3 = split_in_quads(x, ROWS, COLUMNS)
-    return pack_four(x0, x1, x2, x3, DTYPE)
-
-
-@gluon.jit
-def pack_four(x0, x1, x2, x3, DTYPE: gl.constexpr):
     assembly: gl.constexpr = _E4M3 if gl.float8e4nv == DTYPE else _E5M2
     return gl.inline_asm_elementwise(assembly, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -135,15 +124,3 @@ def unpack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.conste
     even = gl.join(low.to(gl.int8), high.to(gl.int8))
     odd = gl.join((low >> 8).to(gl.int8), (high >> 8).to(gl.int8))
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [ROWS, COLUMNS]).to(DTYPE, bitcast=True), LAYOUT)
-
-
-@gluon.jit
-def exp2_by_fma(x):
-    x = gl.maximum(x, -100.0)
-    shifted = x + 12582912.0
-    fraction = x - (shifted - 12582912.0)
-    p = gl.fma(fraction, 0.0555041086648, 0.2402265069591)
-    p = gl.fma(p, fraction, 0.6931471805599)
-    p = gl.fma(p, fraction, 1.0)
-    bits = p.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)
-    return bits.to(gl.float32, bitcast=True)

@@ -56,6 +56,7 @@ from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 _ROWS = gl.constexpr(64)
 _TURN = gl.constexpr(9)  # named barriers 9 to 12
 _BOTH = gl.constexpr(256)  # threads
+_OPEN = 2**30
 _TILE_ROWS = 128  # of a program: two warpgroups'
 _LARGEST = gl.constexpr(448.0)  # of e4m3
 _TINY = gl.constexpr(1e-30)  # a row with nothing larger is 0
@@ -68,10 +69,10 @@ class Fp8BackwardTile(NamedTuple):
     block_n: int  # keys that dq takes at a time
     block_m: int  # queries that dk and dv take at a time
     stages: int  # of each operand that is loaded again and again
-    takes_turns: bool = True
+    takes_turns: bool = False
 
 
-FP8_BACKWARD = (Fp8BackwardTile(64, 128, 64, 3), Fp8BackwardTile(128, 128, 64, 2))
+FP8_BACKWARD = (Fp8BackwardTile(64, 128, 128, 2), Fp8BackwardTile(128, 128, 64, 2))
 
 
 def select_fp8_backward_tile(head_dim_qk: int, head_dim_v: int) -> Fp8BackwardTile | None:
@@ -717,11 +718,13 @@ def hopper_fp8_backward(
     has_lengths = x.cu_seqlens_q is not None
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded)
-    sizes = (x.q.shape[-3], x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right))
+    left, right = x.window
+    right = right if x.window_right is not None else _OPEN
+    sizes = (x.q.shape[-3], x.k.shape[-3], x.longest_q, x.longest_kv, left, right, int(x.bottom_right))
     all_scales = (*scales, gradient.scale_dout)
     scale_arguments = [argument for scale in all_scales for argument in scale.arguments]
 
-    def meta(block_m: int, block_n: int) -> Fp8BackwardMeta:
+    def meta(block_m: int, block_n: int, has_right: bool) -> Fp8BackwardMeta:
         return Fp8BackwardMeta(
             IS_RAGGED_Q=x.q.dim() == 3,
             IS_RAGGED_KV=x.k.dim() == 3,
@@ -729,7 +732,7 @@ def hopper_fp8_backward(
             HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
             HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
             HAS_LEFT=x.window_left is not None,
-            HAS_RIGHT=x.window_right is not None,
+            HAS_RIGHT=has_right,
             IS_BLOCKWISE=any(scale.is_blockwise for scale in all_scales),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -753,7 +756,7 @@ def hopper_fp8_backward(
             own += [transposed_descriptor(gradient.k_transposed, dim, tile.block_n), *descriptors(64, dq)]
             steps = batch_steps_of(x.q, gradient.dout8, x.k, x.v, dq)
             place = (gradient.k_transposed.shape[1], statistics, tiles)
-            arguments = (*own, *place, *head, *steps, meta(_TILE_ROWS, tile.block_n))
+            arguments = (*own, *place, *head, *steps, meta(_TILE_ROWS, tile.block_n, x.window_right is not None))
             launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, Tile(_TILE_ROWS, tile.block_n, 4, 2), arguments)
             gradients: tuple[Tensor, ...] = (dq,)
         else:
@@ -764,7 +767,13 @@ def hopper_fp8_backward(
             own += descriptors(64, dk, dv)
             steps = batch_steps_of(x.q, gradient.dout8, x.k, x.v, dk, dv)
             place = (gradient.q_transposed.shape[1], tiles)  # type: ignore[assignment]
-            arguments = (*own, *place, *head, *steps, meta(size, _TILE_ROWS))
+            arguments = (
+                *own,
+                *place,
+                *head,
+                *steps,
+                meta(size, _TILE_ROWS, True),
+            )  # without the branch that it never takes, ptxas spills at 64
             launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, Tile(size, _TILE_ROWS, 4, 2), arguments)
             gradients = (dk, dv)
         if has_lengths:

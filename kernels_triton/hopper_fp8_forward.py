@@ -42,13 +42,10 @@ from flexattn.kernels_triton.hopper_fp8 import (
     P_SHIFT,
     Scale,
     compute_here,
-    exp2_by_fma,
     first_transposed_block,
     load_descale,
-    pack_four,
     pack_quads,
     scale_error,
-    split_in_quads,
     transposed_descriptor,
     unpack_quads,
 )
@@ -58,7 +55,7 @@ from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
-_TURN = gl.constexpr(9)  # named barriers 9 and 10
+_TURN = gl.constexpr(9)  # named barriers 9 to 14: one for each consumer's scores and one for its sums
 _L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
 
 
@@ -71,23 +68,22 @@ class Fp8Tile(NamedTuple):
     block_n: int
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
-    takes_turns: bool = True
-    serial_parts: int = 0  # 0: the scores of one block run beside the sums of the one before; else in how many parts v is summed
-    soft: bool = False
-    order: int = 0
+    parts: int  # in which v is summed, for want of registers
+    takes_turns: bool = False
 
 
 FP8_FORWARD = (
-    Fp8Tile(64, 64, 128, 128, 4, 240),
-    Fp8Tile(128, 128, 128, 128, 2, 240),
-    Fp8Tile(192, 128, 128, 128, 2, 240),
-    Fp8Tile(256, 256, 128, 128, 2, 240, takes_turns=False, serial_parts=2),
+    Fp8Tile(64, 64, 192, 128, 3, 160, 1),
+    Fp8Tile(128, 128, 192, 128, 2, 160, 1),
+    Fp8Tile(192, 128, 192, 128, 2, 160, 2),
+    Fp8Tile(256, 256, 128, 128, 2, 240, 2),
 )
 
 
-def select_fp8_tile(head_dim_qk: int, head_dim_v: int) -> Fp8Tile | None:
-    """The narrowest row that serves the head dims; None if there is none."""
-    return next((tile for tile in FP8_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v), None)
+def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> Fp8Tile:
+    """The narrowest row that serves the head dims, which are at most 256; scores that are modified need registers."""
+    tile = next(tile for tile in FP8_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+    return tile._replace(block_m=128, registers=240) if is_modified else tile
 
 
 class Fp8ForwardMeta(NamedTuple):
@@ -121,13 +117,11 @@ class Fp8ForwardMeta(NamedTuple):
     QK0: int  # head dims as the tiles hold them, in one or two parts
     QK1: int
     V0: int  # of a part of v
-    SERIAL_PARTS: int
+    PARTS: int
     STAGES: int
     CONSUMERS: int
-    TAKES_TURNS: bool
     REGISTERS: int
-    SOFT: bool = False
-    ORDER: int = 0
+    TAKES_TURNS: bool
 
 
 @gluon.jit
@@ -231,17 +225,8 @@ def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexp
     # row_sum is of p as it is scaled
     new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-    x = s * factor[:, None] - (origin - P_SHIFT)[:, None]
+    p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
     decay = gl.exp2(row_max - origin)
-    if META.SOFT:
-        x0, x1, x2, x3 = split_in_quads(x, _ROWS, META.BLOCK_N)
-        p0 = gl.exp2(x0)
-        p1 = gl.exp2(x1)
-        p2 = gl.exp2(x2)
-        p3 = exp2_by_fma(x3)
-        row_sum = row_sum * decay + gl.convert_layout(gl.sum((p0 + p1) + (p2 + p3), 1), row_sum.type.layout)
-        return pack_four(p0, p1, p2, p3, DTYPE), new_max, row_sum, decay
-    p = gl.exp2(x)
     row_sum = row_sum * decay + gl.sum(p, 1)
     return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
 
@@ -275,7 +260,7 @@ def _compute_partition(
     no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
-    if (META.TAKES_TURNS or META.ORDER > 0) and LAST:
+    if META.TAKES_TURNS and LAST:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
@@ -294,7 +279,7 @@ def _compute_partition(
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.Q_BLOCKWISE:
-            descale_q = load_descale(scale_q, b, h, gl.minimum(rows, len_q - 1))
+            descale_q = load_descale(scale_q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
         else:
             descale_q = row_sum + load_descale(scale_q, b, h, 0)
         descale_k = load_descale(scale_k, b, h_kv, 0)
@@ -306,146 +291,67 @@ def _compute_partition(
                 sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
             row_max = gl.maximum(row_max, sink)
             row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, P_SCALE)
-        acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if META.SERIAL_PARTS > 0:  # one block after the other, which needs fewer registers
-            acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-            for t in range(num_blocks):
-                slot = loaded % META.STAGES
-                phase = (loaded // META.STAGES) & 1
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
-                ratio = 1.0
-                if META.K_BLOCKWISE:
-                    descale = descale_q * load_descale(scale_k, b, h_kv, column)
-                if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
-                    next_descale_v = load_descale(scale_v, b, h_kv, column)
-                    ratio = descale_v / next_descale_v
-                    descale_v = next_descale_v
-                mbarrier.wait(k_full.index(slot), phase)
-                if META.ORDER > 0:
-                    named_barrier_sync(_TURN + CONSUMER, PAIR)
-                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
-                if META.ORDER == 1:
-                    named_barrier_arrive(AFTER_SCORES, PAIR)
-                qk = warpgroup_mma_wait(0, deps=[product])
-                if META.ORDER == 2:
-                    named_barrier_arrive(AFTER_SCORES, PAIR)
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                columns = column + block_columns
-                s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-                if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
-                    s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-                quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
-                decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
-                p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
-                mbarrier.wait(v_full.index(slot), phase)
-                if META.ORDER > 0:
-                    named_barrier_sync(_TURN + META.CONSUMERS + CONSUMER, PAIR)
-                v = v_tiles.index(slot).reshape([META.SERIAL_PARTS * V0, BLOCK_N])
-                sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
-                if META.ORDER == 1 and META.SERIAL_PARTS == 1:
-                    named_barrier_arrive(AFTER_SUMS, PAIR)
-                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-                if META.SERIAL_PARTS == 2:
-                    acc = acc * decay[:, None] + sum_here
-                    compute_here(acc)
-                    # Into the same registers: with others there are not enough.
-                    sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
-                    if META.ORDER == 1:
-                        named_barrier_arrive(AFTER_SUMS, PAIR)
-                    sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-                if META.ORDER == 2:
-                    named_barrier_arrive(AFTER_SUMS, PAIR)
-                keep_pairs(quads)
-                mbarrier.arrive(v_empty.index(slot), count=1)
-                if META.SERIAL_PARTS == 2:
-                    acc1 = acc1 * decay[:, None] + sum_here
-                    compute_here(acc1)
-                else:
-                    acc = acc * decay[:, None] + sum_here
-                    compute_here(acc)
-                loaded += 1
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        elif num_blocks > 0:
+        acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        for t in range(num_blocks):
             slot = loaded % META.STAGES
-            column, is_full = key_block(num_blocks - 1, found, META)
+            phase = (loaded // META.STAGES) & 1
+            column, is_full = key_block(num_blocks - 1 - t, found, META)
+            ratio = 1.0
             if META.K_BLOCKWISE:
                 descale = descale_q * load_descale(scale_k, b, h_kv, column)
-            if META.V_BLOCKWISE:
-                descale_v = load_descale(scale_v, b, h_kv, column)
-            mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+            if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
+                next_descale_v = load_descale(scale_v, b, h_kv, column)
+                ratio = descale_v / next_descale_v
+                descale_v = next_descale_v
+            mbarrier.wait(k_full.index(slot), phase)
             if META.TAKES_TURNS:
                 named_barrier_sync(_TURN + CONSUMER, PAIR)
             product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
-            if META.TAKES_TURNS:
-                named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
             qk = warpgroup_mma_wait(0, deps=[product])
+            if META.TAKES_TURNS:
+                named_barrier_arrive(AFTER_SCORES, PAIR)
             mbarrier.arrive(k_empty.index(slot), count=1)
             columns = column + block_columns
             s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
+                s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-            quads, row_max, row_sum, _decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
-            decay = gl.full([_ROWS], 1.0, gl.float32, layout=ROWS)  # what acc is multiplied with when the next sum is added
-            loaded += 1
-            for t in range(1, num_blocks):
-                slot = loaded % META.STAGES
-                last_slot = (loaded - 1) % META.STAGES
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
-                ratio = 1.0
-                if META.K_BLOCKWISE:
-                    descale = descale_q * load_descale(scale_k, b, h_kv, column)
-                if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
-                    next_descale_v = load_descale(scale_v, b, h_kv, column)
-                    ratio = descale_v / next_descale_v
-                    descale_v = next_descale_v
-                # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
-                p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
-                mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
-                if META.TAKES_TURNS:
-                    named_barrier_sync(_TURN + CONSUMER, PAIR)
-                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
-                mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
-                v = v_tiles.index(last_slot).reshape([V0, BLOCK_N]).permute([1, 0])
-                sum_of_v = warpgroup_mma(p, v, no_sum, use_acc=False, is_async=True)
-                if META.TAKES_TURNS:
-                    named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
-                qk = warpgroup_mma_wait(1, deps=[product])
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                columns = column + block_columns
-                s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # noqa: SIM102  # that when compiled, this when run
-                    if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
-                        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-                new_quads, row_max, row_sum, new_decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
-                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-                keep_pairs(quads)
-                quads = new_quads
-                mbarrier.arrive(v_empty.index(last_slot), count=1)
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None] + sum_here
-                decay = new_decay * ratio
-                loaded += 1
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-            slot = (loaded - 1) % META.STAGES
+            quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+            decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
             p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
-            mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
-            v = v_tiles.index(slot).reshape([V0, BLOCK_N]).permute([1, 0])
-            sum_of_v = warpgroup_mma(p, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            mbarrier.wait(v_full.index(slot), phase)
+            if META.TAKES_TURNS:
+                named_barrier_sync(_TURN + META.CONSUMERS + CONSUMER, PAIR)
+            v = v_tiles.index(slot).reshape([META.PARTS * V0, BLOCK_N])
+            sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+            sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+            if META.PARTS == 2:
+                acc = acc * decay[:, None] + sum_here
+                compute_here(acc)
+                # Into the same registers: with others there are not enough.
+                sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
+                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+            if META.TAKES_TURNS:
+                named_barrier_arrive(AFTER_SUMS, PAIR)
             keep_pairs(quads)
             mbarrier.arrive(v_empty.index(slot), count=1)
-        else:
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            if META.PARTS == 2:
+                acc1 = acc1 * decay[:, None] + sum_here
+                compute_here(acc1)
+            else:
+                acc = acc * decay[:, None] + sum_here
+                compute_here(acc)
+            loaded += 1
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
         normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)
-        if META.SERIAL_PARTS == 2:
+        if META.PARTS == 2:
             out_tile.reshape([_ROWS, 2 * V0]).slice(0, V0, 1).store((acc * normaliser).to(out_descriptor.dtype))
             out_tile.reshape([_ROWS, 2 * V0]).slice(V0, V0, 1).store((acc1 * normaliser).to(out_descriptor.dtype))
         else:
@@ -457,7 +363,7 @@ def _compute_partition(
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
     tma.store_wait(0)
-    if (META.TAKES_TURNS or META.ORDER > 0) and CONSUMER == 0:
+    if META.TAKES_TURNS and CONSUMER == 0:
         named_barrier_sync(_TURN, PAIR)
 
 
@@ -580,18 +486,6 @@ def _attn_fwd_fp8_hopper_kernel(
             [4, 1],
             [REGISTERS, 24],
         )
-    elif CONSUMERS == 4:
-        gl.warp_specialize(
-            [
-                (_load_partition, (common, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 3, MODS, META)),
-            ],
-            [4, 4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
-        )
     else:
         gl.warp_specialize(
             [
@@ -624,9 +518,7 @@ def refusal(
             return f"it does not do {what} yet"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
-    tile = select_fp8_tile(x.q.shape[-1], v_transposed.shape[-2])
-    if tile is None:
-        return f"it has no tile for head dims {x.q.shape[-1]} and {v_transposed.shape[-2]}"
+    tile = select_fp8_tile(x.q.shape[-1], v_transposed.shape[-2], is_modified=x.is_modified)
     errors: list[str | None] = [descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("out", out))]
     heads = (x.num_heads, x.num_heads_kv, x.num_heads_kv)
     errors += [
@@ -653,10 +545,9 @@ def hopper_fp8_forward(
     """
     x = problem
     d_v = v_transposed.shape[-2]
-    tile = tile or select_fp8_tile(x.q.shape[-1], d_v)
-    assert tile is not None
+    tile = tile or select_fp8_tile(x.q.shape[-1], d_v, is_modified=x.is_modified)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
-    v0 = tile.head_dim_v // max(1, tile.serial_parts)
+    v0 = tile.head_dim_v // tile.parts
     has_lengths = x.cu_seqlens_q is not None
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     group_bytes = x.longest_kv * (x.q.shape[-1] + d_v)
@@ -680,13 +571,11 @@ def hopper_fp8_forward(
         QK0=qk0,
         QK1=qk1,
         V0=v0,
-        SERIAL_PARTS=tile.serial_parts,
+        PARTS=tile.parts,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
-        TAKES_TURNS=tile.takes_turns and tile.block_m == 2 * _ROWS.value,
         REGISTERS=tile.registers,
-        SOFT=tile.soft,
-        ORDER=tile.order,
+        TAKES_TURNS=tile.takes_turns,
     )
     descriptors: list[Any] = [
         ragged_descriptor(x.q, _ROWS.value, qk0),

@@ -135,7 +135,10 @@ def moved_gradient(gradient: Fp8Gradient, device: str) -> Fp8Gradient:
 
 
 def run_forward(
-    call: Fp8Call, dtype: torch.dtype = torch.bfloat16, kernels: ModuleType = hopper_fp8_forward
+    call: Fp8Call,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: ModuleType = hopper_fp8_forward,
+    tile: hopper_fp8_forward.Fp8Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out in q's format, lse), which begin as NaN."""
     p, fmt = call.problem, call.spec.q_format
@@ -143,7 +146,7 @@ def run_forward(
     out = torch.full((*like.shape[:-1], call.spec.head_dim_v), float("nan"), dtype=dtype, device=p.device)
     shape = (p.num_heads, p.q.shape[0]) if fmt == "thd" else (p.batch, p.num_heads, p.q.shape[1])
     lse = torch.full(shape, float("nan"), device=p.device)
-    kernels.hopper_fp8_forward(p, call.v_transposed, call.scales, as_bshd(out, fmt), lse)
+    kernels.hopper_fp8_forward(p, call.v_transposed, call.scales, as_bshd(out, fmt), lse, tile)
     return out, lse
 
 
@@ -165,7 +168,11 @@ def gradient_of(
 
 
 def run_backward(
-    call: Fp8Call, gradient: Fp8Gradient, dout: torch.Tensor, kernels: ModuleType = hopper_fp8_backward
+    call: Fp8Call,
+    gradient: Fp8Gradient,
+    dout: torch.Tensor,
+    kernels: ModuleType = hopper_fp8_backward,
+    tile: hopper_fp8_backward.Fp8BackwardTile | None = None,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv] in their formats, which begin as NaN; of the oracle's out and lse."""
     p, spec = call.problem, call.spec
@@ -176,7 +183,7 @@ def run_backward(
     views = [as_bshd(t, fmt) for t, fmt in zip(grads, formats, strict=True)]
     doffset = torch.empty(spec.num_heads, device=p.device) if p.softmax_offset is not None else None
     rows = (as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format))
-    kernels.hopper_fp8_backward(p, call.scales, gradient, *rows, None, *views, doffset)
+    kernels.hopper_fp8_backward(p, call.scales, gradient, *rows, None, *views, doffset, tile)
     return grads
 
 

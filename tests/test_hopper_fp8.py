@@ -28,7 +28,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
 from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient, hopper_fp8_backward
-from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward
+from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, select_fp8_tile
 from flexattn.kernels_triton.hopper_fp8_quantize import quantize
 from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
 from flexattn.kernels_triton.problem import Problem
@@ -117,7 +117,32 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
 
 
 # Instructions of a turn of the main loop, by kernel, row and features.
-LOOP_INSTRUCTIONS = {}
+LOOP_INSTRUCTIONS = {
+    ("fwd_fp8", (64, 64), "open"): 538,
+    ("fwd_fp8", (64, 64), "causal"): 570,
+    ("fwd_fp8", (64, 64), "everything"): 782,
+    ("dq_fp8", (64, 64), "open"): 692,
+    ("dq_fp8", (64, 64), "causal"): 724,
+    ("dq_fp8", (64, 64), "everything"): 913,
+    ("dkdv_fp8", (64, 64), "open"): 1082,
+    ("dkdv_fp8", (64, 64), "causal"): 1082,
+    ("dkdv_fp8", (64, 64), "everything"): 1212,
+    ("fwd_fp8", (128, 128), "open"): 575,
+    ("fwd_fp8", (128, 128), "causal"): 606,
+    ("fwd_fp8", (128, 128), "everything"): 820,
+    ("dq_fp8", (128, 128), "open"): 732,
+    ("dq_fp8", (128, 128), "causal"): 765,
+    ("dq_fp8", (128, 128), "everything"): 957,
+    ("dkdv_fp8", (128, 128), "open"): 771,
+    ("dkdv_fp8", (128, 128), "causal"): 771,
+    ("dkdv_fp8", (128, 128), "everything"): 838,
+    ("fwd_fp8", (192, 128), "open"): 606,
+    ("fwd_fp8", (192, 128), "causal"): 636,
+    ("fwd_fp8", (192, 128), "everything"): 850,
+    ("fwd_fp8", (256, 256), "open"): 660,
+    ("fwd_fp8", (256, 256), "causal"): 695,
+    ("fwd_fp8", (256, 256), "everything"): 906,
+}
 SLACK = 0.05
 SOME = [("fwd_fp8", (128, 128), "causal"), ("dq_fp8", (128, 128), "causal"), ("dkdv_fp8", (128, 128), "everything")]
 
@@ -130,7 +155,8 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         assert set(report.matrix_instructions) == {"QGMMA"}, f"{case}: {report.matrix_instructions}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         loops = [loop for loop in report.loops if "QGMMA" in loop]
-        assert len(loops) == 2, f"{case}: one loop for each consumer, not {loops}"
+        consumers = select_fp8_tile(*case[1]).block_m // 64 if case[0] == "fwd_fp8" else 2
+        assert len(loops) == consumers, f"{case}: one loop for each consumer, not {loops}"
         for loop in loops:  # nothing is transposed or shuffled: 4 or 8 shuffles are the rows' largest and sums
             assert not {"LDSM", "STSM", "STS"} & loop.keys(), f"{case}: {loop}"
             assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= 10, f"{case}: {loop}"
@@ -151,8 +177,8 @@ def test_every_row_compiled() -> None:
 @pytest.mark.exhaustive
 def test_quantisation_compiled() -> None:
     for dim in (64, 96, 128, 256):
-        (report,) = compile_many([request_for(launches_of((dim, dim), "everything")["quantize_kernel"], 90)])
-        assert report.spill_instructions == 0, report
+        (report,) = compile_many([request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90)])
+        assert report.spill_store_bytes <= 32, report
 
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90

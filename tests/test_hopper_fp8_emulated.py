@@ -22,10 +22,11 @@ def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> F
     return fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
 
 
-def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward) -> emulator.Report:
+def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward, takes_turns: bool = False) -> emulator.Report:
     """Held to the oracle where the emulator finds no bug."""
     with emulated(seed, kernels) as reports:
-        out, lse = run_forward(call, kernels=kernels)
+        tile = hopper_fp8_forward.select_fp8_tile(call.spec.head_dim_qk, call.spec.head_dim_v)
+        out, lse = run_forward(call, kernels=kernels, tile=tile._replace(takes_turns=takes_turns))
     (report,) = reports.values()
     if not report.bugs:
         check_forward(call, out, lse)
@@ -39,7 +40,12 @@ def check(call: Fp8Call, *seeds: int) -> None:
 
 
 def backward(
-    seed: int, call: dict[str, Any], granularity: Any = "head", kernels: ModuleType = hopper_fp8_backward, **inputs: Any
+    seed: int,
+    call: dict[str, Any],
+    granularity: Any = "head",
+    kernels: ModuleType = hopper_fp8_backward,
+    takes_turns: bool = False,
+    **inputs: Any,
 ) -> list[emulator.Report]:
     """The same of the backward, of dq and of dk and dv."""
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
@@ -48,7 +54,9 @@ def backward(
     dtype = E5M2 if granularity == "batch_head" else E4M3
     gradient, stands_for = gradient_of(fp8, dout, granularity, dtype)
     with emulated(seed, kernels) as reports:
-        grads = run_backward(fp8, gradient, dout, kernels)
+        tile = hopper_fp8_backward.select_fp8_backward_tile(fp8.spec.head_dim_qk, fp8.spec.head_dim_v)
+        assert tile is not None
+        grads = run_backward(fp8, gradient, dout, kernels, tile._replace(takes_turns=takes_turns))
     if not any(report.bugs for report in reports.values()):
         check_backward(fp8, grads, dout, stands_for)
     assert len(reports) == 2
@@ -106,6 +114,26 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
 
 
 @without_gpu
+@pytest.mark.parametrize("dim", [128, 256])
+def test_turns(dim: int) -> None:
+    """Of the consumers at the matrix units, which a tile may have them take."""
+    inputs = {
+        "lengths_q": [300, 1],
+        "lengths_kv": [390, 70],
+        "num_heads": 2,
+        "num_heads_kv": 1,
+        "head_dim_qk": dim,
+        "head_dim_v": dim,
+    }
+    call = call_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", **inputs)
+    for seed in (1, 2, 6, 8):
+        assert not forward(call, seed, takes_turns=True).bugs
+    if dim == 128:
+        for report in backward(7, {"attn_mask_type": "padding_causal"}, qkv_format="thd", takes_turns=True, **inputs):
+            assert not report.bugs
+
+
+@without_gpu
 def test_nan_stays_in_its_row() -> None:
     call = call_of({"attn_mask_type": "causal"}, lengths_q=[130], lengths_kv=[130], num_heads=1, num_heads_kv=1)
     call.problem.q[0, 77] = float("nan")
@@ -150,24 +178,19 @@ def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
         check_backward_of(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
 
 
-_THEN = "                keep_pairs(quads)\n                quads = new_quads"
-
 # What is edited, what becomes of it.
 PLANTED = {
-    "v is read before it has come": ("mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)", "pass"),
+    "k is read before it has come": ("mbarrier.wait(k_full.index(slot), phase)", "pass"),
+    "v is read before it has come": ("mbarrier.wait(v_full.index(slot), phase)", "pass"),
     "v is released before the product has read it": (
-        "                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n" + _THEN,
-        "                mbarrier.arrive(v_empty.index(last_slot), count=1)\n"
-        "                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n" + _THEN,
+        "            sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+        "            mbarrier.arrive(v_empty.index(slot), count=1)\n            sum_of_v = warpgroup_mma(p, v.slice(0, V0",
     ),
     "the sum of v is read while it runs": (
-        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n" + _THEN,
-        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n" + _THEN,
+        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n            if META.PARTS == 2:",
+        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n            if META.PARTS == 2:",
     ),
-    "out is stored without a fence": (
-        "        fence_async_shared()\n        store_rows(out_descriptor",
-        "        store_rows(out_descriptor",
-    ),
+    "out is stored without a fence": ("        fence_async_shared()\n        store_rows(out_desc", "        store_rows(out_desc"),
     "the loader waits for the wrong phase of v": (
         "mbarrier.wait(v_empty.index(slot), phase ^ 1)",
         "mbarrier.wait(v_empty.index(slot), phase)",
@@ -176,19 +199,16 @@ PLANTED = {
         "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)",
         "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes // 2)",
     ),
-    "the rescaling comes a block early": (
-        "acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None] + sum_here",
-        "acc * gl.convert_layout(new_decay, gl.SliceLayout(1, OUT))[:, None] + sum_here",
+    "acc is not rescaled": (
+        "acc = acc * decay[:, None] + sum_here\n                compute_here(acc)\n            loaded",
+        "acc = acc + sum_here\n                compute_here(acc)\n            loaded",
     ),
-    "the scale of v of the block before": (
-        "descale_v / next_descale_v\n                    descale_v = next_descale_v\n                # Unpacked",
-        "1.0\n                    descale_v = next_descale_v\n                # Unpacked",
-    ),
+    "the scale of v of the block before": ("ratio = descale_v / next_descale_v", "ratio = 1.0"),
+    "a turn is given to oneself": ("_TURN + CONSUMER + 1\n", "_TURN + CONSUMER\n"),
     "d 256: v is released between its halves": (
-        "                    # Into the same registers",
-        "                    mbarrier.arrive(v_empty.index(slot), count=1)\n                    # Into the same registers",
+        "                # Into the same registers",
+        "                mbarrier.arrive(v_empty.index(slot), count=1)\n                # Into the same registers",
     ),
-    "d 256: k is read before it has come": ("mbarrier.wait(k_full.index(slot), phase)", "pass"),
 }
 
 
@@ -201,7 +221,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     call = call_of({"attn_mask_type": "no_mask"}, "block", head_dim_qk=dim, head_dim_v=dim, **inputs)
     for seed in (0, 1, 2, 5):  # eager, lazy, round robin, random
         try:
-            report = forward(call, seed, planted)
+            report = forward(call, seed, planted, takes_turns="turn" in name)
         except AssertionError:
             continue  # the numbers are wrong
         assert report.bugs, f"not found on seed {seed}"
