@@ -307,12 +307,12 @@ def test_captured_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["head", "head, HYBRID, rotation"])
-def test_training_ends_at_the_same_loss(name: str, device: str) -> None:
-    steps, last = 200, 20
-    bf16, got = (train(RECIPES[recipe], steps, torch.device(device))[-last:] for recipe in ("bf16", name))
-    assert abs(sum(got) / sum(bf16) - 1) < 0.01
-    assert sum(got) / last < 3.0  # of 5.7 at first
+def test_training_ends_at_the_same_loss(device: str) -> None:
+    bf16, *others = (
+        sum(train(RECIPES[name], 200, torch.device(device))[-20:]) / 20 for name in ("bf16", "head", "head, HYBRID, rotation")
+    )
+    assert bf16 < 3.0  # of 5.8 at first
+    assert all(abs(loss / bf16 - 1) < 0.01 for loss in others)
 
 
 def test_explain(device: str) -> None:
