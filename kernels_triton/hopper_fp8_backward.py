@@ -27,8 +27,6 @@ from flexattn.kernels_triton.hopper import (
     load_rows,
     mask_keys,
     mask_queries,
-    named_barrier_arrive,
-    named_barrier_sync,
     opaque_zero,
     query_blocks,
     ragged_descriptor,
@@ -54,8 +52,6 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
 _ROWS = gl.constexpr(64)
-_TURN = gl.constexpr(9)  # named barriers 9 to 12
-_BOTH = gl.constexpr(256)  # threads
 _OPEN = 2**30
 _TILE_ROWS = 128  # of a program: two warpgroups'
 _LARGEST = gl.constexpr(448.0)  # of e4m3
@@ -69,7 +65,6 @@ class Fp8BackwardTile(NamedTuple):
     block_n: int  # keys that dq takes at a time
     block_m: int  # queries that dk and dv take at a time
     stages: int  # of each operand that is loaded again and again
-    takes_turns: bool = False
 
 
 FP8_BACKWARD = (Fp8BackwardTile(64, 128, 128, 2), Fp8BackwardTile(128, 128, 64, 2))
@@ -96,7 +91,6 @@ class Fp8BackwardMeta(NamedTuple):
     STATISTICS: int  # queries of a tile of statistics
     DIM: int
     STAGES: int
-    TAKES_TURNS: bool
 
 
 @gluon.jit
@@ -179,8 +173,6 @@ def _dq_compute(
     descale_k = load_descale(scale_k, b, h_kv, 0)
     descale_v = load_descale(scale_v, b, h_kv, 0)
     mbarrier.wait(q_full.index(0), 0)
-    if META.TAKES_TURNS and CONSUMER == 1:
-        named_barrier_arrive(_TURN, _BOTH)  # consumer 0 begins
     for turn in range(num_blocks):
         column = (begin + turn) * BLOCK_N
         if META.IS_BLOCKWISE:
@@ -190,16 +182,12 @@ def _dq_compute(
         slot = turn % META.STAGES
         phase = (turn // META.STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        if META.TAKES_TURNS:
-            named_barrier_sync(_TURN + CONSUMER, _BOTH)
         k = k_tiles.index(slot).reshape([BLOCK_N, DIM])
         qk = warpgroup_mma(q_tiles.index(own).reshape([_ROWS, DIM]), k.permute([1, 0]), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(slot), phase)
         v = v_tiles.index(slot).reshape([BLOCK_N, DIM])
         dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, DIM]), v.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[qk])
-        if META.TAKES_TURNS:
-            named_barrier_arrive(_TURN + CONSUMER + 1, _BOTH)
         is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
             is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
@@ -212,18 +200,12 @@ def _dq_compute(
         quads, undo = _in_e4m3(p * (dp * (descale_dout * descale_v) + minus_delta[:, None]), BLOCK_N)
         ds = unpack_quads(quads, _ROWS, BLOCK_N, DS, gl.float8e4nv)
         kt = kt_tiles.index(slot).reshape([DIM, BLOCK_N])
-        if META.TAKES_TURNS:
-            named_barrier_sync(_TURN + 2 + CONSUMER, _BOTH)
         sum_of_k = warpgroup_mma(ds, kt.permute([1, 0]), no_sum, use_acc=False, is_async=True)
         sum_here = warpgroup_mma_wait(0, deps=[sum_of_k])
-        if META.TAKES_TURNS:
-            named_barrier_arrive(_TURN + 3 * (1 - CONSUMER), _BOTH)
         keep_pairs(quads)
         mbarrier.arrive(k_empty.index(slot), count=1)
         dq = dq + sum_here * gl.convert_layout(undo * descale_k, gl.SliceLayout(1, DQ))[:, None]
         compute_here(dq)
-    if META.TAKES_TURNS and CONSUMER == 0:
-        named_barrier_sync(_TURN, _BOTH)
     dq_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dq * softmax_scale).to(dq_tiles.dtype))
     fence_async_shared()
     mbarrier.arrive(dq_full.index(0), count=1)
@@ -438,8 +420,6 @@ def _dkdv_compute(
     descale_k = load_descale(scale_k, b, h_kv, own_scale_row)
     descale_v = load_descale(scale_v, b, h_kv, own_scale_row)
     mbarrier.wait(kv_full.index(0), 0)
-    if META.TAKES_TURNS and CONSUMER == 1:
-        named_barrier_arrive(_TURN, _BOTH)  # consumer 0 begins
     t = 0
     for turn in range(num_blocks * group_size):
         row = (begin + t) * BLOCK_M
@@ -449,16 +429,12 @@ def _dkdv_compute(
         slot = turn % META.STAGES
         phase = (turn // META.STAGES) & 1
         mbarrier.wait(q_full.index(slot), phase)
-        if META.TAKES_TURNS:
-            named_barrier_sync(_TURN + CONSUMER, _BOTH)
         q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
         kq = warpgroup_mma(k_tiles.index(own).reshape([_ROWS, DIM]), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         mbarrier.wait(dout_full.index(slot), phase)
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
         dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, DIM]), dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[kq])
-        if META.TAKES_TURNS:
-            named_barrier_arrive(_TURN + CONSUMER + 1, _BOTH)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -476,8 +452,6 @@ def _dkdv_compute(
         ds_quads, undo_ds = _in_e4m3(p * (dp * (descale_dout * descale_v) + minus_delta[None, :]), BLOCK_M)
         p8 = unpack_quads(p_quads, _ROWS, BLOCK_M, OPERAND, gl.float8e4nv)
         dout_t = dout_t_tiles.index(slot).reshape([DIM, BLOCK_M])
-        if META.TAKES_TURNS:
-            named_barrier_sync(_TURN + 2 + CONSUMER, _BOTH)
         sum_of_dout = warpgroup_mma(p8, dout_t.permute([1, 0]), no_sum, use_acc=False, is_async=True)
         sum_here = warpgroup_mma_wait(0, deps=[sum_of_dout])
         keep_pairs(p_quads)
@@ -488,8 +462,6 @@ def _dkdv_compute(
         qt = qt_tiles.index(slot).reshape([DIM, BLOCK_M])
         # Into the same registers: with others there are not enough.
         sum_of_q = warpgroup_mma(ds8, qt.permute([1, 0]), sum_here, use_acc=False, is_async=True)
-        if META.TAKES_TURNS:
-            named_barrier_arrive(_TURN + 3 * (1 - CONSUMER), _BOTH)
         sum_here = warpgroup_mma_wait(0, deps=[sum_of_q])
         keep_pairs(ds_quads)
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -499,8 +471,6 @@ def _dkdv_compute(
         if t == num_blocks:
             t = 0
             h += 1
-    if META.TAKES_TURNS and CONSUMER == 0:
-        named_barrier_sync(_TURN, _BOTH)
     dk_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(dk_tiles.dtype))
     dv_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(dv_tiles.dtype))
     fence_async_shared()
@@ -739,7 +709,6 @@ def hopper_fp8_backward(
             STATISTICS=size,
             DIM=dim,
             STAGES=tile.stages,
-            TAKES_TURNS=tile.takes_turns,
         )
 
     def descriptors(rows: int, *tensors: Tensor) -> list[Any]:

@@ -29,8 +29,6 @@ from flexattn.kernels_triton.hopper import (
     mask_by_mod,
     mask_keys,
     modified,
-    named_barrier_arrive,
-    named_barrier_sync,
     ragged_descriptor,
     sequences,
     store_rows,
@@ -55,7 +53,6 @@ from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
-_TURN = gl.constexpr(9)  # named barriers 9 to 14: one for each consumer's scores and one for its sums
 _L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
 
 
@@ -69,7 +66,6 @@ class Fp8Tile(NamedTuple):
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
     parts: int  # in which v is summed, for want of registers
-    takes_turns: bool = False
 
 
 FP8_FORWARD = (
@@ -121,7 +117,6 @@ class Fp8ForwardMeta(NamedTuple):
     STAGES: int
     CONSUMERS: int
     REGISTERS: int
-    TAKES_TURNS: bool
 
 
 @gluon.jit
@@ -252,16 +247,10 @@ def _compute_partition(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 32])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
-    LAST: gl.constexpr = CONSUMER == META.CONSUMERS - 1
-    AFTER_SCORES: gl.constexpr = _TURN + CONSUMER + 1
-    AFTER_SUMS: gl.constexpr = _TURN if LAST else _TURN + META.CONSUMERS + CONSUMER + 1
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
-    if META.TAKES_TURNS and LAST:
-        named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
@@ -306,12 +295,8 @@ def _compute_partition(
                 ratio = descale_v / next_descale_v
                 descale_v = next_descale_v
             mbarrier.wait(k_full.index(slot), phase)
-            if META.TAKES_TURNS:
-                named_barrier_sync(_TURN + CONSUMER, PAIR)
             product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
             qk = warpgroup_mma_wait(0, deps=[product])
-            if META.TAKES_TURNS:
-                named_barrier_arrive(AFTER_SCORES, PAIR)
             mbarrier.arrive(k_empty.index(slot), count=1)
             columns = column + block_columns
             s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
@@ -322,8 +307,6 @@ def _compute_partition(
             decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
             p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
             mbarrier.wait(v_full.index(slot), phase)
-            if META.TAKES_TURNS:
-                named_barrier_sync(_TURN + META.CONSUMERS + CONSUMER, PAIR)
             v = v_tiles.index(slot).reshape([META.PARTS * V0, BLOCK_N])
             sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
@@ -333,8 +316,6 @@ def _compute_partition(
                 # Into the same registers: with others there are not enough.
                 sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
                 sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-            if META.TAKES_TURNS:
-                named_barrier_arrive(AFTER_SUMS, PAIR)
             keep_pairs(quads)
             mbarrier.arrive(v_empty.index(slot), count=1)
             if META.PARTS == 2:
@@ -363,8 +344,6 @@ def _compute_partition(
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
     tma.store_wait(0)
-    if META.TAKES_TURNS and CONSUMER == 0:
-        named_barrier_sync(_TURN, PAIR)
 
 
 @hopper_kernel
@@ -575,7 +554,6 @@ def hopper_fp8_forward(
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         REGISTERS=tile.registers,
-        TAKES_TURNS=tile.takes_turns,
     )
     descriptors: list[Any] = [
         ragged_descriptor(x.q, _ROWS.value, qk0),

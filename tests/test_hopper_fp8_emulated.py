@@ -22,11 +22,10 @@ def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> F
     return fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
 
 
-def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward, takes_turns: bool = False) -> emulator.Report:
+def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward) -> emulator.Report:
     """Held to the oracle where the emulator finds no bug."""
     with emulated(seed, kernels) as reports:
-        tile = hopper_fp8_forward.select_fp8_tile(call.spec.head_dim_qk, call.spec.head_dim_v)
-        out, lse = run_forward(call, kernels=kernels, tile=tile._replace(takes_turns=takes_turns))
+        out, lse = run_forward(call, kernels=kernels)
     (report,) = reports.values()
     if not report.bugs:
         check_forward(call, out, lse)
@@ -44,7 +43,6 @@ def backward(
     call: dict[str, Any],
     granularity: Any = "head",
     kernels: ModuleType = hopper_fp8_backward,
-    takes_turns: bool = False,
     **inputs: Any,
 ) -> list[emulator.Report]:
     """The same of the backward, of dq and of dk and dv."""
@@ -54,9 +52,7 @@ def backward(
     dtype = E5M2 if granularity == "batch_head" else E4M3
     gradient, stands_for = gradient_of(fp8, dout, granularity, dtype)
     with emulated(seed, kernels) as reports:
-        tile = hopper_fp8_backward.select_fp8_backward_tile(fp8.spec.head_dim_qk, fp8.spec.head_dim_v)
-        assert tile is not None
-        grads = run_backward(fp8, gradient, dout, kernels, tile._replace(takes_turns=takes_turns))
+        grads = run_backward(fp8, gradient, dout, kernels)
     if not any(report.bugs for report in reports.values()):
         check_backward(fp8, grads, dout, stands_for)
     assert len(reports) == 2
@@ -111,26 +107,6 @@ def test_softcap_and_bias() -> None:
 def test_twenty_schedules(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     check(call_of(call, "block", qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), *SEEDS)
-
-
-@without_gpu
-@pytest.mark.parametrize("dim", [128, 256])
-def test_turns(dim: int) -> None:
-    """Of the consumers at the matrix units, which a tile may have them take."""
-    inputs = {
-        "lengths_q": [300, 1],
-        "lengths_kv": [390, 70],
-        "num_heads": 2,
-        "num_heads_kv": 1,
-        "head_dim_qk": dim,
-        "head_dim_v": dim,
-    }
-    call = call_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", **inputs)
-    for seed in (1, 2, 6, 8):
-        assert not forward(call, seed, takes_turns=True).bugs
-    if dim == 128:
-        for report in backward(7, {"attn_mask_type": "padding_causal"}, qkv_format="thd", takes_turns=True, **inputs):
-            assert not report.bugs
 
 
 @without_gpu
@@ -204,7 +180,6 @@ PLANTED = {
         "acc = acc + sum_here\n                compute_here(acc)\n            loaded",
     ),
     "the scale of v of the block before": ("ratio = descale_v / next_descale_v", "ratio = 1.0"),
-    "a turn is given to oneself": ("_TURN + CONSUMER + 1\n", "_TURN + CONSUMER\n"),
     "d 256: v is released between its halves": (
         "                # Into the same registers",
         "                mbarrier.arrive(v_empty.index(slot), count=1)\n                # Into the same registers",
@@ -221,7 +196,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     call = call_of({"attn_mask_type": "no_mask"}, "block", head_dim_qk=dim, head_dim_v=dim, **inputs)
     for seed in (0, 1, 2, 5):  # eager, lazy, round robin, random
         try:
-            report = forward(call, seed, planted, takes_turns="turn" in name)
+            report = forward(call, seed, planted)
         except AssertionError:
             continue  # the numbers are wrong
         assert report.bugs, f"not found on seed {seed}"
