@@ -115,7 +115,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def _hopper_wish(spec: AttentionSpec) -> str:
     """FLEXATTN_HOPPER where there can be such kernels; Triton's interpreter does not run Gluon."""
-    if spec.capability != (9, 0) or spec.fp8 is not None:
+    if spec.capability != (9, 0):
         return "never"
     from flexattn.kernels_triton.interpreter import INTERPRETED
 
@@ -126,11 +126,29 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
     """Whether the kernels of sm_90 did it."""
     if (wish := _hopper_wish(spec)) == "never":
         return False
+    if spec.fp8 is not None:
+        return _hopper_fp8_forward(spec, wish, problem, out, lse)
     from flexattn.kernels_triton import hopper_forward as hopper
 
     if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out, spec.return_max_logit) is not None:
         return False
     hopper.hopper_forward(problem, out, lse)
+    return True
+
+
+def _hopper_fp8_forward(spec: AttentionSpec, wish: str, problem: Problem, out: Tensor, lse: Tensor) -> bool:
+    from flexattn.kernels_triton import hopper_fp8_forward as hopper
+    from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
+    from flexattn.kernels_triton.hopper_fp8_quantize import quantize
+
+    if wish == "auto" and not hopper.is_faster(problem):
+        return False
+    q, k, v = (Scale(descale, problem.scale_rows) for descale in problem.descales[:3])
+    v_transposed = empty_transposed(problem.v, problem.batch, problem.v.dtype)
+    if hopper.refusal(problem, v_transposed, (q, k, v), out, spec.return_max_logit) is not None:
+        return False
+    quantize(problem, "kv", problem.v, v, transposed=v_transposed)
+    hopper.hopper_fp8_forward(problem, v_transposed, (q, k, v), out, lse)
     return True
 
 
@@ -144,7 +162,7 @@ def _hopper_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     doffset: Tensor | None,
 ) -> bool:
-    if (wish := _hopper_wish(spec)) == "never":
+    if (wish := _hopper_wish(spec)) == "never" or spec.fp8 is not None:
         return False
     from flexattn.kernels_triton import hopper_backward, hopper_one_pass
 

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.configs import Tile, split_head_dim
+from flexattn.kernels_triton.configs import HOPPER_FLOPS, Tile, split_head_dim
 from flexattn.kernels_triton.hopper import (
     FP8_DTYPES,
     allocate_barriers,
@@ -74,6 +74,10 @@ FP8_FORWARD = (
     Fp8Tile(192, 128, 192, 128, 2, 160, 2),
     Fp8Tile(256, 256, 128, 128, 2, 240, 2),
 )
+
+
+SHORTEST = 2048
+"""Of the longest sequence, from which it was measured (bench/results/fp8_hopper_h200.json, beside bf16)."""
 
 
 def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> Fp8Tile:
@@ -505,6 +509,14 @@ def refusal(
         for name, scale, h in zip("qkv", scales, heads, strict=True)
     ]
     return next((error for error in errors if error), None) or block_mask_error(x, tile[2:4])
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those that were measured, and are faster here than with the portable kernel."""
+    x = problem
+    tokens = x.q.numel() // x.q.shape[-1]  # of all heads
+    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if x.window_right is None else 0.5)
+    return not x.is_modified and x.window_left is None and max(x.longest_q, x.longest_kv) >= SHORTEST and flops >= HOPPER_FLOPS
 
 
 def hopper_fp8_forward(
