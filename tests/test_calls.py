@@ -99,6 +99,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+OF_FP8 = {"fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"}
+
+
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The keys of the calls that are made, None for one without."""
@@ -115,7 +118,16 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_argument_has_a_change() -> None:
-    assert set(CHANGES) == set(inspect.signature(flexattn.attention).parameters)
+    assert set(CHANGES) | OF_FP8 == set(inspect.signature(flexattn.attention).parameters)
+
+
+def test_calls_in_fp8_have_no_key(keys: list[Any]) -> None:
+    q = randn(2, 5, 4, 16).bfloat16()
+    call = {"q": q, "k": q, "v": q, "fp8_recipe": flexattn.fp8.Recipe(), "backend": "eager"}
+    first, again = (flexattn.attention(**call) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, flexattn.attention(q, q, q, backend="eager"))
+    assert len(keys) == 1
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -45,4 +45,8 @@ def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
     q = torch.randn(1, 3, 2, 8).as_subclass(DTensor)
     flexattn.attention(q, q, q)
-    assert ["q", "k", "v", *seen[0]] == list(inspect.signature(flexattn.attention).parameters)
+    of_fp8 = {"fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"}
+    parameters = inspect.signature(flexattn.attention).parameters
+    assert ["q", "k", "v", *seen[0]] == [name for name in parameters if name not in of_fp8]
+    with pytest.raises(ValueError, match="the call is in FP8"):
+        flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU th
 
 SHAPE = "sweep-d64-causal-s512"
 FORWARD = (ROOT / "kernels_triton" / "forward.py").read_text("utf-8")
-RESCALED = "acc0 * decay[:, None]"
+RESCALED = "v0, acc0 * decay[:, None]"
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_wrong_kernel_is_never_timed(
     own_file: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert FORWARD.count(RESCALED) == 1
-    path = own_file("kernel_that_forgets", FORWARD.replace(RESCALED, "acc0"))
+    path = own_file("kernel_that_forgets", FORWARD.replace(RESCALED, "v0, acc0"))
     monkeypatch.setattr(play, "time_beside", lambda *_: pytest.fail("timed"))
     assert play.main(["forward", "--shape", SHAPE, "--kernel-file", str(path), "--block-n", "32"]) == play.WRONG
     said = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
     own_file: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measuring half of a sweep, with the interpreter in the GPU's place: a kernel that is wrong where blocks have 64 keys."""
-    path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "(acc0 * decay[:, None] if META.BLOCK_N == 32 else acc0)"))
+    path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "v0, (acc0 * decay[:, None] if META.BLOCK_N == 32 else acc0)"))
     small = WORKLOADS[SHAPE].shortened(131)
     tiles = [Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)]
     launchers = kernel_file.launchers("forward", path, {})
