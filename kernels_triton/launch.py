@@ -269,5 +269,13 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
     if hasattr(argument, "block_shape"):  # a descriptor
         return (argument.base.dtype, *argument.block_shape, argument.layout, argument.padding)
     if isinstance(argument, tuple) and not by_value:
-        return tuple(_compiled_for(part, compared) for part in argument)
+        return tuple(map(_compiled_for_in_tuple, argument))
     return kind, argument  # 1, 1.0 and True are equal
+
+
+def _compiled_for_in_tuple(part: Any) -> Any:
+    """Of a part of a tuple, for which `do_not_specialize` does nothing: an integer that is 1 or a multiple of 16 is another one."""
+    if isinstance(part, tuple):
+        return tuple(map(_compiled_for_in_tuple, part))
+    kind = _compiled_for(part, (False, True))
+    return (kind, part == 1, part % 16 == 0) if type(part) is int else kind

@@ -5,16 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.primitives import tanh, tanh_in_half
+from flexattn.kernels_triton.primitives import read_size, tanh, tanh_in_half
 
-__all__ = ["tanh", "tanh_in_half"]
-
-
-@triton.jit
-def read_size(encoded):
-    # Sizes and strides come as odd numbers above 1: Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple
-    # of 16.
-    return (encoded - 3) >> 1
+__all__ = ["read_size", "tanh", "tanh_in_half"]
 
 
 @triton.jit

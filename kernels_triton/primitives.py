@@ -227,11 +227,18 @@ def load_columns(
 
 
 @triton.jit
+def read_size(encoded):
+    # Sizes and strides in a tuple come as odd numbers above 1: Triton compiles a kernel anew for an integer in one that is 1 or a
+    # multiple of 16.
+    return (encoded - 3) >> 1
+
+
+@triton.jit
 def load_descale(descales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
     # What the rows around `row` of q (0), k (1), v (2) or dout (3) in FP8 are to be multiplied with.
-    offset = b * descales[4 * WHICH + 2] + h * descales[4 * WHICH + 3]
+    offset = b * read_size(descales[4 * WHICH + 2]) + h * read_size(descales[4 * WHICH + 3])
     if META.HAS_BLOCK_SCALES:
-        offset += row // META.SCALE_ROWS * descales[4 * WHICH + 1]
+        offset += row // META.SCALE_ROWS * read_size(descales[4 * WHICH + 1])
     return tl.load(descales[4 * WHICH] + offset)
 
 

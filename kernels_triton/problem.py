@@ -277,10 +277,10 @@ class Problem:
         return any(descale.shape[2] > 1 for descale in self.descales)
 
     def scale_arguments(self) -> tuple[Any, ...] | None:
-        """Of each descale the tensor and its strides by block, batch and head; None where there is none."""
+        """Of each descale the tensor and its strides by block, batch and head, for `read_size`; None where there is none."""
         if not self.descales:
             return None
-        return tuple(value for t in self.descales for value in (t, *(_strides(t, 3)[dim] for dim in (2, 0, 1))))
+        return tuple(value for t in self.descales for value in (t, *(2 * _strides(t, 3)[dim] + 3 for dim in (2, 0, 1))))
 
     def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""

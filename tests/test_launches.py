@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 
 from flexattn.bench import stub_driver
+from flexattn.kernels_triton import launch
 
 COMPARE = """
 import os, threading
@@ -137,3 +141,28 @@ def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
     done = fresh_python("-c", COMPARE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("_kernel") > 20
+
+
+def test_a_kernel_is_kept_for_no_other_arguments_than_triton_compiles_it_for() -> None:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends import backends
+
+    memory = torch.zeros(64)
+    numbers = [(n,) for n in (0, 1, 3, 16, -16, 2**40, 2**40 + 1, 2.0, True)]
+    arguments = [
+        None,
+        memory,
+        memory.half(),
+        *numbers,
+        (memory,),
+        (memory[1:],),
+        (memory.half(),),
+        (None,),
+        ((1,), 3),
+        ((3,), 3),
+        (1, 3),
+    ]
+    for a, b in itertools.combinations(arguments, 2):
+        kinds = [native_specialize_impl(backends["nvidia"].compiler, x, False, False, False) for x in (a, b)]
+        if kinds[0] != kinds[1]:
+            assert launch._compiled_for(a, (False, False)) != launch._compiled_for(b, (False, False)), (a, b)
