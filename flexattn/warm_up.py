@@ -123,9 +123,10 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
                 raise ValueError(f"there is no kernel to build: {reason}")
             if direction == "forward":
                 triton_backend.forward(spec, x)
-            else:
+            elif spec.of_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
                 out, lse, _ = empty_outputs(spec, x)
-                triton_backend.backward(spec, x, out, lse, out, None)
+                dout = out if spec.fp8 is None else out.to(spec.fp8.grad_dtype)
+                triton_backend.backward(spec, x, out, lse, dout, None)
     return list({launch.description_of(one, architecture): one for one in launches}.values())
 
 

@@ -288,17 +288,19 @@ def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_captured_in_a_cuda_graph() -> None:
     call = inputs("cuda", "thd") | {"fp8_recipe": fp8.Recipe(rotation=True)}
-    want = run(call)
+    leaves = {name: call[name].detach().clone() for name in "qkv"}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(call)
+    with torch.cuda.stream(stream):  # whose gradient nodes are then of no stream that must not be waited for
+        call |= {name: t.requires_grad_() for name, t in leaves.items()}
+        want = run(call)
+        dout = torch.ones_like(want[0])
+        out = flexattn.attention(**call)
+        wanted = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
     torch.cuda.current_stream().wait_stream(stream)
+    del out
     graph = torch.cuda.CUDAGraph()
-    dout = torch.ones_like(want[0])
-    out = flexattn.attention(**call)
-    wanted = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         out = flexattn.attention(**call)
         gradients = torch.autograd.grad(out, [call[name] for name in "qkv"], dout)
     graph.replay()

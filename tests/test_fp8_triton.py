@@ -181,7 +181,7 @@ def test_block_mask(device: str) -> None:
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, sq, skv, device=device, BLOCK_SIZE=32)
     mods = trace_mods(None, mask.mask_mod)
     given = make_inputs(lengths_q=[sq, sq], lengths_kv=[skv, skv], dtype=BF16, device=device)
-    check(given, "block", mods=mods, blocks=block_lists(mask, 2, 4, sq, skv, torch.device(device)))
+    check(given, "block", mods=mods, blocks=block_lists(mask, 2, 4, sq, skv, mask.kv_indices.device))
 
 
 def test_repeated_runs_are_equal_to_the_bit(device: str) -> None:
