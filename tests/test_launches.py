@@ -39,12 +39,17 @@ tape._allocator = lambda device: keeping(of_torch(device))
 def biased(score, b, h, i, j):
     return score * factor + slopes[h] * (i - j)
 
+def own_document(b, h, i, j):
+    return (documents[i] == documents[j]) & (i >= j)
+
+documents = torch.arange(1100) // 300
 factor, slopes = 0.5, torch.ones(6, requires_grad=True)
 D = {"num_heads": 6, "num_heads_kv": 2, "dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
 CASES = {
     "bshd": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal"}),
     "thd": ({"qkv_format": "thd", "lengths_q": [70, 0, 33]}, {"attn_mask_type": "padding_causal"}),
     "mods": ({"qkv_format": "bhsd", "lengths_q": [40, 40]}, {"score_mod": biased}),
+    "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
     "everything": (
         {"qkv_format": "sbhd", "lengths_q": [40, 40], "lengths_kv": [50, 50]},
         {"softcap": 3.0, "softmax_type": "learnable", "softmax_offset": torch.zeros(6, requires_grad=True), "dropout_p": 0.1,
@@ -141,6 +146,7 @@ def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
     done = fresh_python("-c", COMPARE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("_kernel") > 20
+    assert done.stdout.count("_mask_blocks_kernel") == 6  # in two families a forward has one and a backward two
 
 
 def test_a_kernel_is_kept_for_no_other_arguments_than_triton_compiles_it_for() -> None:
