@@ -26,11 +26,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and may find none installed
     import numpy as np
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
+
+_numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
 
 _lock = threading.Lock()
 _open_contexts = 0
@@ -53,9 +56,10 @@ def right_arithmetic() -> Iterator[None]:
     - tl.minimum, tl.maximum and tl.clamp pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
 
-    The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Device functions are called several times
-    faster. The context may be nested and entered from several threads; when the last one is left the interpreter is as it was. Only
-    launches belong in it: triton.language is patched inside. Where nothing is interpreted it does nothing.
+    The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
+    functions are patched once, and no sum is made a second time for an overflow check whose result the interpreter drops. The
+    context may be nested and entered from several threads; when the last one is left the interpreter is as it was. Only launches
+    belong in it: triton.language is patched inside. Where nothing is interpreted it does nothing.
     """
     global _open_contexts
     if not INTERPRETED:
@@ -96,6 +100,8 @@ def _install() -> None:
         (ScanOps, "cumsum", _scan),
         (ScanOps, "cumprod", _scan),
         (interpreter, "_patch_lang", _patch_lang),
+        (interpreter, "_get_np_dtype", _get_np_dtype),
+        (TritonSemantic, "binary_op_sanitize_overflow_impl", _sanitize_overflow),
     ):
         original = vars(owner).get(name)
         if original is None:  # get_bf16, which triton 3.6 and 3.7 lack
@@ -215,3 +221,16 @@ def _scan(original, scan, input):
 
 def _patch_lang(_original, _fn):
     return interpreter._LangPatchScope()
+
+
+def _get_np_dtype(original, dtype):  # Triton's makes a table of all dtypes for each look-up
+    key = "" if dtype.is_ptr() or dtype.scalar.is_ptr() else dtype.scalar.name
+    found = _numpy_dtypes.get(key)
+    if found is None:
+        found = _numpy_dtypes[key] = original(dtype)
+    return found
+
+
+def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
+    if semantic.builder.options.debug:  # otherwise device_assert ignores what the check, in int64, has found
+        original(semantic, lhs, rhs, binary_op)
