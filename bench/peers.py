@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
@@ -136,6 +137,7 @@ def _module(name: str, package: str) -> ModuleType:
 
 def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Tensors) -> Attend:
     """flash-attn 2, 3 and 4 under their different names; their causal masks are bottom-right."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # so that 4 keeps on disk what it compiles
     module = _module(module_name, package)
     function = getattr(module, "flash_attn_varlen_func" if workload.is_ragged else "flash_attn_func")
     left, right, bottom_right = band_of(workload)
@@ -177,10 +179,9 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
     def sdpa(name: str, backend: str, layout: Callable[[Tensor], Tensor], version: str = torch_version) -> Implementation:
         return Implementation(name, version, differentiable(functools.partial(_sdpa, backend), layout, bhsd_view))
 
-    def flash(name: str, module: str, package: str) -> Implementation:
-        return Implementation(
-            name, installed(package) or "not installed", differentiable(functools.partial(_flash_attn, module, package))
-        )
+    def flash(name: str, module: str, package: str, compiles: bool = False) -> Implementation:
+        run = differentiable(functools.partial(_flash_attn, module, package))
+        return Implementation(name, installed(package) or "not installed", run, compiles)
 
     return [
         sdpa("SDPA flash", "FLASH_ATTENTION", bhsd_view),
@@ -192,5 +193,5 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         Implementation(CUDNN_FRONTEND, f"{installed('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
         flash("flash-attn 2", "flash_attn", "flash-attn"),
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
-        flash("flash-attn 4", "flash_attn.cute", "flash-attn-4"),
+        flash("flash-attn 4", "flash_attn.cute", "flash-attn-4", compiles=True),
     ]
