@@ -16,7 +16,17 @@ from flexattn import calls, fp8, fp8_ops, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Band, Operands, from_bshd, make_band, parse_format
+from flexattn.dispatch.spec import (
+    BIAS_TYPES,
+    OPEN_WINDOW,
+    SOFTMAX_TYPES,
+    AttentionSpec,
+    Band,
+    Operands,
+    from_bshd,
+    make_band,
+    parse_format,
+)
 from flexattn.score_mod import Mod, Traced, trace_mods
 
 if TYPE_CHECKING:
@@ -32,7 +42,7 @@ def attention(
     *,
     qkv_format: str = "bshd",
     attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -146,14 +156,22 @@ def attention(
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
     request = None
-    is_fp8 = any(x is not None for x in (fp8_recipe, fp8_state, descale_q, descale_k, descale_v))
+    is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)
     if not is_fp8 and not torch.compiler.is_compiling():
-        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        tensors = (q, k, v, bias, alibi_slopes, softmax_offset, *lengths, rng_state)
-        kinds = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
-        others = (*kinds, softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
-        has_mods = score_mod is not None or mask_mod is not None or block_mask is not None or bool(score_mod_tensors)
-        mods = (score_mod, mask_mod, score_mod_tensors, block_mask) if has_mods else None
+        tensors: tuple[Tensor | None, ...] = (q, k, v)
+        if not (
+            (bias is alibi_slopes is softmax_offset is rng_state is None)
+            and (cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is None)
+        ):
+            tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
+            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state)
+        others = (
+            *(qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type),
+            *(softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend),
+        )
+        mods = None
+        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
+            mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
         request, call = calls.look_up(tensors, others, window_size, mods)
         if request is not None and call is not None:
             return _chosen(*call.run(request, return_lse), return_lse, return_max_logit)

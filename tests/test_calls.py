@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from flexattn import calls
 from flexattn.dispatch import tape
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
+from flexattn.kernels_triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_seqlen")
 
@@ -391,6 +393,37 @@ def test_a_tape_of_torchs_ops(taken_down: tape.Tape) -> None:
         got = taken_down.play((x, y), (x.data_ptr(), y.data_ptr()))
         assert all(torch.equal(a, b) for a, b in zip(got, some_ops(x, y), strict=True))
     assert len(taken_down.constants) == 1
+
+
+def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is made in the call and of what comes in, also where a view of it begins further on."""
+    seen: list[Any] = []
+
+    class Kernel:
+        def tensors_of(self, arguments: tuple[Any, ...]) -> list[Any]:
+            return list(arguments)
+
+        def prepare(self, programs: int, arguments: tuple[Any, ...]) -> Any:
+            return SimpleNamespace(launch=lambda stream, addresses: seen.append(addresses))
+
+    monkeypatch.setattr(launch, "stream_of", lambda device: int)
+    monkeypatch.setattr(launch, "is_plain", lambda: True)
+    inputs = (torch.zeros(4, 3), None, torch.zeros(5))
+    recorder = tape._Recorder(inputs)
+    with recorder:
+        made = torch.empty(3, 4)
+        rows = torch.empty(2)
+        recorder.launched(Kernel(), 1, (made[1], inputs[0][2], made, CONSTANT[2:]))
+        recorder.launched(Kernel(), 1, (inputs[2][1:],))
+        recorder.launched(Kernel(), 1, (inputs[0].t(), made[2], rows))
+    played = tape.Tape(recorder, [recorder.slot(made), None, recorder.slot(inputs[2])], torch.device("cpu"))
+    x, y = torch.ones(4, 3), torch.ones(5)
+    got, nothing, same = played.play((x, None, y), (x.data_ptr(), 0, y.data_ptr()))
+    begin = got.data_ptr()
+    assert (nothing, same) == (None, y)
+    assert seen[0] == (begin + 16, x.data_ptr() + 24, begin, CONSTANT.data_ptr() + 8)
+    assert seen[1] == (y.data_ptr() + 4,)
+    assert seen[2][:2] == (x.data_ptr(), begin + 32)
 
 
 def test_the_tensors_of_operands_come_first() -> None:
