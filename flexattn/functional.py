@@ -27,12 +27,12 @@ from flexattn.dispatch.spec import (
     make_band,
     parse_format,
 )
-from flexattn.score_mod import Mod, Traced, trace_mods
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexattn.mod_tape import Recorded
+    from flexattn.score_mod import Mod, Traced
 
 
 def attention(
@@ -503,6 +503,8 @@ def _trace_mods(
         from flexattn.mod_tape import record_mods
 
         return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
+    from flexattn.score_mod import trace_mods  # here, as who has no mods should not wait for its import
+
     return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flexattn.dispatch import canary, options
+from flexattn.dispatch import options
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.quantization import dtype_of
@@ -203,7 +203,7 @@ def run(
     while True:
         decision = select(spec, direction, request)
         name = decision.backend
-        if options.canary() and (wrong := canary.mismatch(name, spec, direction, device)):
+        if options.canary() and (wrong := _mismatch(name, spec, direction, device)):
             reject(name, spec, direction, wrong)
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue
@@ -213,6 +213,12 @@ def run(
             return call(backend_module(name))
         except Refused as e:
             reject(name, spec, direction, str(e))
+
+
+def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
+    from flexattn.dispatch import canary  # here, as importing flexattn should not import the reference
+
+    return canary.mismatch(name, spec, direction, device)
 
 
 def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
