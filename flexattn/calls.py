@@ -16,7 +16,7 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Request(NamedTuple):
     """A call that has a key, and what of it is no part of that."""
 
     key: Hashable
-    tensors: tuple[Tensor | None, ...]  # as the Operands' fields, all of them or q, k and v
+    tensors: tuple[Tensor | None, ...]  # as the Operands' fields, all of them or q, k and v; then what else a kind of call has
     addresses: list[int]
     captures: tuple[Captures, ...]
     block_mask: Any
@@ -82,8 +82,9 @@ def look_up(
 ) -> tuple[Request | None, Call | None]:
     """The key of a call, or None where it has none, and the call that was made with it.
 
-    tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors. others: all arguments that are no
-    tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
+    tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and what else a kind of call has.
+    others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
+    block_mask, or None.
     """
     try:
         state = _state()
@@ -219,19 +220,24 @@ def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...
     return tuple(found), tuple(parts)
 
 
-def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None) -> Call | None:
+def new_call(
+    request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, kind: Callable[..., Call] | None = None
+) -> Call | None:
     """A call that came before, to be kept; None where its operands are not the arguments as they were.
 
-    alibi_slopes: the argument; the slopes that stand in for None are the same each time.
+    alibi_slopes: the argument; the slopes that stand in for None are the same each time. kind: what is made of it, where that is no
+    plain `Call`; it sees to the descales itself.
     """
-    others = (value for name, value in x._asdict().items() if name not in (*_TENSOR_FIELDS, "mod_tensors", "block_mask"))
+    known = {*_TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if kind is not None else set())
+    others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
         return None  # a tensor that `Call.operands` would not put in its place
     if x.alibi_slopes is not None and x.alibi_slopes.is_inference():
         return None
     given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
     position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
-    names = _TENSOR_FIELDS if x.alibi_slopes is not None or x.dropout_p > 0.0 else _TENSOR_FIELDS[: len(request.tensors)]
+    has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
+    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: len(request.tensors)]
     sources: list[int | Tensor | None] = []
     for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
         if t is None or name == "rng_state":
@@ -242,7 +248,7 @@ def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    return Call(x, settings, names, sources)
+    return (kind or Call)(x, settings, names, sources)
 
 
 def remember(request: Request, call: Call | None) -> None:
@@ -286,20 +292,22 @@ class Call:
         is_given = [getattr(x, name) is not None for name in names] + [True] * (self.num_mods + blocks)
         if self.has_dropout:
             is_given[_RNG_STATE] = True  # drawn for each call where it is not an argument
+        self.num_saved = self.num_inputs
         self.given = [i for i, is_there in enumerate(is_given) if is_there]
         self.saved = itemgetter(*self.given)
+        self.is_tapeable = True  # as far as more than its backends is concerned
         self.tape: Tape | None = None
         self.is_final = False  # whether there is or will be no tape
         self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
 
-    def run(self, request: Request, returns_lse: bool) -> tuple[Any, Any, Any]:
-        """(out, lse, max_logit) of a call with this key, and no more; lse is not differentiable unless it is returned."""
+    def run(self, request: Request, returns_lse: bool) -> Any:
+        """out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
         tensors, addresses = request.tensors, request.addresses
         if not self.is_as_given:
             tensors, addresses = self._inputs(request)
         if self.spec.needs_grad:
             if returns_lse or self.spec.return_max_logit:
-                return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))  # type: ignore[no-any-return]
+                return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
             return _record_out((self, tensors, addresses), *self.leaves(tensors)), None, None
         return self.forward(tensors, addresses)
 
@@ -313,16 +321,17 @@ class Call:
             tensors[_RNG_STATE] = ops.new_rng_state(self.device) if state is None else state
         if self.block_arguments:
             tensors += block_lists(request.block_mask, *self.block_arguments, self.device).tensors
+        tensors += request.tensors[len(self.names) :]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
         named: dict[str, Any] = dict(zip(self.names, tensors, strict=False))
-        mod_tensors: Any = tuple(tensors[len(self.names) :])
+        mod_tensors: Any = tuple(tensors[len(self.names) : self.num_inputs])
         named |= {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
         return self.template._replace(**named)
 
-    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, Any, Any]:
-        """(out, lse, max_logit)"""
+    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
+        """out, lse, max_logit, and then what else a kind of call gives."""
         if _is_profiled():  # by a profiler, which then sees it as the operator that it is not
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
@@ -331,22 +340,17 @@ class Call:
             return tape.play(tensors, addresses)
         return self._forward(tensors, addresses)
 
-    def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, Any, Any]:
+    def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
         tape = self.tape
         if tape is not None and tape.can_play():
             return tape.play(tensors, addresses)
-        x = self.operands(tensors)
-        if tape is None and not self.is_final and _can_be_taped(self.spec, "forward", self.request):
+        if tape is None and not self.is_final and self._can_be_taped(self.spec, "forward"):
             self.is_final = True
-            backend = backend_module(select(self.spec, "forward", self.request).backend)
-            wanted = 3 if self.spec.return_max_logit else 2
             with contextlib.suppress(Refused):  # then the ordinary way asks another backend
-                results, self.tape = record(
-                    backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device
-                )
+                results, self.tape = self.take_down(tensors)
                 _counts["tapes"] += self.tape is not None
                 return results
-        return ops.run_forward(self.spec, self.request, x)
+        return self.compute(tensors)
 
     def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
         inputs = (*tensors, out, lse, dout, dlse)
@@ -373,23 +377,40 @@ class Call:
         if isinstance(found, Tape) and found.can_play():
             dq, dk, dv, dbias, doffset, *dmod_tensors = found.play(inputs, addresses)
             return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
-        x, spec = self.operands(tensors), self.spec._replace(needs_lse_grad=dlse is not None)
-        if found is _SEEN and _can_be_taped(spec, "backward", self.request):
-            backend = backend_module(select(spec, "backward", self.request).backend)
+        spec = self.spec.of_backward()._replace(needs_lse_grad=dlse is not None)
+        if found is _SEEN and self._can_be_taped(spec, "backward"):
             with contextlib.suppress(Refused):
-                gradients, tape = record(
-                    backend,
-                    lambda: backend.backward(spec, x, out, lse, dout, dlse),
-                    inputs,
-                    lambda g: (*g[:-1], *(g.dmod_tensors or ())),
-                    self.device,
-                )
+                gradients, tape = self.take_down_backward(inputs, spec)
                 self._keep(key, _NEVER if tape is None else tape)
                 _counts["tapes"] += tape is not None
                 return gradients
         if found is None:
             self._keep(key, _SEEN)
-        return ops.run_backward(spec, self.request, x, out, lse, dout, dlse)
+        return self.compute_backward(inputs, spec)
+
+    # What of a call depends on its kind. Tensors are its inputs, and for a backward then out, lse, dout and dlse.
+
+    def compute(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+        return ops.run_forward(self.spec, self.request, self.operands(tensors))
+
+    def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
+        backend, x = backend_module(select(self.spec, "forward", self.request).backend), self.operands(tensors)
+        wanted = 3 if self.spec.return_max_logit else 2
+        return record(backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device)
+
+    def compute_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
+        return ops.run_backward(spec, self.request, self.operands(inputs), *inputs[-4:])
+
+    def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
+        backend, x = backend_module(select(spec, "backward", self.request).backend), self.operands(inputs)
+        return record(backend, lambda: backend.backward(spec, x, *inputs[-4:]), inputs, flat_gradients, self.device)
+
+    def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
+        """By the operators, for who wants to see them."""
+        return ops.gradients(self.operands(inputs), self.settings, *inputs[-4:])
+
+    def _can_be_taped(self, spec: AttentionSpec, direction: Direction) -> bool:
+        return self.is_tapeable and backend_module(select(spec, direction, self.request).backend).can_be_taped()
 
     def _keep(self, key: Hashable, found: Tape | str) -> None:
         with _lock:
@@ -401,8 +422,8 @@ class Call:
 _SEEN, _NEVER = "seen", "never"  # of a backward that has no tape: the next one is taken down, or none can be
 
 
-def _can_be_taped(spec: AttentionSpec, direction: Direction, request: str) -> bool:
-    return backend_module(select(spec, direction, request).backend).can_be_taped()
+def flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
+    return (*gradients[:-1], *(gradients.dmod_tensors or ()))
 
 
 def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, int]:
@@ -428,9 +449,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _backward_once(ctx, dout, dlse)
-        return _backward(ctx, dout, dlse)
+        return run_backward(ctx, dout, dlse)
 
 
 class _Out(torch.autograd.Function):
@@ -446,9 +465,7 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _backward_once(ctx, dout, None)
-        return _backward(ctx, dout, None)
+        return run_backward(ctx, dout, None)
 
 
 # As their `apply`, without what that does for torch.func's transforms, under which no call has a key.
@@ -456,19 +473,26 @@ _record: Any = super(torch.autograd.Function, _Attention).apply
 _record_out: Any = super(torch.autograd.Function, _Out).apply
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+    """A Function's backward; more: inputs of it that are not saved."""
+    run = _backward_once if torch.is_grad_enabled() else _backward
+    return run(ctx, dout, dlse, *more)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *saved = ctx.saved_tensors
     call: Call = ctx.call
     tensors: list[Any] = saved
-    if len(saved) < call.num_inputs:
-        tensors = [None] * call.num_inputs
+    if len(saved) < call.num_saved:
+        tensors = [None] * call.num_saved
         for i, t in zip(call.given, saved, strict=True):
             tensors[i] = t
+    tensors += more
     if dout is None:  # only lse was used
         dout = torch.zeros_like(out)
     is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
     if not is_played or type(dout) not in _PLAIN or dout.is_neg():
-        gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
+        gradients = call.operator_backward((*tensors, out, lse, dout, dlse))
     elif _is_profiled():
         with record_function("flexattn::attention_backward"):
             gradients = call.backward(tensors, out, lse, dout, dlse)

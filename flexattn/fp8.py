@@ -153,8 +153,7 @@ class DelayedScaling(torch.nn.Module):
     @torch.no_grad()
     def note(self, name: str, amax: Tensor) -> None:
         """This step's amax of a tensor, [1, heads | 1, 1]; the largest counts."""
-        newest = getattr(self, f"amax_history_{name}")[0]
-        torch.maximum(newest, amax.view(-1), out=newest)
+        note_amax(getattr(self, f"amax_history_{name}"), amax)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -170,6 +169,11 @@ class DelayedScaling(torch.nn.Module):
             scale.copy_(torch.where(amax > 0, scale_of(amax, dtype, self.recipe.margin), scale))
             history.copy_(history.roll(1, 0))
             history[0].zero_()
+
+
+def note_amax(history: Tensor, amax: Tensor) -> None:
+    newest = history[0]
+    torch.maximum(newest, amax.view(-1), out=newest)
 
 
 def quantize(
@@ -307,7 +311,7 @@ def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads:
             )
 
 
-def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: DelayedScaling | None) -> QuantizedTensor:
+def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: fp8_ops.State | None) -> QuantizedTensor:
     """out in the FP8 dtype that the recipe asks for, by its scaling."""
     fmt, _ = parse_format(settings.qkv_format)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from flexattn import ops
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.program import parse_program
-from flexattn.dispatch.spec import Operands, parse_format
+from flexattn.dispatch.spec import Gradients, Operands, parse_format
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -74,23 +75,38 @@ def _quantize_fake(
 for _key in ("CPU", "CUDA"):
     _library.impl("quantize", _quantize, _key)
 torch.library.register_fake("flexattn::quantize", _quantize_fake, lib=_library)
+KERNELS = {quantize: _quantize, ops._forward_op: ops._forward, ops._backward_op: ops._backward}  # of the operators that a call runs
 
 
 def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a checked call on 16-bit q, k and v; out and lse are differentiable."""
     ops.refuse_transforms(x)
-    scales = (None,) * 4 if state is None else tuple(state.scale(name) for name in ("q", "k", "v", "dout"))
     if settings.needs_grad:
+        scales = _scales(state)
         note = None if state is None else state.note
         call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, note, len(x.mod_tensors))
         *results, amax_q, amax_k, amax_v = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]
-    else:
-        x8, amaxes = _quantized(x, settings, plan, scales[:3])
-        results, (amax_q, amax_k, amax_v) = ops._forward_op(*x8, *settings), amaxes
+        _note(state, (amax_q, amax_k, amax_v))
+        return tuple(results)
+    return forward(x, settings, plan, state)[0]
+
+
+def forward(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[tuple[Tensor, Tensor, Tensor], Operands]:
+    """(out, lse, max_logit) without autograd, and the call in FP8."""
+    x8, amaxes = _quantized(x, settings, plan, _scales(state)[:3])
+    results = ops._forward_op(*x8, *settings)
+    _note(state, amaxes)
+    return tuple(results), x8
+
+
+def _scales(state: State | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 4 if state is None else tuple(state.scale(name) for name in ("q", "k", "v", "dout"))
+
+
+def _note(state: State | None, amaxes: Sequence[Tensor]) -> None:
     if state is not None:
-        for name, amax in (("q", amax_q), ("k", amax_k), ("v", amax_v)):
+        for name, amax in zip("qkv", amaxes, strict=True):
             state.note(name, amax)
-    return tuple(results)
 
 
 def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
@@ -123,6 +139,30 @@ def unrotate(gradient: Tensor) -> Tensor:
     """The gradient of what was rotated."""
     matrix = quantization.rotation_matrix(gradient.shape[-1], gradient.device)
     return (gradient.float() @ matrix.T).to(gradient.dtype)
+
+
+def gradients(
+    x: Operands,
+    settings: ops.Settings,
+    plan: Plan,
+    scale: Tensor | None,
+    note: Callable[[str, Tensor], None] | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Of a call whose forward gave out and lse. x: in FP8, or as it came with bf16_backward; scale: dout's, of delayed scaling."""
+    if settings.bf16_backward:
+        settings = settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False)
+        return ops.gradients(x, settings, out, lse, dout, dlse)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
+    kind = (plan.granularity, plan.block_rows, plan.margin, False)
+    dout, descale, amax = quantize(dout, *lengths, scale, parse_format(settings.qkv_format)[0], plan.grad_dtype, *kind)
+    if note is not None:
+        note("dout", amax)
+    found = ops.gradients(x._replace(descales=[*x.descales, descale]), settings, out, lse, dout, dlse)
+    return found._replace(dq=unrotate(found.dq), dk=unrotate(found.dk)) if plan.rotation else found
 
 
 _OPERANDS, _SETTINGS, _PLAN = (len(fields) for fields in (Operands._fields, ops.Settings._fields, Plan._fields))
@@ -162,28 +202,10 @@ class _Attention(torch.autograd.Function):
         x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
             mod_tensors=lists[:mods], block_mask=lists[mods : mods + blocks], descales=lists[mods + blocks :]
         )
-        if settings.bf16_backward:
-            settings = settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False)
-        else:
-            lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-            fmt = parse_format(settings.qkv_format)[0]
-            kind = (plan.granularity, plan.block_rows, plan.margin, False)
-            dout, descale, amax = quantize(dout, *lengths, scale, fmt, plan.grad_dtype, *kind)
-            if note is not None:
-                note("dout", amax)
-            x = x._replace(descales=[*x.descales, descale])
-        dq, dk, dv, dbias, doffset, dmod_tensors = ops._backward_op(dout, dlse, out, lse, *x, *settings)
-        if plan.rotation and settings.fp8_out:
-            dq, dk = unrotate(dq), unrotate(dk)
-        gradients = {
-            "q": dq,
-            "k": dk,
-            "v": dv,
-            "bias": dbias if settings.needs_bias_grad else None,
-            "softmax_offset": None if x.softmax_offset is None else doffset,
-        }
-        program, left = parse_program(settings.mods) if settings.mods else None, iter(dmod_tensors)
+        found = gradients(x, settings, plan, scale, note, out, lse, dout, dlse)
+        named = dict(zip(("q", "k", "v", "bias", "softmax_offset"), found[:-1], strict=True))
+        program, left = parse_program(settings.mods) if settings.mods else None, iter(found.dmod_tensors or ())
         of_mods = (next(left) if needs_grad else None for needs_grad in (program.tensor_needs_grad if program else ()))
-        of_fields = (gradients.get(name) for name in Operands._fields)
+        of_fields = (named.get(name) for name in Operands._fields)
         others = _SETTINGS + _PLAN + 4 + 2
         return (*of_fields, *(None,) * others, *of_mods, *(None,) * blocks)

@@ -283,15 +283,24 @@ def check_fp8(
             continue
         _check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
         heads, blocks = x.shape[fmt.index("h")], max(1, -(-length // block_rows)) if block_rows else 1
-        sizes = descale.shape if descale.dim() == 3 else (1,) * (2 - descale.dim()) + tuple(descale.shape) + (1,)
+        sizes = _scale_sizes(descale)
         if len(sizes) != 3 or any(size not in (1, full) for size, full in zip(sizes, (batch, heads, blocks), strict=True)):
             hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
             raise ValueError(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
                 f"{[batch, heads, blocks]}, where any may be 1 instead{hint}"
             )
-        checked.append(descale.view(sizes))
+        checked.append(as_scales(descale))
     return tuple(checked)
+
+
+def as_scales(descale: Tensor) -> Tensor:
+    """A descale of attention() as [b | 1, h | 1, blocks | 1]."""
+    return descale.view(_scale_sizes(descale))
+
+
+def _scale_sizes(descale: Tensor) -> tuple[int, ...]:
+    return tuple(descale.shape) if descale.dim() == 3 else (1,) * (2 - descale.dim()) + tuple(descale.shape) + (1,)
 
 
 def check_lengths_of(

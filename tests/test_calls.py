@@ -60,6 +60,8 @@ def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 BIAS = {"bias_type": "post_scale_bias", "bias": randn(1, 4, 5, 5)}
 SINK = {"softmax_type": "learnable", "softmax_offset": randn(4)}
 ALIBI = {"bias_type": "alibi"}
+IN_HALF = {name: randn(2, 5, 4, 16).bfloat16() for name in "qkv"}
+IN_FP8 = {name: t.to(torch.float8_e4m3fn) for name, t in IN_HALF.items()} | {"descale_v": torch.tensor(0.5)}
 # Of each argument, a call and what changes in it.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "q": ({}, {"q": randn(2, 3, 4, 8)}),
@@ -94,14 +96,15 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"score_mod_tensors": (torch.tensor(1),)},
     ),
     "block_mask": ({}, {"block_mask": flexattn.create_block_mask(before, 2, None, 5, 5, device="cpu")}),
+    "fp8_recipe": (IN_HALF, {"fp8_recipe": flexattn.fp8.Recipe()}),
+    "descale_q": (IN_FP8, {"descale_q": torch.tensor(2.0)}),
+    "descale_k": (IN_FP8 | {"descale_k": torch.tensor(2.0)}, {"descale_k": torch.full((4,), 2.0)}),
+    "descale_v": (IN_FP8 | {"fp8_recipe": flexattn.fp8.Recipe(out_dtype=torch.float16)}, {"descale_v": torch.full((2, 1), 2.0)}),
     "deterministic": ({}, {"deterministic": True}),
     "return_lse": ({}, {"return_lse": True}),
     "return_max_logit": ({}, {"return_max_logit": True}),
     "backend": ({}, {"backend": "eager"}),
 }
-
-
-OF_FP8 = {"fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"}
 
 
 @pytest.fixture
@@ -120,16 +123,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_argument_has_a_change() -> None:
-    assert set(CHANGES) | OF_FP8 == set(inspect.signature(flexattn.attention).parameters)
-
-
-def test_calls_in_fp8_have_no_key(keys: list[Any]) -> None:
-    q = randn(2, 5, 4, 16).bfloat16()
-    call = {"q": q, "k": q, "v": q, "fp8_recipe": flexattn.fp8.Recipe(), "backend": "eager"}
-    first, again = (flexattn.attention(**call) for _ in range(2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, flexattn.attention(q, q, q, backend="eager"))
-    assert len(keys) == 1
+    # Of a state, what it holds is in the key: tests/test_calls_fp8.py.
+    assert set(CHANGES) | {"fp8_state"} == set(inspect.signature(flexattn.attention).parameters)
 
 
 @pytest.mark.parametrize("name", CHANGES)
