@@ -84,8 +84,12 @@ def amax_sizes(
     return (
         batch if granularity in ("batch_head", "block") else 1,
         x.shape[fmt.index("h")] if granularity != "tensor" else 1,
-        max(1, -(-max_seqlen // block_rows)) if granularity == "block" else 1,
+        num_blocks(max_seqlen, block_rows) if granularity == "block" else 1,
     )
+
+
+def num_blocks(max_seqlen: int, block_rows: int) -> int:
+    return torch.sym_max(1, -(-max_seqlen // block_rows))  # type: ignore[no-any-return, no-untyped-call]  # in a graph, for any length
 
 
 def _groups(

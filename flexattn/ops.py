@@ -262,7 +262,8 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
 
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
-    return empty_outputs(make_spec(x, settings, None), x)
+    # Not of descales, whose number of blocks would be guarded.
+    return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
@@ -283,13 +284,13 @@ torch.library.register_fake("flexattn::attention_forward", _forward_fake, lib=_l
 torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=_library)
 
 
-def _captures_with_gradients(mods: str) -> tuple[bool, ...]:
+def captures_with_gradients(mods: str) -> tuple[bool, ...]:
     program = parse_program(mods)
     return program.tensor_needs_grad if program else ()
 
 
 # What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
-_captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
+captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Attention(torch.autograd.Function):
@@ -318,7 +319,7 @@ class _Attention(torch.autograd.Function):
             "bias": dbias if settings.needs_bias_grad else None,
             "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
         }
-        flags, left = _captures_with_gradients(settings.mods), iter(dmod_tensors)
+        flags, left = captures_with_gradients(settings.mods), iter(dmod_tensors)
         of_mods = (next(left) if needs_grad else None for needs_grad in flags)
         sizes = (None, None)
         of_fields = (gradients.get(name) for name in (*Operands._fields, *Settings._fields))
