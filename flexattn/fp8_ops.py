@@ -97,6 +97,7 @@ def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | No
     ops.refuse_transforms(x)
     if settings.needs_grad:
         scales = _scales(state)
+        x = ops.distinct(x)
         history = None if state is None else state.history("dout")
         call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, history, len(x.mod_tensors))
         *results, amax_q, amax_k, amax_v = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]

@@ -86,11 +86,16 @@ def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     refuse_transforms(x)
     if not settings.needs_grad:
         return _forward_op(*x, *settings)  # type: ignore[no-any-return]
-    call = _flat(x, settings)
-    if torch.compiler.is_compiling():
-        # Dynamo refuses a Function that gets one tensor twice, as self-attention's cu_seqlens are; a view is another tensor.
-        call = tuple(t.view_as(t) if isinstance(t, Tensor) else t for t in call)
-    return _Attention.apply(*call)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attention.apply(*_flat(distinct(x), settings))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def distinct(x: Operands) -> Operands:
+    """The call for a Function: Dynamo refuses one that gets a tensor twice, as self-attention's cu_seqlens are. A view is another."""
+    if not torch.compiler.is_compiling():
+        return x
+    fields = (t.view_as(t) if isinstance(t, Tensor) else t for t in x)
+    lists = {name: [t.view_as(t) for t in getattr(x, name)] for name in ("mod_tensors", "block_mask")}
+    return Operands(*fields)._replace(**lists)  # type: ignore[arg-type]
 
 
 def gradients(x: Operands, settings: Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
