@@ -90,7 +90,7 @@ def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def distinct(x: Operands) -> Operands:
-    """The call for a Function: Dynamo refuses one that gets a tensor twice, as self-attention's cu_seqlens are. A view is another."""
+    """The call for a Function: Dynamo refuses one that gets a tensor twice, as self-attention's cu_seqlens; a view is another."""
     if not torch.compiler.is_compiling():
         return x
     fields = (t.view_as(t) if isinstance(t, Tensor) else t for t in x)
