@@ -69,7 +69,6 @@ class Fp8Call(Call):
         self.has_state = recipe is not None and recipe.scaling == "delayed"
         if (plan is not None or self.has_fp8_out) and triton_backend.quantises_untaped(self.device):
             self.is_tapeable = False
-        self.one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
         more = [self.has_fp8_backward] * _DESCALES + [self.has_fp8_backward and self.has_state]
         self.given += [self.num_inputs + i for i, is_there in enumerate(more) if is_there]
         self.num_saved = self.num_inputs + len(more)
@@ -89,7 +88,7 @@ class Fp8Call(Call):
         state = _State(more[_DESCALES:]) if self.has_state else None
         kept: tuple[Tensor, ...] = ()
         if self.plan is None:
-            descales = [self.one if t is None else validation.as_scales(t) for t in more[:_DESCALES]]
+            descales = [validation.as_scales(t, self.device) for t in more[:_DESCALES]]
             out, lse, max_logit = ops._forward_op(*x._replace(descales=descales), *self.settings)
         else:
             (out, lse, max_logit), x8 = fp8_ops.forward(x, self.settings, self.plan, state)

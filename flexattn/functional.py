@@ -175,7 +175,7 @@ def attention(
         of_state = fp8_calls.state_tensors(fp8_state) if is_fp8 else ()
         if is_fp8 and of_state is not None:
             tensors += (descale_q, descale_k, descale_v, *of_state)
-            others += (fp8_recipe, None if fp8_state is None else fp8_state.recipe)
+            others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
         if of_state is not None:
             request, call = calls.look_up(tensors, others, window_size, mods)
         if request is not None and call is not None:

@@ -280,7 +280,7 @@ def check_fp8(
                 )
             continue
         if descale is None:
-            checked.append(torch.ones(1, 1, 1, dtype=torch.float32, device=q.device))
+            checked.append(as_scales(None, q.device))
             continue
         _check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
         heads, blocks = x.shape[fmt.index("h")], num_blocks(length, block_rows) if block_rows else 1
@@ -291,12 +291,14 @@ def check_fp8(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
                 f"{[batch, heads, blocks]}, where any may be 1 instead{hint}"
             )
-        checked.append(as_scales(descale))
+        checked.append(as_scales(descale, q.device))
     return tuple(checked)
 
 
-def as_scales(descale: Tensor) -> Tensor:
+def as_scales(descale: Tensor | None, device: torch.device) -> Tensor:
     """A descale of attention() as [b | 1, h | 1, blocks | 1]."""
+    if descale is None:
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=device)
     return descale.view(_scale_sizes(descale))
 
 
