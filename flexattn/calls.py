@@ -232,8 +232,8 @@ def new_call(
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
         return None  # a tensor that `Call.operands` would not put in its place
-    if x.alibi_slopes is not None and x.alibi_slopes.is_inference():
-        return None
+    if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or (x.q.is_cuda and torch.cuda.is_current_stream_capturing())):
+        return None  # a captured graph's slopes are not for later calls
     given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
     position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
     has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments

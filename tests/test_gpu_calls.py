@@ -183,6 +183,21 @@ def test_a_graph_of_played_calls_replays() -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, ordinary(other, other_leaves), strict=True))
 
 
+def test_slopes_that_a_captured_graph_made_are_not_kept() -> None:
+    q = torch.randn(1, 64, HEADS, 64, device="cuda", dtype=torch.bfloat16)
+    call = {"q": q, "k": q, "v": q, "bias_type": "alibi", "backend": "triton"}
+    first = flexattn.attention(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flexattn.attention(**call)
+    assert calls.cache_info()["tapes"] == 0
+    graph.replay()
+    assert torch.equal(captured, first)
+    for _ in range(3):
+        assert torch.equal(flexattn.attention(**call), first)
+
+
 def test_nothing_but_outputs_stays_allocated() -> None:
     arguments, leaves = make_arguments("everything", 0)
     for _ in range(4):
