@@ -126,8 +126,9 @@ def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
         both = both ^ both >> shift
     is_inside = i[:, None] // size == i // size
     matrix = torch.where(is_inside, torch.where(both & 1 == 1, -1.0, 1.0), 0.0)
-    # The signs of a fixed hash, for without them a constant row would become one outlier.
-    signs = torch.where((i * 0x9E3779B1 >> 15) & 1 == 1, -1.0, 1.0)
+    # The signs of a fixed hash, for without them a constant row would become one outlier. Bit 15 of a product needs no higher bits
+    # of a factor, and Inductor would take all of them for an int32.
+    signs = torch.where((i * (0x9E3779B1 & 0xFFFF) >> 15) & 1 == 1, -1.0, 1.0)
     return signs[:, None] * matrix / math.sqrt(size)
 
 

@@ -17,6 +17,7 @@ import flexattn
 from flexattn import fp8
 
 HEADS, HEADS_KV, D = 4, 2, 16
+ATOMIC = 1e-5  # what the order of fp32 sums makes of a captured tensor's gradient, on a GPU
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE).requires_grad_()
 
 Function = Callable[..., Any]
@@ -90,8 +91,10 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
             ran.clear()
             expected, eager = results(KINDS[kind], batch, length, more), list(ran)
             ran.clear()
-            for got, want in zip(results(compiled, batch, length, more), expected, strict=True):
-                torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
+            found = results(compiled, batch, length, more)
+            for n, (got, want) in enumerate(zip(found, expected, strict=True)):
+                rtol = ATOMIC if n >= 4 else 0.0
+                torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
             assert set(ran) == set(eager)
             counts.append(counter.frame_count)
     return counts
