@@ -34,7 +34,7 @@ HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
 DIRECTIONS = ("forward", "recorded", "both")  # no gradient; recorded for a backward; with that backward
-KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90")
+KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed")
 
 Row = dict[str, Any]
 
@@ -98,6 +98,7 @@ def _processor() -> str:
 
 def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[Row]:
     """The rows of one kind of call: each implementation that takes it, in each direction."""
+    from flexattn import attention, fp8
     from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 
     fmt = {"bshd padded": "bshd", "thd": "thd"}.get(kind, "bshd")
@@ -113,10 +114,15 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
     others = {name: value for name, value in inputs._asdict().items() if name not in "qkv"} | {"attn_mask_type": mask}
     if kind == "score_mod":
         others["score_mod"] = _alibi(torch.linspace(0.1, 1.0, HEADS, device=device))
+    if kind.startswith("fp8"):
+        recipe = others["fp8_recipe"] = fp8.Recipe(scaling="delayed" if kind == "fp8 delayed" else "current")
+        others["fp8_state"] = fp8.DelayedScaling(recipe, HEADS, device=device) if kind == "fp8 delayed" else None
     attends = implementations(kind, others, mask, tensors, has_gpu, has_flex)
     if has_gpu:
         spec, x = make_call(inputs, attn_mask_type=mask)
         exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
+        if kind.startswith("fp8"):
+            budget = attention(*tensors, **others, backend="eager")
         for attend in attends.values():
             if kind != "score_mod":
                 check_close("out", attend(*tensors), exact, budget)
@@ -150,6 +156,8 @@ def implementations(
 
     if kind == "sm_90":
         return {"flexattn triton, for sm_90": ours("triton")}
+    if kind.startswith("fp8"):
+        return {"flexattn triton": ours("triton")}
     attends = {"flexattn triton": ours("triton")}
     if has_gpu and (lacking := library_error()) is None:
         attends["flexattn cudnn"] = ours("cudnn")
@@ -292,16 +300,24 @@ print(json.dumps(times))
 
 
 def cold_start(has_gpu: bool) -> dict[str, float]:
-    """Milliseconds of what a process does once; the least of three processes, but for the one whose disk knows no kernel."""
+    """Milliseconds of what a process does once; the least of three processes, but for the one whose disk knows no kernel.
+
+    Python's bytecode is on disk, as pip leaves it there; what the import takes without is a line of its own.
+    """
     names = ("import torch", "import flexattn, after it", "import triton, which the first call needs", "first call", "second call")
     with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "TRITON_CACHE_DIR": folder, "FLEXATTN_KERNELS": str(Path(folder, "kernels"))}
-        made = [
-            json.loads(subprocess.run([sys.executable, "-c", CHILD], env=env, check=True, capture_output=True, text=True).stdout)
-            for _ in range(4)
-        ]
-    cold, *warm = made
+
+        def run(kernels: str) -> list[float]:
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+            env |= {"TRITON_CACHE_DIR": str(Path(folder, kernels)), "FLEXATTN_KERNELS": str(Path(folder, kernels, "kernels"))}
+            env["PYTHONPYCACHEPREFIX"] = str(Path(folder, "bytecode"))
+            ran = subprocess.run([sys.executable, "-c", CHILD], env=env, check=True, capture_output=True, text=True)
+            times: list[float] = json.loads(ran.stdout)
+            return times
+
+        (_, without_bytecode, *_), cold, *warm = [run("first"), *(run("second") for _ in range(4))]
     found = {name: 1e3 * min(run[i] for run in warm) for i, name in enumerate(names)}
+    found["import flexattn, with no bytecode on disk"] = 1e3 * without_bytecode
     return {**found, "first call, with no kernel on disk": 1e3 * cold[3]}
 
 

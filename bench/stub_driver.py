@@ -153,7 +153,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
     triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
     ops._capability = lambda device: capability  # type: ignore[assignment]
-    launch.current_stream, launch.is_current = lambda device: 0, lambda device: True
+    launch.current_stream, launch.stream_of, launch.is_current = lambda device: 0, lambda device: int, lambda device: True
     direct.current_device = lambda: 0
     launch._pretended = (10 * capability[0] + capability[1], processors)
     return library

@@ -62,9 +62,9 @@ def kernel_directory() -> str | None:
 
 
 _CHECKS = ("FLEXATTN_CHECK", "FLEXATTN_CANARY")
-_encode = getattr(os.environ, "encodekey", str)
-_CHECK_KEYS = tuple(_encode(name) for name in _CHECKS)
-_OTHER_KEYS = tuple(_encode(name) for name in VARIABLES if name not in _CHECKS)
+_KEYS = tuple(
+    getattr(os.environ, "encodekey", str)(name) for name in (*_CHECKS, *(name for name in VARIABLES if name not in _CHECKS))
+)
 
 
 def snapshot() -> tuple[Any, ...] | None:
@@ -72,12 +72,10 @@ def snapshot() -> tuple[Any, ...] | None:
 
     Reads what os.environ keeps them in, where it has that: asking os.environ for one takes half a microsecond.
     """
-    known = getattr(os.environ, "_data", os.environ)
-    for key in _CHECK_KEYS:
-        value = known.get(key)
-        if value and value not in ("0", b"0"):
-            return None
-    return tuple([known.get(key) for key in _OTHER_KEYS])
+    values = tuple(map(getattr(os.environ, "_data", os.environ).get, _KEYS))
+    if (values[0] or values[1]) and any(value and value not in ("0", b"0") for value in values[: len(_CHECKS)]):
+        return None
+    return values
 
 
 def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:

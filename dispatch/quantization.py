@@ -84,8 +84,12 @@ def amax_sizes(
     return (
         batch if granularity in ("batch_head", "block") else 1,
         x.shape[fmt.index("h")] if granularity != "tensor" else 1,
-        max(1, -(-max_seqlen // block_rows)) if granularity == "block" else 1,
+        num_blocks(max_seqlen, block_rows) if granularity == "block" else 1,
     )
+
+
+def num_blocks(max_seqlen: int, block_rows: int) -> int:
+    return torch.sym_max(1, -(-max_seqlen // block_rows))  # type: ignore[no-any-return, no-untyped-call]  # in a graph, for any length
 
 
 def _groups(
@@ -122,8 +126,9 @@ def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
         both = both ^ both >> shift
     is_inside = i[:, None] // size == i // size
     matrix = torch.where(is_inside, torch.where(both & 1 == 1, -1.0, 1.0), 0.0)
-    # The signs of a fixed hash, for without them a constant row would become one outlier.
-    signs = torch.where((i * 0x9E3779B1 >> 15) & 1 == 1, -1.0, 1.0)
+    # The signs of a fixed hash, for without them a constant row would become one outlier. Bit 15 of a product needs no higher bits
+    # of a factor, and Inductor would take all of them for an int32.
+    signs = torch.where((i * (0x9E3779B1 & 0xFFFF) >> 15) & 1 == 1, -1.0, 1.0)
     return signs[:, None] * matrix / math.sqrt(size)
 
 

@@ -51,6 +51,9 @@ def parse_format(qkv_format: str) -> tuple[str, str]:
     return q_format, kv_format
 
 
+OPEN_WINDOW = (-1, -1)  # what a call's window_size is where none is given
+
+
 def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_diagonal: bool | None) -> Band:
     """One band for a mask type and a window, aligned as TransformerEngine does.
 

@@ -8,7 +8,8 @@ address is enough: views are not made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flexattn.dispatch.select import Backend
 
 R = TypeVar("R")
+_NO_OPS: Mapping[Any, Callable[..., Any]] = {}
 _aten = torch.ops.aten
 _ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
 _ALLOCATIONS = frozenset(
@@ -61,8 +63,9 @@ class _Slot(int):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+    def __init__(self, inputs: Sequence[Tensor | None], inlined: Mapping[Any, Callable[..., Any]] = _NO_OPS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.inlined = inlined
         self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
         self.also: list[Tensor] = []  # those that stand for another
         self.slot_of: dict[int, int] = {}
@@ -79,6 +82,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.inlined:
+            with self:
+                return self.inlined[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
         if func is _aten.detach.default and self.slot(args[0]) in self.made:  # the same tensor, as nothing here has a graph
@@ -124,60 +130,75 @@ class Tape:
         self.device = device
         tensors = recorder.tensors
         roots = [_root(i, tensors, recorder) for i in range(len(tensors))]
-        self.constants = {i: t for i, t in enumerate(tensors) if i not in recorder.made and i not in recorder.inputs}
         needed = {i for i in results if i is not None}  # as tensors
         addressed: set[int] = set()
         kept: list[Any] = []
         has_launches = any(isinstance(step, _Launch) for step in recorder.steps)
-        for step in reversed([part for whole in recorder.steps for part in _parts(whole, tensors, has_launches)]):
+        places = _places(recorder)
+        steps = [part for whole in recorder.steps for part in _parts(whole, tensors, has_launches)]
+        born: dict[int | None, int] = {}  # the step that makes a tensor
+        for n, step in enumerate(steps):
+            for i in step.outs if isinstance(step, _Op) else ():
+                born.setdefault(i, n)
+        views: dict[int, set[int]] = {}  # of a tensor, those that begin further on in it and are launched with
+
+        def view_steps(root: int) -> list[Any]:
+            return [(_VIEW, places[view], (places[root], roots[view][1])) for view in views.pop(root, ())]
+
+        for n, step in reversed(list(enumerate(steps))):
             if isinstance(step, _Zero):
                 root, offset = roots[step.slot]
-                kept.append((_ZERO, None, (root, offset, step.size)))
+                kept.append((_ZERO, None, (places[root], offset, step.size)))
                 addressed.add(root)
             elif isinstance(step, _Launch):
                 addressed |= {roots[i][0] for i in step.tensors}
-                kept.append(_launch_step(step, roots))
+                for i in step.tensors:
+                    if roots[i][1]:
+                        views.setdefault(roots[i][0], set()).add(i)
+                begins = [places[i if roots[i][1] else roots[i][0]] for i in step.tensors]
+                kept.append((_LAUNCH, step.prepared.launch, _getter(begins)))
             elif isinstance(step, _Run):
                 needed |= set(step.buffers.values())
-                kept.append((_CALL, _runner(step.plan, tuple(step.buffers.items()), device), None))
+                buffers = tuple((uid, places[slot]) for uid, slot in step.buffers.items())
+                kept.append((_CALL, _runner(step.plan, buffers, device), None))
             elif step.writes or any(i in needed or i in addressed for i in step.outs):
-                kept.append(_op_step(step, tensors, needed))
+                for i in step.outs:
+                    if i is not None and born[i] == n:
+                        kept += view_steps(i)
+                kept.append(_op_step(step, tensors, needed, places))
+        for root in list(views):  # inputs and constants
+            kept += view_steps(root)
         self.steps = tuple(reversed(kept))
-        used = {i for i in self.constants if i in needed or i in addressed}
-        self.constants = {i: t for i, t in self.constants.items() if i in used}
-        self.constant_addresses = {i: t.data_ptr() for i, t in self.constants.items()}
-        self.inputs, self.results = recorder.inputs, tuple(results)
-        self.size = len(tensors)
+        self.num_inputs = len(recorder.inputs)
+        given = set(recorder.inputs)
+        others = [i for i in range(len(tensors)) if i not in given]  # in the order of their places, which come after the inputs'
+        is_constant = [i not in recorder.made and (i in needed or i in addressed) for i in others]
+        self.constants = {places[i]: tensors[i] for i, kept_alive in zip(others, is_constant, strict=True) if kept_alive}
+        self.more = [tensors[i] if kept_alive else None for i, kept_alive in zip(others, is_constant, strict=True)] + [None]
+        self.more_addresses = [0 if t is None else t.data_ptr() for t in self.more]
+        self.size = self.num_inputs + len(self.more)
+        self.results = _getter([self.size - 1 if i is None else places[i] for i in results])
         self.allocate = _allocator(device)
-        self.stream: Callable[[torch.device], int] = lambda device: 0
+        self.stream: Callable[[], int] = lambda: 0
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
-        self.is_plain: Callable[[], bool] = lambda: True
+        self.can_play: Callable[[], bool] = lambda: True
         if has_launches:
             from flexattn.kernels_triton import direct, launch
 
-            self.stream, self.is_plain, self.set_to_zero = launch.current_stream, launch.is_plain, direct.set_to_zero
-        self.is_current = _is_current if device.type == "cuda" else lambda device: True
+            self.stream, self.can_play, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
+        self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
 
-    def can_play(self) -> bool:
-        """Whether it may be played: not while someone wants to see launches, which Triton then has to make."""
-        return self.is_plain()
+    def play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, ...]:
+        """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None.
 
-    def play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> list[Any]:
-        """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None."""
-        if self.is_current(self.device):
-            return self._play(inputs, addresses)
-        with torch.cuda.device(self.device):
-            return self._play(inputs, addresses)
-
-    def _play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> list[Any]:
-        tensors: list[Any] = [None] * self.size
-        places = [0] * self.size
-        for slot, tensor, address in zip(self.inputs, inputs, addresses, strict=True):
-            if slot is not None:
-                tensors[slot], places[slot] = tensor, address
-        for slot, tensor in self.constants.items():
-            tensors[slot], places[slot] = tensor, self.constant_addresses[slot]
-        stream = self.stream(self.device)
+        Not to be called where `can_play()` is false: when someone wants to see launches, which Triton then has to make.
+        """
+        if self.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.play(inputs, addresses)
+        tensors: list[Any] = [*inputs, *self.more]
+        places = [*addresses, *self.more_addresses]
+        stream = self.stream()
         allocate = self.allocate
         for kind, what, how in self.steps:
             if kind is _LAUNCH:
@@ -185,14 +206,30 @@ class Tape:
             elif kind is _ALLOCATE:
                 tensors[what] = made = allocate(*how)
                 places[what] = made.data_ptr()
+            elif kind is _VIEW:
+                places[what] = places[how[0]] + how[1]
             elif kind is _ZERO:
                 self.set_to_zero(stream, places[how[0]] + how[1], how[2])
             else:
                 what(tensors, places)
-        return [None if slot is None else tensors[slot] for slot in self.results]
+        return self.results(tensors)
 
 
-_ALLOCATE, _ZERO, _LAUNCH, _CALL = "allocate", "zero", "launch", "call"
+def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    return itemgetter(*places) if len(places) > 1 else lambda found: tuple(found[place] for place in places)
+
+
+def _places(recorder: _Recorder) -> dict[int, int]:
+    """Of each slot, where `play` has it: an input where it is given first, the others after all inputs."""
+    places: dict[int, int] = {}
+    for i, slot in enumerate(recorder.inputs):
+        if slot is not None:
+            places.setdefault(slot, i)
+    others = (slot for slot in range(len(recorder.tensors)) if slot not in places)
+    return {**places, **{slot: len(recorder.inputs) + i for i, slot in enumerate(others)}}
+
+
+_ALLOCATE, _VIEW, _ZERO, _LAUNCH, _CALL = "allocate", "view", "zero", "launch", "call"
 
 
 def record(
@@ -201,15 +238,19 @@ def record(
     inputs: Sequence[Tensor | None],
     results_of: Callable[[R], Sequence[Tensor | None]],
     device: torch.device,
+    also: Backend | None = None,
+    inlined: Mapping[Any, Callable[..., Any]] = _NO_OPS,
 ) -> tuple[R, Tape | None]:
     """What `call`, a run of the backend, gives, and a tape of it, or None where it did what no tape can hold.
 
     inputs: every tensor that the call reads and that another call may have another of; aligned alike then, and the same where they
     are the same here.
     results_of: the tensors of what it gives, in an order.
+    also: another backend that runs a part of it.
+    inlined: operators of which not the call is taken down but what these functions do, which are their kernels.
     """
-    recorder = _Recorder(inputs)
-    with recorder, backend.watched(recorder.told):
+    recorder = _Recorder(inputs, inlined)
+    with recorder, backend.watched(recorder.told), contextlib.nullcontext() if also is None else also.watched(recorder.told):
         result = call()
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
     if recorder.trouble or -1 in results or all(isinstance(step, _Op) for step in recorder.steps):
@@ -228,25 +269,10 @@ def _root(slot: int, tensors: Sequence[Tensor], recorder: _Recorder) -> tuple[in
     return slot, 0
 
 
-def _launch_step(step: _Launch, roots: Sequence[tuple[int, int]]) -> tuple[str, Any, Callable[[list[int]], tuple[int, ...]]]:
-    slots = [roots[i][0] for i in step.tensors]
-    offsets = [roots[i][1] for i in step.tensors]
-    if len(slots) == 1:
-        return _LAUNCH, step.prepared.launch, lambda places: (places[slots[0]] + offsets[0],)
-    gather = itemgetter(*slots)
-    if not any(offsets):
-        return _LAUNCH, step.prepared.launch, gather
-    return _LAUNCH, step.prepared.launch, lambda places: tuple(map(int.__add__, gather(places), offsets))
-
-
-def _is_current(device: torch.device) -> bool:
-    return torch._C._cuda_getDevice() == device.index
-
-
-def _runner(plan: Any, slots: tuple[tuple[int, int], ...], device: torch.device) -> Callable[[list[Any], list[int]], None]:
+def _runner(plan: Any, buffers: tuple[tuple[int, int], ...], device: torch.device) -> Callable[[list[Any], list[int]], None]:
     from flexattn.kernels_cudnn.execute import execute
 
-    return lambda tensors, places: execute(plan, {uid: tensors[slot] for uid, slot in slots}, device)
+    return lambda tensors, places: execute(plan, {uid: tensors[place] for uid, place in buffers}, device)
 
 
 def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: bool) -> list[_Op | _Launch | _Run | _Zero]:
@@ -263,16 +289,18 @@ def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: boo
     return [step]
 
 
-def _op_step(op: _Op, tensors: Sequence[Tensor], needed: set[int]) -> tuple[str, Any, Any]:
+def _op_step(op: _Op, tensors: Sequence[Tensor], needed: set[int], places: dict[int, int]) -> tuple[str, Any, Any]:
     """An op to be played; its tensors join those `needed`. For an allocation torch's op is not needed."""
     out = None if op.outs[0] is None else tensors[op.outs[0]]
-    if op.func in _ALLOCATIONS and out is not None:
-        return _ALLOCATE, op.outs[0], (tuple(out.shape), out.stride(), out.dtype)
+    if op.func in _ALLOCATIONS and op.outs[0] is not None and out is not None:
+        return _ALLOCATE, places[op.outs[0]], (tuple(out.shape), out.stride(), out.dtype)
     needed |= {int(x) for x in op.leaves if type(x) is _Slot}
-    return _CALL, _caller(op), None
+    leaves = [_Slot(places[x]) if type(x) is _Slot else x for x in op.leaves]
+    return _CALL, _caller(op._replace(leaves=leaves, outs=tuple(None if i is None else places[i] for i in op.outs))), None
 
 
 def _caller(op: _Op) -> Callable[[list[Any], list[int]], None]:
+    """What makes an op's call, with places in the stead of slots."""
     args, kwargs = tree_unflatten(op.leaves, op.tree)
     own_args = [(i, int(x)) for i, x in enumerate(args) if type(x) is _Slot]
     own_kwargs = [(name, int(x)) for name, x in kwargs.items() if type(x) is _Slot]

@@ -217,6 +217,11 @@ def can_be_taped() -> bool:
     return not INTERPRETED
 
 
+def quantises_untaped(device: torch.device) -> bool:
+    """Whether the kernels quantise on the device, and in a way that no tape can hold."""
+    return _can_quantize(device) and not can_be_taped()
+
+
 def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
     from flexattn.kernels_triton.launch import watched_launches
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.program import evaluate
-from flexattn.score_mod import Mod, trace_mods
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn.score_mod import Mod
 
 MOST_AT_ONCE = 1 << 24  # elements of the mask that exist at a time
 _NAME = "_flexattn_lists"
@@ -51,6 +52,8 @@ def create_block_mask(
         ValueError: a size that is no multiple of 16, or a mask_mod that cannot be traced.
     """
     from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn.score_mod import trace_mods
 
     size_q, size_kv = _block_size(BLOCK_SIZE)
     batch, heads = B or 1, H or 1

@@ -13,9 +13,10 @@ where its backend's kernels can be, and from then on it is played. At most 1024 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -32,13 +33,14 @@ from flexattn.captures import Captures, find_captures
 from flexattn.dispatch import context, options
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import backend_module, select
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size
+from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size
 from flexattn.dispatch.tape import Tape, record
 
 MOST_CALLS = 1024
 _MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
+_RNG_STATE = _TENSOR_FIELDS.index("rng_state")
 
 _calls: OrderedDict[Hashable, Call | None] = OrderedDict()  # None: it came once
 _lock = threading.Lock()
@@ -59,14 +61,13 @@ def clear_cache() -> None:
 
 
 _NEW: Any = object()
-_NOTHING = contextlib.nullcontext()
 
 
 class Request(NamedTuple):
     """A call that has a key, and what of it is no part of that."""
 
     key: Hashable
-    tensors: tuple[Tensor | None, ...]  # in the order of Operands
+    tensors: tuple[Tensor | None, ...]  # as the Operands' fields, all of them or q, k and v; then what else a kind of call has
     addresses: list[int]
     captures: tuple[Captures, ...]
     block_mask: Any
@@ -81,6 +82,7 @@ def look_up(
 ) -> tuple[Request | None, Call | None]:
     """The key of a call, or None where it has none, and the call that was made with it.
 
+    tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and what else a kind of call has.
     others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
     block_mask, or None.
     """
@@ -88,7 +90,11 @@ def look_up(
         state = _state()
         if state is None:
             return None, None
-        parts: list[Any] = [others, tuple(window_size), state, type(window_size), *map(type, others), *map(type, window_size)]
+        parts: list[Any] = [len(tensors), state, others, *map(type, others)]
+        if window_size is OPEN_WINDOW:
+            parts.append(None)
+        else:
+            parts += (tuple(window_size), type(window_size), *map(type, window_size))
         addresses, together, ids = [], 0, []
         for t in tensors:
             if t is None:
@@ -126,7 +132,7 @@ def look_up(
             parts.append(_same(ids))
         whole = tuple(parts)
         known = _calls.get(whole, _NEW)
-        request = Request(whole, tensors, addresses, captures, block_mask, known is not _NEW)
+        request = _request((whole, tensors, addresses, captures, block_mask, known is not _NEW))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
         return None, None
     if known is None or known is _NEW:
@@ -134,6 +140,9 @@ def look_up(
     known.is_used = True
     _counts["hits"] += 1
     return request, known
+
+
+_request = functools.partial(tuple.__new__, Request)  # what a NamedTuple's own constructor does, in half the time
 
 
 def _low_bits(addresses: Sequence[int]) -> bytes:
@@ -154,27 +163,29 @@ def _state() -> Hashable | None:
     if environment is None:
         return None
     autocast = None
-    if torch._C._is_any_autocast_enabled():
+    if _has_autocast():
         autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
-    return (
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        context.current(),
-        environment,
-        select.generation,
-        autocast,
-    )
+    return (_has_grad(), torch.are_deterministic_algorithms_enabled(), context.current(), environment, select.generation, autocast)
+
+
+# Found once: each look into torch's modules costs a call some 20 ns.
+_has_grad, _has_autocast, _is_profiled = (
+    torch.is_grad_enabled,
+    torch._C._is_any_autocast_enabled,
+    torch._C._autograd._profiler_enabled,
+)
+_num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
 def _is_ordinary() -> bool:
     """Whether no mode, transform or trace wants to see the operators."""
-    c = torch._C
     return not (
-        c._len_torch_dispatch_stack()
-        or c._functorch.peek_interpreter_stack() is not None
+        _num_modes()
+        or _transform() is not None
         or forward_ad._current_level >= 0
-        or c._get_tracing_state() is not None
-        or (c._is_torch_function_mode_enabled() and not _are_device_contexts())
+        or _trace() is not None
+        or (_has_function_mode() and not _are_device_contexts())
     )
 
 
@@ -209,22 +220,26 @@ def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...
     return tuple(found), tuple(parts)
 
 
-def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None) -> Call | None:
+def new_call(
+    request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, kind: Callable[..., Call] | None = None
+) -> Call | None:
     """A call that came before, to be kept; None where its operands are not the arguments as they were.
 
-    alibi_slopes: the argument; the slopes that stand in for None are the same each time.
+    alibi_slopes: the argument; the slopes that stand in for None are the same each time. kind: what is made of it, where that is no
+    plain `Call`; it sees to the descales itself.
     """
-    others = (value for name, value in x._asdict().items() if name not in (*_TENSOR_FIELDS, "mod_tensors", "block_mask"))
+    known = {*_TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if kind is not None else set())
+    others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
         return None  # a tensor that `Call.operands` would not put in its place
-    if x.alibi_slopes is not None and x.alibi_slopes.is_inference():
-        return None
+    if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or (x.q.is_cuda and torch.cuda.is_current_stream_capturing())):
+        return None  # a captured graph's slopes are not for later calls
     given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
     position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
+    has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
+    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: len(request.tensors)]
     sources: list[int | Tensor | None] = []
-    for name, t in zip(
-        (*_TENSOR_FIELDS, *("mod" for _ in x.mod_tensors)), (*x[: len(_TENSOR_FIELDS)], *x.mod_tensors), strict=True
-    ):
+    for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
         if t is None or name == "rng_state":
             sources.append(None)
         elif id(t) in position:
@@ -233,7 +248,7 @@ def new_call(request: Request, x: Operands, settings: ops.Settings, alibi_slopes
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    return Call(x, settings, sources)
+    return (kind or Call)(x, settings, names, sources)
 
 
 def remember(request: Request, call: Call | None) -> None:
@@ -251,45 +266,49 @@ def remember(request: Request, call: Call | None) -> None:
 class Call:
     """A call as its key has it: the spec, and per direction a tape once there is one."""
 
-    def __init__(self, x: Operands, settings: ops.Settings, sources: Sequence[int | Tensor | None]) -> None:
+    def __init__(self, x: Operands, settings: ops.Settings, names: Sequence[str], sources: Sequence[int | Tensor | None]) -> None:
+        """names: of the operands' tensors that it has or may have, the first so many of them."""
         self.spec = ops.spec_to_run(x, settings)
         self.settings = settings
         self.request = settings.backend
         self.device = x.q.device
         self.is_used = False
-        self.num_fields = len(_TENSOR_FIELDS)
+        self.names = tuple(names)
         self.num_mods = len(x.mod_tensors)
         # All but tensors, so that nothing of a user's is kept alive.
         nothing: dict[str, Any] = dict.fromkeys(_TENSOR_FIELDS)
         self.template = x._replace(**nothing, mod_tensors=(), block_mask=())
         self.sources = tuple(sources)
-        self.rng_at = _TENSOR_FIELDS.index("rng_state")
         self.has_dropout = x.dropout_p > 0.0
         is_plain = not (self.has_dropout or x.mod_tensors or x.block_mask)
         self.is_as_given = is_plain and not any(isinstance(s, Tensor) for s in self.sources)
         self.block_arguments = (len(x.block_mask) > 0) and _block_arguments(self.spec, x)
-        names = ("q", "k", "v", "bias", "softmax_offset")
-        self.differentiable = [i for i, name in enumerate(_TENSOR_FIELDS) if name in names and getattr(x, name) is not None]
-        self.gradients = [names.index(_TENSOR_FIELDS[i]) for i in self.differentiable]  # their places among Gradients
-        self.differentiable += range(self.num_fields, self.num_fields + self.num_mods)
+        differentiable = ("q", "k", "v", "bias", "softmax_offset")
+        leaves = [i for i, name in enumerate(names) if name in differentiable and getattr(x, name) is not None]
+        self.gradients = [differentiable.index(names[i]) for i in leaves]  # their places among Gradients
+        self.leaves = itemgetter(*leaves, *range(len(names), len(names) + self.num_mods))
         blocks = len(x.block_mask)
-        self.num_inputs = self.num_fields + self.num_mods + blocks
-        is_given = [t is not None for t in x[: self.num_fields]] + [True] * (self.num_mods + blocks)
-        is_given[self.rng_at] = self.has_dropout
+        self.num_inputs = len(names) + self.num_mods + blocks
+        is_given = [getattr(x, name) is not None for name in names] + [True] * (self.num_mods + blocks)
+        if self.has_dropout:
+            is_given[_RNG_STATE] = True  # drawn for each call where it is not an argument
+        self.num_saved = self.num_inputs
         self.given = [i for i, is_there in enumerate(is_given) if is_there]
         self.saved = itemgetter(*self.given)
+        self.is_tapeable = True  # as far as more than its backends is concerned
         self.tape: Tape | None = None
         self.is_final = False  # whether there is or will be no tape
         self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
 
-    def run(self, request: Request, returns_lse: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, max_logit) of a call with this key; lse is not differentiable unless it is returned."""
+    def run(self, request: Request, returns_lse: bool) -> Any:
+        """out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
         tensors, addresses = request.tensors, request.addresses
         if not self.is_as_given:
             tensors, addresses = self._inputs(request)
         if self.spec.needs_grad:
-            leaves = [tensors[i] for i in self.differentiable]
-            return _record((self, tensors, addresses, returns_lse), *leaves)  # type: ignore[no-any-return]
+            if returns_lse or self.spec.return_max_logit:
+                return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
+            return _record_out((self, tensors, addresses), *self.leaves(tensors)), None, None
         return self.forward(tensors, addresses)
 
     def _inputs(self, request: Request) -> tuple[tuple[Tensor | None, ...], list[int]]:
@@ -298,44 +317,45 @@ class Call:
             given += [t for _, t in captures.tensors]
         tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]
         if self.has_dropout:
-            state = request.tensors[self.rng_at]
-            tensors[self.rng_at] = ops.new_rng_state(self.device) if state is None else state
+            state = request.tensors[_RNG_STATE] if len(request.tensors) > _RNG_STATE else None
+            tensors[_RNG_STATE] = ops.new_rng_state(self.device) if state is None else state
         if self.block_arguments:
             tensors += block_lists(request.block_mask, *self.block_arguments, self.device).tensors
+        tensors += request.tensors[len(self.names) :]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
-        named: dict[str, Any] = dict(zip(_TENSOR_FIELDS, tensors, strict=False))
-        mod_tensors: Any = tuple(tensors[self.num_fields :])
+        named: dict[str, Any] = dict(zip(self.names, tensors, strict=False))
+        mod_tensors: Any = tuple(tensors[len(self.names) : self.num_inputs])
         named |= {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
         return self.template._replace(**named)
 
-    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        if torch._C._autograd._profiler_enabled():  # which then sees it as the operator that it is not
+    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
+        """out, lse, max_logit, and then what else a kind of call gives."""
+        if _is_profiled():  # by a profiler, which then sees it as the operator that it is not
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
-        return self._forward(tensors, addresses)
-
-    def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         tape = self.tape
         if tape is not None and tape.can_play():
-            return tape.play(tensors, addresses)  # type: ignore[return-value]
-        x = self.operands(tensors)
-        if tape is None and not self.is_final and _can_be_taped(self.spec, "forward", self.request):
+            return tape.play(tensors, addresses)
+        return self._forward(tensors, addresses)
+
+    def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
+        tape = self.tape
+        if tape is not None and tape.can_play():
+            return tape.play(tensors, addresses)
+        if tape is None and not self.is_final and self._can_be_taped(self.spec, "forward"):
             self.is_final = True
-            backend = backend_module(select(self.spec, "forward", self.request).backend)
-            wanted = 3 if self.spec.return_max_logit else 2
             with contextlib.suppress(Refused):  # then the ordinary way asks another backend
-                results, self.tape = record(
-                    backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device
-                )
+                results, self.tape = self.take_down(tensors)
                 _counts["tapes"] += self.tape is not None
                 return results
-        return ops.run_forward(self.spec, self.request, x)
+        return self.compute(tensors)
 
     def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
         inputs = (*tensors, out, lse, dout, dlse)
-        # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back.
+        # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
+        # the call's, and autograd sees to it that dout's and dlse's are.
         parts: list[Any] = [select.generation, options.snapshot()]
         addresses, together, ids = [], 0, []
         for t in inputs:
@@ -347,7 +367,7 @@ class Call:
                 together |= address
                 addresses.append(address)
                 ids.append(id(t))
-                parts += (t.shape, t.stride())
+                parts.append(t.stride())
         if together & 15:
             parts.append(_low_bits(addresses))
         if len(set(ids)) < len(ids):
@@ -355,26 +375,42 @@ class Call:
         key = tuple(parts)
         found = self.backwards.get(key)
         if isinstance(found, Tape) and found.can_play():
-            dense = found.play(inputs, addresses)
-            dq, dk, dv, dbias, doffset, *dmod_tensors = dense
+            dq, dk, dv, dbias, doffset, *dmod_tensors = found.play(inputs, addresses)
             return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
-        x, spec = self.operands(tensors), self.spec._replace(needs_lse_grad=dlse is not None)
-        if found is _SEEN and _can_be_taped(spec, "backward", self.request):
-            backend = backend_module(select(spec, "backward", self.request).backend)
+        spec = self.spec.of_backward()._replace(needs_lse_grad=dlse is not None)
+        if found is _SEEN and self._can_be_taped(spec, "backward"):
             with contextlib.suppress(Refused):
-                gradients, tape = record(
-                    backend,
-                    lambda: backend.backward(spec, x, out, lse, dout, dlse),
-                    inputs,
-                    lambda g: (*g[:-1], *(g.dmod_tensors or ())),
-                    self.device,
-                )
+                gradients, tape = self.take_down_backward(inputs, spec)
                 self._keep(key, _NEVER if tape is None else tape)
                 _counts["tapes"] += tape is not None
                 return gradients
         if found is None:
             self._keep(key, _SEEN)
-        return ops.run_backward(spec, self.request, x, out, lse, dout, dlse)
+        return self.compute_backward(inputs, spec)
+
+    # What of a call depends on its kind. Tensors are its inputs, and for a backward then out, lse, dout and dlse.
+
+    def compute(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+        return ops.run_forward(self.spec, self.request, self.operands(tensors))
+
+    def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
+        backend, x = backend_module(select(self.spec, "forward", self.request).backend), self.operands(tensors)
+        wanted = 3 if self.spec.return_max_logit else 2
+        return record(backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device)
+
+    def compute_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
+        return ops.run_backward(spec, self.request, self.operands(inputs), *inputs[-4:])
+
+    def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
+        backend, x = backend_module(select(spec, "backward", self.request).backend), self.operands(inputs)
+        return record(backend, lambda: backend.backward(spec, x, *inputs[-4:]), inputs, flat_gradients, self.device)
+
+    def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
+        """By the operators, for who wants to see them."""
+        return ops.gradients(self.operands(inputs), self.settings, *inputs[-4:])
+
+    def _can_be_taped(self, spec: AttentionSpec, direction: Direction) -> bool:
+        return self.is_tapeable and backend_module(select(spec, direction, self.request).backend).can_be_taped()
 
     def _keep(self, key: Hashable, found: Tape | str) -> None:
         with _lock:
@@ -386,8 +422,8 @@ class Call:
 _SEEN, _NEVER = "seen", "never"  # of a backward that has no tape: the next one is taken down, or none can be
 
 
-def _can_be_taped(spec: AttentionSpec, direction: Direction, request: str) -> bool:
-    return backend_module(select(spec, direction, request).backend).can_be_taped()
+def flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
+    return (*gradients[:-1], *(gradients.dmod_tensors or ()))
 
 
 def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, int]:
@@ -413,29 +449,55 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _backward_once(ctx, dout, dlse)
-        return _backward(ctx, dout, dlse)
+        return run_backward(ctx, dout, dlse)
 
 
-# As `_Attention.apply`, without what that does for torch.func's transforms, under which no call has a key.
+class _Out(torch.autograd.Function):
+    """`_Attention` of a call that returns no more than out: each result costs, and so does what says that gradients may lack."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Call, Sequence[Tensor | None], list[int]], *leaves: Tensor) -> Tensor:
+        call, tensors, addresses = made
+        out, lse, _ = call.forward(tensors, addresses)
+        ctx.call = call
+        ctx.save_for_backward(out, lse, *call.saved(tensors))
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return run_backward(ctx, dout, None)
+
+
+# As their `apply`, without what that does for torch.func's transforms, under which no call has a key.
 _record: Any = super(torch.autograd.Function, _Attention).apply
+_record_out: Any = super(torch.autograd.Function, _Out).apply
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+    """A Function's backward; more: inputs of it that are not saved."""
+    run = _backward_once if torch.is_grad_enabled() else _backward
+    return run(ctx, dout, dlse, *more)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *saved = ctx.saved_tensors
     call: Call = ctx.call
-    tensors: list[Any] = [None] * call.num_inputs
-    for i, t in zip(call.given, saved, strict=True):
-        tensors[i] = t
+    tensors: list[Any] = saved
+    if len(saved) < call.num_saved:
+        tensors = [None] * call.num_saved
+        for i, t in zip(call.given, saved, strict=True):
+            tensors[i] = t
+    tensors += more
     if dout is None:  # only lse was used
         dout = torch.zeros_like(out)
     is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
     if not is_played or type(dout) not in _PLAIN or dout.is_neg():
-        gradients = ops.gradients(call.operands(tensors), call.settings, out, lse, dout, dlse)
-    else:
-        with record_function("flexattn::attention_backward") if torch._C._autograd._profiler_enabled() else _NOTHING:
+        gradients = call.operator_backward((*tensors, out, lse, dout, dlse))
+    elif _is_profiled():
+        with record_function("flexattn::attention_backward"):
             gradients = call.backward(tensors, out, lse, dout, dlse)
+    else:
+        gradients = call.backward(tensors, out, lse, dout, dlse)
     dense: tuple[Any, ...] = gradients
     if not call.num_mods:
         return (None, *[dense[i] for i in call.gradients])

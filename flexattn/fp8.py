@@ -112,6 +112,11 @@ class Recipe:
         return (self.block_rows or BLOCK_ROWS) if self.granularity == "block" else 0
 
 
+_DEFAULTS = tuple(
+    (field.name, field.default) for field in dataclasses.fields(Recipe)
+)  # as Dynamo does not trace dataclasses.fields
+
+
 class QuantizedTensor(NamedTuple):
     """x ≈ data * descale: `data` in float8, laid out as x; the others fp32 [b | 1, h | 1, blocks | 1], as the granularity says."""
 
@@ -150,23 +155,26 @@ class DelayedScaling(torch.nn.Module):
         found: Tensor = getattr(self, f"scale_{name}")
         return found
 
-    @torch.no_grad()
+    def history(self, name: str) -> Tensor:
+        """fp32 [amax_history_len, heads | 1]: a tensor's amax in this step, so far, and in those before."""
+        found: Tensor = getattr(self, f"amax_history_{name}")
+        return found
+
     def note(self, name: str, amax: Tensor) -> None:
         """This step's amax of a tensor, [1, heads | 1, 1]; the largest counts."""
-        newest = getattr(self, f"amax_history_{name}")[0]
-        torch.maximum(newest, amax.view(-1), out=newest)
+        fp8_ops.note_amax(self.history(name), amax)
 
     @torch.no_grad()
     def update(self) -> None:
         """The next step: scales from the history, which moves on by one."""
         for name in TENSORS:
-            history = getattr(self, f"amax_history_{name}")
+            history = self.history(name)
             amax = history.amax(0) if self.recipe.amax_compute_algo != "most_recent" else history[0]
             if name == "out":
                 dtype = self.recipe.out_dtype if self.recipe.out_dtype in FP8_DTYPES else torch.float8_e4m3fn
             else:
                 dtype = self.recipe.grad_dtype if name == "dout" else torch.float8_e4m3fn
-            scale = getattr(self, f"scale_{name}")
+            scale = self.scale(name)
             scale.copy_(torch.where(amax > 0, scale_of(amax, dtype, self.recipe.margin), scale))
             history.copy_(history.roll(1, 0))
             history[0].zero_()
@@ -229,11 +237,6 @@ def check_recipe(recipe: Any, state: Any) -> None:
     """That both are what they should be, and that one comes with the other."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
-    if state is not None and torch.compiler.is_compiling():
-        raise RuntimeError(
-            "fp8_state is given in a graph of torch.compile, whose backward would not note dout's amax; accepted: a call outside "
-            "the graph (torch.compiler.disable), or scaling 'current'"
-        )
     is_delayed = recipe is not None and recipe.scaling == "delayed"
     if state is not None and not isinstance(state, DelayedScaling):
         raise TypeError(f"fp8_state is {describe(state)}; accepted: a flexattn.fp8.DelayedScaling, or None")
@@ -276,11 +279,11 @@ def make_plan(
     if given:
         used = {"out_dtype"} | ({"granularity", "block_rows"} if recipe.granularity == "block" or to_fp8 else set())
         used |= {"scaling", "margin", "amax_history_len", "amax_compute_algo"} if to_fp8 else set()
-        for field in dataclasses.fields(Recipe):
-            if field.name not in used and getattr(recipe, field.name) != field.default:
+        for name, default in _DEFAULTS:
+            if name not in used and getattr(recipe, name) != default:
                 raise ValueError(
-                    f"fp8_recipe.{field.name} is {getattr(recipe, field.name)!r}, which has no effect where q, k and v "
-                    f"are FP8 already; accepted: {field.default!r}"
+                    f"fp8_recipe.{name} is {getattr(recipe, name)!r}, which has no effect where q, k and v are FP8 already; "
+                    f"accepted: {default!r}"
                 )
         return None, fields
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -307,7 +310,7 @@ def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads:
             )
 
 
-def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: DelayedScaling | None) -> QuantizedTensor:
+def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: fp8_ops.State | None) -> QuantizedTensor:
     """out in the FP8 dtype that the recipe asks for, by its scaling."""
     fmt, _ = parse_format(settings.qkv_format)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
@@ -317,5 +320,5 @@ def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, s
         *fp8_ops.quantize(out, *lengths, scale, fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
     )
     if state is not None:
-        state.note("out", found.amax)
+        fp8_ops.note_amax(state.history("out"), found.amax)
     return found

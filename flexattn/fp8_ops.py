@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,15 +11,16 @@ from torch.autograd.function import once_differentiable
 
 from flexattn import ops
 from flexattn.dispatch import quantization, triton_backend
-from flexattn.dispatch.program import parse_program
-from flexattn.dispatch.spec import Operands, parse_format
+from flexattn.dispatch.spec import Gradients, Operands, parse_format
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "quantize(Tensor x, Tensor? cu_seqlens, Tensor? cu_seqlens_padded, SymInt max_seqlen, Tensor? scale, str fmt, str dtype,"
     " str granularity, int block_rows, int margin, bool rotation) -> (Tensor data, Tensor descale, Tensor amax)"
 )
+_library.define("note_amax(Tensor(a!) history, Tensor amax) -> ()")
 quantize = torch.ops.flexattn.quantize.default
+note_amax = torch.ops.flexattn.note_amax.default
 
 
 class State(Protocol):
@@ -26,7 +28,7 @@ class State(Protocol):
 
     def scale(self, name: str) -> Tensor: ...
 
-    def note(self, name: str, amax: Tensor) -> None: ...
+    def history(self, name: str) -> Tensor: ...
 
 
 class Plan(NamedTuple):
@@ -71,26 +73,55 @@ def _quantize_fake(
     return x.new_empty(x.shape, dtype=quantization.dtype_of(dtype)), descale, amax
 
 
+def _note_amax(history: Tensor, amax: Tensor) -> None:
+    """The largest of a step, in the newest row of a history."""
+    newest = history[0]
+    torch.maximum(newest, amax.view(-1), out=newest)
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("quantize", _quantize, _key)
+    _library.impl("note_amax", _note_amax, _key)
 torch.library.register_fake("flexattn::quantize", _quantize_fake, lib=_library)
+torch.library.register_fake("flexattn::note_amax", lambda history, amax: None, lib=_library)
+KERNELS: Mapping[Any, Callable[..., Any]] = {
+    quantize: _quantize,
+    note_amax: _note_amax,
+    ops._forward_op: ops._forward,
+    ops._backward_op: ops._backward,
+}  # of the operators that a call runs
 
 
 def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a checked call on 16-bit q, k and v; out and lse are differentiable."""
     ops.refuse_transforms(x)
-    scales = (None,) * 4 if state is None else tuple(state.scale(name) for name in ("q", "k", "v", "dout"))
     if settings.needs_grad:
-        note = None if state is None else state.note
-        call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, note, len(x.mod_tensors))
+        scales = _scales(state)
+        x = ops.distinct(x)
+        history = None if state is None else state.history("dout")
+        call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, history, len(x.mod_tensors))
         *results, amax_q, amax_k, amax_v = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]
-    else:
-        x8, amaxes = _quantized(x, settings, plan, scales[:3])
-        results, (amax_q, amax_k, amax_v) = ops._forward_op(*x8, *settings), amaxes
+        _note(state, (amax_q, amax_k, amax_v))
+        return tuple(results)
+    return forward(x, settings, plan, state)[0]
+
+
+def forward(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[tuple[Tensor, Tensor, Tensor], Operands]:
+    """(out, lse, max_logit) without autograd, and the call in FP8."""
+    x8, amaxes = _quantized(x, settings, plan, _scales(state)[:3])
+    results = ops._forward_op(*x8, *settings)
+    _note(state, amaxes)
+    return tuple(results), x8
+
+
+def _scales(state: State | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 4 if state is None else tuple(state.scale(name) for name in ("q", "k", "v", "dout"))
+
+
+def _note(state: State | None, amaxes: Sequence[Tensor]) -> None:
     if state is not None:
-        for name, amax in (("q", amax_q), ("k", amax_k), ("v", amax_v)):
-            state.note(name, amax)
-    return tuple(results)
+        for name, amax in zip("qkv", amaxes, strict=True):
+            note_amax(state.history(name), amax)
 
 
 def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
@@ -125,6 +156,33 @@ def unrotate(gradient: Tensor) -> Tensor:
     return (gradient.float() @ matrix.T).to(gradient.dtype)
 
 
+def gradients(
+    x: Operands,
+    settings: ops.Settings,
+    plan: Plan,
+    scale: Tensor | None,
+    history: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Of a call whose forward gave out and lse.
+
+    x: in FP8, or as it came with bf16_backward. scale, history: dout's, of delayed scaling.
+    """
+    if settings.bf16_backward:
+        settings = settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False)
+        return ops.gradients(x, settings, out, lse, dout, dlse)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
+    kind = (plan.granularity, plan.block_rows, plan.margin, False)
+    dout, descale, amax = quantize(dout, *lengths, scale, parse_format(settings.qkv_format)[0], plan.grad_dtype, *kind)
+    if history is not None:
+        note_amax(history, amax)
+    found = ops.gradients(x._replace(descales=[*x.descales, descale]), settings, out, lse, dout, dlse)
+    return found._replace(dq=unrotate(found.dq), dk=unrotate(found.dk)) if plan.rotation else found
+
+
 _OPERANDS, _SETTINGS, _PLAN = (len(fields) for fields in (Operands._fields, ops.Settings._fields, Plan._fields))
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")
 
@@ -132,14 +190,14 @@ _NUM_TENSORS = Operands._fields.index("max_seqlen_q")
 def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, Plan, tuple[Tensor | None, ...], Any]:
     ends = [_OPERANDS, _OPERANDS + _SETTINGS, _OPERANDS + _SETTINGS + _PLAN, _OPERANDS + _SETTINGS + _PLAN + 4]
     x, settings, plan = Operands(*call[: ends[0]]), ops.Settings(*call[ends[0] : ends[1]]), Plan(*call[ends[1] : ends[2]])
-    scales, (note, num_mods), lists = call[ends[2] : ends[3]], call[ends[3] : ends[3] + 2], call[ends[3] + 2 :]
-    return x._replace(mod_tensors=lists[:num_mods], block_mask=lists[num_mods:]), settings, plan, scales, note
+    scales, (history, num_mods), lists = call[ends[2] : ends[3]], call[ends[3] : ends[3] + 2], call[ends[3] + 2 :]
+    return x._replace(mod_tensors=lists[:num_mods], block_mask=lists[num_mods:]), settings, plan, scales, history
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
-        x, settings, plan, scales, note = _unflat(call)
+        x, settings, plan, scales, history = _unflat(call)
         x8, amaxes = _quantized(x, settings, plan, scales[:3])
         out, lse, max_logit = ops._forward_op(*x8, *settings)
         ctx.mark_non_differentiable(max_logit, *amaxes)
@@ -147,14 +205,15 @@ class _Attention(torch.autograd.Function):
         kept = x if settings.bf16_backward else x8
         ctx.save_for_backward(out, lse, scales[3], *kept[:_NUM_TENSORS], *kept.mod_tensors, *kept.block_mask, *kept.descales)
         ctx.sizes = len(x.mod_tensors), len(x.block_mask)
-        ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan, note
+        ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan
+        ctx.history = history  # which is not saved, as it changes
         return out, lse, max_logit, *amaxes
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
         out, lse, scale, *tensors = ctx.saved_tensors
-        values, settings, plan, note = ctx.rest
+        values, settings, plan = ctx.rest
         mods, blocks = ctx.sizes
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
@@ -162,28 +221,10 @@ class _Attention(torch.autograd.Function):
         x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
             mod_tensors=lists[:mods], block_mask=lists[mods : mods + blocks], descales=lists[mods + blocks :]
         )
-        if settings.bf16_backward:
-            settings = settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False)
-        else:
-            lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-            fmt = parse_format(settings.qkv_format)[0]
-            kind = (plan.granularity, plan.block_rows, plan.margin, False)
-            dout, descale, amax = quantize(dout, *lengths, scale, fmt, plan.grad_dtype, *kind)
-            if note is not None:
-                note("dout", amax)
-            x = x._replace(descales=[*x.descales, descale])
-        dq, dk, dv, dbias, doffset, dmod_tensors = ops._backward_op(dout, dlse, out, lse, *x, *settings)
-        if plan.rotation and settings.fp8_out:
-            dq, dk = unrotate(dq), unrotate(dk)
-        gradients = {
-            "q": dq,
-            "k": dk,
-            "v": dv,
-            "bias": dbias if settings.needs_bias_grad else None,
-            "softmax_offset": None if x.softmax_offset is None else doffset,
-        }
-        program, left = parse_program(settings.mods) if settings.mods else None, iter(dmod_tensors)
-        of_mods = (next(left) if needs_grad else None for needs_grad in (program.tensor_needs_grad if program else ()))
-        of_fields = (gradients.get(name) for name in Operands._fields)
+        found = gradients(x, settings, plan, scale, ctx.history, out, lse, dout, dlse)
+        named = dict(zip(("q", "k", "v", "bias", "softmax_offset"), found[:-1], strict=True))
+        flags, left = ops.captures_with_gradients(settings.mods), iter(found.dmod_tensors or ())
+        of_mods = (next(left) if needs_grad else None for needs_grad in flags)
+        of_fields = (named.get(name) for name in Operands._fields)
         others = _SETTINGS + _PLAN + 4 + 2
         return (*of_fields, *(None,) * others, *of_mods, *(None,) * blocks)

@@ -12,17 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn import calls, fp8, fp8_ops, ops, validation
+from flexattn import calls, fp8, fp8_calls, fp8_ops, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, AttentionSpec, Band, Operands, from_bshd, make_band, parse_format
-from flexattn.score_mod import Mod, Traced, trace_mods
+from flexattn.dispatch.spec import (
+    BIAS_TYPES,
+    OPEN_WINDOW,
+    SOFTMAX_TYPES,
+    AttentionSpec,
+    Band,
+    Operands,
+    from_bshd,
+    make_band,
+    parse_format,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexattn.mod_tape import Recorded
+    from flexattn.score_mod import Mod, Traced
 
 
 def attention(
@@ -32,7 +42,7 @@ def attention(
     *,
     qkv_format: str = "bshd",
     attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -145,18 +155,32 @@ def attention(
             wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
-    request = None
-    is_fp8 = any(x is not None for x in (fp8_recipe, fp8_state, descale_q, descale_k, descale_v))
-    if not is_fp8 and not torch.compiler.is_compiling():
-        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        tensors = (q, k, v, bias, alibi_slopes, softmax_offset, *lengths, rng_state)
-        kinds = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
-        others = (*kinds, softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
-        has_mods = score_mod is not None or mask_mod is not None or block_mask is not None or bool(score_mod_tensors)
-        mods = (score_mod, mask_mod, score_mod_tensors, block_mask) if has_mods else None
-        request, call = calls.look_up(tensors, others, window_size, mods)
+    request, call = None, None
+    is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)
+    if not torch.compiler.is_compiling():
+        tensors: tuple[Tensor | None, ...] = (q, k, v)
+        if is_fp8 or not (
+            (bias is alibi_slopes is softmax_offset is rng_state is None)
+            and (cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is None)
+        ):
+            tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
+            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state)
+        others: tuple[Any, ...] = (
+            *(qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type),
+            *(softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend),
+        )
+        mods = None
+        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
+            mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
+        of_state = fp8_calls.state_tensors(fp8_state) if is_fp8 else ()
+        if is_fp8 and of_state is not None:
+            tensors += (descale_q, descale_k, descale_v, *of_state)
+            others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
+        if of_state is not None:
+            request, call = calls.look_up(tensors, others, window_size, mods)
         if request is not None and call is not None:
-            return _chosen(*call.run(request, return_lse), return_lse, return_max_logit)
+            out, lse, max_logit = call.run(request, return_lse)
+            return _chosen(out, lse, max_logit, return_lse, return_max_logit)
     if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
         from flexattn.sharded import attend_sharded
 
@@ -229,20 +253,22 @@ def attention(
         return_max_logit=return_max_logit,
         backend=backend,
     )
-    if request is not None and request.came_before:
-        call = calls.new_call(request, x, settings, alibi_slopes)
+    to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
+    if request is not None and request.came_before and not (to_fp8 and settings.needs_grad):
+        kind = functools.partial(fp8_calls.Fp8Call, plan=plan, recipe=fp8_recipe) if is_fp8 else None
+        call = calls.new_call(request, x, settings, alibi_slopes, kind)
         if call is not None:
-            chosen = _chosen(*call.run(request, return_lse), return_lse, return_max_logit)
+            out, lse, max_logit = call.run(request, return_lse)
             calls.remember(request, call)
-            return chosen
+            return _chosen(out, lse, max_logit, return_lse, return_max_logit)
     if dropout_p > 0.0 and rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(q.device))
     if plan is None:
         out, lse, max_logit = ops.attention(x, settings)
     else:
         out, lse, max_logit = fp8_ops.attention(x, settings, plan, fp8_state)
-    if fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES:
-        return _chosen(fp8.quantize_out(out, x, settings, fp8_recipe, fp8_state), lse, max_logit, return_lse, return_max_logit)
+    if fp8_recipe is not None and to_fp8:
+        out = fp8.quantize_out(out, x, settings, fp8_recipe, fp8_state)
     if request is not None and not request.came_before:
         calls.remember(request, None)
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
@@ -485,6 +511,8 @@ def _trace_mods(
         from flexattn.mod_tape import record_mods
 
         return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
+    from flexattn.score_mod import trace_mods  # here, as who has no mods should not wait for its import
+
     return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flexattn.dispatch import canary, options
+from flexattn.dispatch import options
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.quantization import dtype_of
@@ -86,11 +86,16 @@ def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     refuse_transforms(x)
     if not settings.needs_grad:
         return _forward_op(*x, *settings)  # type: ignore[no-any-return]
-    call = _flat(x, settings)
-    if torch.compiler.is_compiling():
-        # Dynamo refuses a Function that gets one tensor twice, as self-attention's cu_seqlens are; a view is another tensor.
-        call = tuple(t.view_as(t) if isinstance(t, Tensor) else t for t in call)
-    return _Attention.apply(*call)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attention.apply(*_flat(distinct(x), settings))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def distinct(x: Operands) -> Operands:
+    """The call for a Function: Dynamo refuses one that gets a tensor twice, as self-attention's cu_seqlens; a view is another."""
+    if not torch.compiler.is_compiling():
+        return x
+    fields = (t.view_as(t) if isinstance(t, Tensor) else t for t in x)
+    lists = {name: [t.view_as(t) for t in getattr(x, name)] for name in ("mod_tensors", "block_mask")}
+    return Operands(*fields)._replace(**lists)  # type: ignore[arg-type]
 
 
 def gradients(x: Operands, settings: Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -203,7 +208,7 @@ def run(
     while True:
         decision = select(spec, direction, request)
         name = decision.backend
-        if options.canary() and (wrong := canary.mismatch(name, spec, direction, device)):
+        if options.canary() and (wrong := _mismatch(name, spec, direction, device)):
             reject(name, spec, direction, wrong)
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue
@@ -213,6 +218,12 @@ def run(
             return call(backend_module(name))
         except Refused as e:
             reject(name, spec, direction, str(e))
+
+
+def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
+    from flexattn.dispatch import canary  # here, as importing flexattn should not import the reference
+
+    return canary.mismatch(name, spec, direction, device)
 
 
 def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
@@ -256,7 +267,8 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
 
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
-    return empty_outputs(make_spec(x, settings, None), x)
+    # Not of descales, whose number of blocks would be guarded.
+    return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
@@ -277,13 +289,13 @@ torch.library.register_fake("flexattn::attention_forward", _forward_fake, lib=_l
 torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=_library)
 
 
-def _captures_with_gradients(mods: str) -> tuple[bool, ...]:
+def captures_with_gradients(mods: str) -> tuple[bool, ...]:
     program = parse_program(mods)
     return program.tensor_needs_grad if program else ()
 
 
 # What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
-_captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
+captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Attention(torch.autograd.Function):
@@ -312,7 +324,7 @@ class _Attention(torch.autograd.Function):
             "bias": dbias if settings.needs_bias_grad else None,
             "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
         }
-        flags, left = _captures_with_gradients(settings.mods), iter(dmod_tensors)
+        flags, left = captures_with_gradients(settings.mods), iter(dmod_tensors)
         of_mods = (next(left) if needs_grad else None for needs_grad in flags)
         sizes = (None, None)
         of_fields = (gradients.get(name) for name in (*Operands._fields, *Settings._fields))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.program import Capture
+from flexattn.dispatch.quantization import num_blocks
 from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size, parse_format
 from flexattn.warn import warn_once
 
@@ -172,7 +173,7 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
             f"bias is None with bias_type {bias_type!r}; accepted: a tensor that broadcasts to [b, h, sq, skv] = {list(shape)}"
         )
     _check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
-    if bias.dim() != 4 or any(size not in (1, full) for size, full in zip(bias.shape, shape, strict=True)):
+    if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead"
         )
@@ -279,19 +280,30 @@ def check_fp8(
                 )
             continue
         if descale is None:
-            checked.append(torch.ones(1, 1, 1, dtype=torch.float32, device=q.device))
+            checked.append(as_scales(None, q.device))
             continue
         _check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
-        heads, blocks = x.shape[fmt.index("h")], max(1, -(-length // block_rows)) if block_rows else 1
-        sizes = descale.shape if descale.dim() == 3 else (1,) * (2 - descale.dim()) + tuple(descale.shape) + (1,)
-        if len(sizes) != 3 or any(size not in (1, full) for size, full in zip(sizes, (batch, heads, blocks), strict=True)):
+        heads, blocks = x.shape[fmt.index("h")], num_blocks(length, block_rows) if block_rows else 1
+        sizes = _scale_sizes(descale)
+        if len(sizes) != 3 or any(size not in (full, 1) for size, full in zip(sizes, (batch, heads, blocks), strict=True)):
             hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
             raise ValueError(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
                 f"{[batch, heads, blocks]}, where any may be 1 instead{hint}"
             )
-        checked.append(descale.view(sizes))
+        checked.append(as_scales(descale, q.device))
     return tuple(checked)
+
+
+def as_scales(descale: Tensor | None, device: torch.device) -> Tensor:
+    """A descale of attention() as [b | 1, h | 1, blocks | 1]."""
+    if descale is None:
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=device)
+    return descale.view(_scale_sizes(descale))
+
+
+def _scale_sizes(descale: Tensor) -> tuple[int, ...]:
+    return tuple(descale.shape) if descale.dim() == 3 else (1,) * (2 - descale.dim()) + tuple(descale.shape) + (1,)
 
 
 def check_lengths_of(

@@ -130,15 +130,22 @@ def watched_launches(watcher: Watcher) -> Iterator[None]:
 
 def is_plain() -> bool:
     """Whether nobody looks at launches, so that they need not go through Triton: no hooks (a profiler's), nothing recorded."""
+    if _recording is not None:
+        return False
     runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return False
-    return _recording is None and not runtime.debug and runtime.add_stages_inspection_hook is None
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)):
+        return False
+    return not runtime.debug and runtime.add_stages_inspection_hook is None
 
 
 def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
+
+
+def stream_of(device: torch.device) -> Callable[[], int]:
+    """What tells the device's current stream."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def is_current(device: torch.device) -> bool:

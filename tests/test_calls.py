@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from flexattn import calls
 from flexattn.dispatch import tape
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
+from flexattn.kernels_triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_seqlen")
 
@@ -58,6 +60,8 @@ def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 BIAS = {"bias_type": "post_scale_bias", "bias": randn(1, 4, 5, 5)}
 SINK = {"softmax_type": "learnable", "softmax_offset": randn(4)}
 ALIBI = {"bias_type": "alibi"}
+IN_HALF = {name: randn(2, 5, 4, 16).bfloat16() for name in "qkv"}
+IN_FP8 = {name: t.to(torch.float8_e4m3fn) for name, t in IN_HALF.items()} | {"descale_v": torch.tensor(0.5)}
 # Of each argument, a call and what changes in it.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "q": ({}, {"q": randn(2, 3, 4, 8)}),
@@ -92,14 +96,15 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"score_mod_tensors": (torch.tensor(1),)},
     ),
     "block_mask": ({}, {"block_mask": flexattn.create_block_mask(before, 2, None, 5, 5, device="cpu")}),
+    "fp8_recipe": (IN_HALF, {"fp8_recipe": flexattn.fp8.Recipe()}),
+    "descale_q": (IN_FP8, {"descale_q": torch.tensor(2.0)}),
+    "descale_k": (IN_FP8 | {"descale_k": torch.tensor(2.0)}, {"descale_k": torch.full((4,), 2.0)}),
+    "descale_v": (IN_FP8 | {"fp8_recipe": flexattn.fp8.Recipe(out_dtype=torch.float16)}, {"descale_v": torch.full((2, 1), 2.0)}),
     "deterministic": ({}, {"deterministic": True}),
     "return_lse": ({}, {"return_lse": True}),
     "return_max_logit": ({}, {"return_max_logit": True}),
     "backend": ({}, {"backend": "eager"}),
 }
-
-
-OF_FP8 = {"fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"}
 
 
 @pytest.fixture
@@ -118,16 +123,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_argument_has_a_change() -> None:
-    assert set(CHANGES) | OF_FP8 == set(inspect.signature(flexattn.attention).parameters)
-
-
-def test_calls_in_fp8_have_no_key(keys: list[Any]) -> None:
-    q = randn(2, 5, 4, 16).bfloat16()
-    call = {"q": q, "k": q, "v": q, "fp8_recipe": flexattn.fp8.Recipe(), "backend": "eager"}
-    first, again = (flexattn.attention(**call) for _ in range(2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, flexattn.attention(q, q, q, backend="eager"))
-    assert len(keys) == 1
+    # Of a state, what it holds is in the key: tests/test_calls_fp8.py.
+    assert set(CHANGES) | {"fp8_state"} == set(inspect.signature(flexattn.attention).parameters)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -391,6 +388,37 @@ def test_a_tape_of_torchs_ops(taken_down: tape.Tape) -> None:
         got = taken_down.play((x, y), (x.data_ptr(), y.data_ptr()))
         assert all(torch.equal(a, b) for a, b in zip(got, some_ops(x, y), strict=True))
     assert len(taken_down.constants) == 1
+
+
+def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is made in the call and of what comes in, also where a view of it begins further on."""
+    seen: list[Any] = []
+
+    class Kernel:
+        def tensors_of(self, arguments: tuple[Any, ...]) -> list[Any]:
+            return list(arguments)
+
+        def prepare(self, programs: int, arguments: tuple[Any, ...]) -> Any:
+            return SimpleNamespace(launch=lambda stream, addresses: seen.append(addresses))
+
+    monkeypatch.setattr(launch, "stream_of", lambda device: int)
+    monkeypatch.setattr(launch, "is_plain", lambda: True)
+    inputs = (torch.zeros(4, 3), None, torch.zeros(5))
+    recorder = tape._Recorder(inputs)
+    with recorder:
+        made = torch.empty(3, 4)
+        rows = torch.empty(2)
+        recorder.launched(Kernel(), 1, (made[1], inputs[0][2], made, CONSTANT[2:]))
+        recorder.launched(Kernel(), 1, (inputs[2][1:],))
+        recorder.launched(Kernel(), 1, (inputs[0].t(), made[2], rows))
+    played = tape.Tape(recorder, [recorder.slot(made), None, recorder.slot(inputs[2])], torch.device("cpu"))
+    x, y = torch.ones(4, 3), torch.ones(5)
+    got, nothing, same = played.play((x, None, y), (x.data_ptr(), 0, y.data_ptr()))
+    begin = got.data_ptr()
+    assert (nothing, same) == (None, y)
+    assert seen[0] == (begin + 16, x.data_ptr() + 24, begin, CONSTANT.data_ptr() + 8)
+    assert seen[1] == (y.data_ptr() + 4,)
+    assert seen[2][:2] == (x.data_ptr(), begin + 32)
 
 
 def test_the_tensors_of_operands_come_first() -> None:

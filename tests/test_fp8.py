@@ -228,36 +228,6 @@ def test_other_arguments_get_gradients(device: str) -> None:
         assert float((got - want).norm() / want.norm()) < 0.2
 
 
-def test_compiled(device: str) -> None:
-    call = inputs(device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flexattn.attention(q, k, v, attn_mask_type="causal", fp8_recipe=fp8.Recipe(rotation=True)) * 2
-
-    qkv = [call[name] for name in "qkv"]
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for a, b in zip(
-        (attend(*qkv), *torch.autograd.grad(attend(*qkv).sum(), qkv)),
-        (compiled(*qkv), *torch.autograd.grad(compiled(*qkv).sum(), qkv)),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
-
-
-def test_delayed_scaling_is_not_compiled(device: str) -> None:
-    recipe = fp8.Recipe(scaling="delayed")
-    state = fp8.DelayedScaling(recipe, 4, 2, device=device)
-    call = inputs(device)
-
-    def attend() -> Tensor:
-        out: Tensor = flexattn.attention(**call, fp8_recipe=recipe, fp8_state=state)
-        return out
-
-    with pytest.raises(Exception, match="would not note dout's amax"):
-        torch.compile(attend, fullgraph=True, backend="aot_eager")()
-    assert torch.equal(torch.compile(attend, backend="aot_eager")(), attend())
-
-
 def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     call = inputs(device, "thd")
     x = call["q"].detach()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import calls
+from flexattn import calls, fp8
 from flexattn.kernels_triton import launch
 from flexattn.testing import make_inputs
 
@@ -27,6 +27,8 @@ def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 FACTOR = 0.5
 SLOPES = torch.linspace(0.1, 1.0, HEADS, device="cuda", requires_grad=True) if torch.cuda.is_available() else torch.ones(HEADS)
 LONG = {"head_dim_qk": 128, "head_dim_v": 128, "dtype": torch.bfloat16}
+DELAYED = fp8.Recipe(scaling="delayed")
+STATE = fp8.DelayedScaling(DELAYED, HEADS, 2, device="cuda" if torch.cuda.is_available() else "cpu")  # scales stay 1 without update
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"qkv_format": "bshd", "lengths_q": [333, 333], **LONG}, {"attn_mask_type": "causal"}),
     "full, d 64": ({"qkv_format": "bhsd", "lengths_q": [70, 70], "dtype": torch.float16, "head_dim_qk": 64, "head_dim_v": 64}, {}),
@@ -37,6 +39,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qkv_format": "bshd", "lengths_q": [150, 150], "lengths_kv": [180, 180], **LONG},
         {"softcap": 5.0, "softmax_type": "learnable", "dropout_p": 0.2, "attn_mask_type": "causal_bottom_right", "has_bias": True},
     ),
+    "fp8": ({"qkv_format": "bshd", "lengths_q": [333, 333], **LONG}, {"attn_mask_type": "causal", "fp8_recipe": fp8.Recipe()}),
+    "fp8 packed": (
+        {"qkv_format": "thd", "lengths_q": [200, 0, 333, 1], "gap": 3, **LONG},
+        {"attn_mask_type": "padding_causal", "fp8_recipe": fp8.Recipe(granularity="block", rotation=True, fp8_format="HYBRID")},
+    ),
+    "fp8 delayed": ({"qkv_format": "bshd", "lengths_q": [333], **LONG}, {"fp8_recipe": DELAYED, "fp8_state": STATE}),
     "fp32": ({"qkv_format": "bshd", "lengths_q": [90], "head_dim_qk": 72, "head_dim_v": 40}, {"attn_mask_type": "causal"}),
 }
 
@@ -173,6 +181,21 @@ def test_a_graph_of_played_calls_replays() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, ordinary(other, other_leaves), strict=True))
+
+
+def test_slopes_that_a_captured_graph_made_are_not_kept() -> None:
+    q = torch.randn(1, 64, HEADS, 64, device="cuda", dtype=torch.bfloat16)
+    call = {"q": q, "k": q, "v": q, "bias_type": "alibi", "backend": "triton"}
+    first = flexattn.attention(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flexattn.attention(**call)
+    assert calls.cache_info()["tapes"] == 0
+    graph.replay()
+    assert torch.equal(captured, first)
+    for _ in range(3):
+        assert torch.equal(flexattn.attention(**call), first)
 
 
 def test_nothing_but_outputs_stays_allocated() -> None:

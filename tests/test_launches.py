@@ -50,6 +50,11 @@ CASES = {
     "thd": ({"qkv_format": "thd", "lengths_q": [70, 0, 33]}, {"attn_mask_type": "padding_causal"}),
     "mods": ({"qkv_format": "bhsd", "lengths_q": [40, 40]}, {"score_mod": biased}),
     "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
+    "fp8": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal", "fp8_recipe": flexattn.fp8.Recipe()}),
+    "fp8 by block": (
+        {"qkv_format": "thd", "lengths_q": [70, 0, 33]},
+        {"attn_mask_type": "padding", "fp8_recipe": flexattn.fp8.Recipe(granularity="block"), "softcap": 3.0},
+    ),
     "everything": (
         {"qkv_format": "sbhd", "lengths_q": [40, 40], "lengths_kv": [50, 50]},
         {"softcap": 3.0, "softmax_type": "learnable", "softmax_offset": torch.zeros(6, requires_grad=True), "dropout_p": 0.1,

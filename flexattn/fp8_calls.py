@@ -1,0 +1,156 @@
+"""Calls in FP8 like an earlier one: quantising, attention and what is noted are taken down together, and played."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import calls, fp8, fp8_ops, ops, validation
+from flexattn.calls import Call, Request
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.select import Backend, backend_module, select
+from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
+from flexattn.dispatch.tape import Tape, record
+
+_BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in fp8.TENSORS)
+_DESCALES = 3  # of q, k and v, which come first among what a call in FP8 has more than others; then a state's scales and histories
+
+
+def state_tensors(state: fp8.DelayedScaling | None) -> tuple[Tensor, ...] | None:
+    """What a call reads and writes of a state; None where that may not be all."""
+    if state is None:
+        return ()
+    if type(state) is not fp8.DelayedScaling or not all(name in state._buffers for name in _BUFFERS):
+        return None
+    return tuple(state._buffers[name] for name in _BUFFERS)  # type: ignore[misc]  # none is None
+
+
+class _State:
+    """A state's tensors, as they came with a call."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.scales = dict(zip(fp8.TENSORS, tensors, strict=False))
+        self.histories = dict(zip(fp8.TENSORS, tensors[len(fp8.TENSORS) :], strict=True))
+
+    def scale(self, name: str) -> Tensor:
+        found: Tensor = self.scales[name]
+        return found
+
+    def history(self, name: str) -> Tensor:
+        found: Tensor = self.histories[name]
+        return found
+
+
+class Fp8Call(Call):
+    """Its tensors end with the descales of q, k and v and with a state's; those for a backward with descales, and dout's scale and
+    history.
+
+    What its forward gives begins with out (in FP8: its data), lse and max_logit. Then come an FP8 out's descale and amax, or what a
+    backward needs of q, k and v in FP8.
+    """
+
+    def __init__(
+        self,
+        x: Operands,
+        settings: ops.Settings,
+        names: Sequence[str],
+        sources: Sequence[int | Tensor | None],
+        plan: fp8_ops.Plan | None,
+        recipe: fp8.Recipe | None,
+    ) -> None:
+        super().__init__(x if plan is None else fp8_ops.planned(x, settings, plan), settings, names, sources)
+        self.template = self.template._replace(descales=())
+        self.plan, self.recipe = plan, recipe
+        self.has_fp8_out = recipe is not None and recipe.out_dtype in validation.FP8_DTYPES
+        self.has_fp8_backward = settings.needs_grad and not settings.bf16_backward
+        self.has_state = recipe is not None and recipe.scaling == "delayed"
+        if (plan is not None or self.has_fp8_out) and triton_backend.quantises_untaped(self.device):
+            self.is_tapeable = False
+        more = [self.has_fp8_backward] * _DESCALES + [self.has_fp8_backward and self.has_state]
+        self.given += [self.num_inputs + i for i, is_there in enumerate(more) if is_there]
+        self.num_saved = self.num_inputs + len(more)
+
+    def run(self, request: Request, returns_lse: bool) -> Any:
+        tensors, addresses = request.tensors, request.addresses
+        if not self.is_as_given:
+            tensors, addresses = self._inputs(request)
+        if self.spec.needs_grad:
+            return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
+        out, lse, max_logit, *more = self.forward(tensors, addresses)
+        return (fp8.QuantizedTensor(out, *more) if self.has_fp8_out else out), lse, max_logit
+
+    def compute(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+        """By the operators; of a tape their kernels."""
+        x, more = self.operands(tensors), tensors[self.num_inputs :]
+        state = _State(more[_DESCALES:]) if self.has_state else None
+        kept: tuple[Tensor, ...] = ()
+        if self.plan is None:
+            descales = [validation.as_scales(t, self.device) for t in more[:_DESCALES]]
+            out, lse, max_logit = ops._forward_op(*x._replace(descales=descales), *self.settings)
+        else:
+            (out, lse, max_logit), x8 = fp8_ops.forward(x, self.settings, self.plan, state)
+            if self.has_fp8_backward:
+                kept = (x8.q, x8.k, x8.v, *x8.descales)
+        if self.has_fp8_out:
+            assert self.recipe is not None
+            out, *kept = fp8.quantize_out(out, x, self.settings, self.recipe, state)  # type: ignore[assignment]
+        return out, lse, max_logit if self.spec.return_max_logit else None, *kept
+
+    def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
+        backend = backend_module(select(self.spec, "forward", self.request).backend)
+        return record(
+            backend, lambda: self.compute(tensors), tensors, tuple, self.device, also=_quantiser(backend), inlined=fp8_ops.KERNELS
+        )
+
+    def compute_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
+        return self.operator_backward(inputs)
+
+    def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
+        backend = backend_module(select(spec, "backward", self.request).backend)
+        how: Any = {"also": _quantiser(backend), "inlined": fp8_ops.KERNELS}
+        return record(backend, lambda: self.operator_backward(inputs), inputs, calls.flat_gradients, self.device, **how)
+
+    def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
+        *descales, scale, history = inputs[self.num_inputs : -4]
+        x = self.operands(inputs)
+        if self.has_fp8_backward:
+            x = x._replace(descales=descales)
+        assert self.plan is not None
+        return fp8_ops.gradients(x, self.settings, self.plan, scale, history, *inputs[-4:])
+
+
+def _quantiser(backend: Backend) -> Backend | None:
+    """The backend that quantises beside another one; None where that is the same, or where torch's ops do it."""
+    triton: Any = triton_backend
+    return triton if backend is not triton and triton_backend.can_be_taped() else None
+
+
+class _Attention(torch.autograd.Function):
+    """As that of `calls`."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Fp8Call, Sequence[Any], list[int], bool], *leaves: Tensor) -> tuple[Any, ...]:
+        call, tensors, addresses, returns_lse = made
+        out, lse, max_logit, *kept = call.forward(tensors, addresses)
+        state = tensors[call.num_inputs + _DESCALES :]
+        inputs = [*tensors[: call.num_inputs], None, None, None, None]
+        if kept:
+            inputs[:3], inputs[-4:-1] = kept[:3], kept[3:]
+            inputs[-1] = state[fp8.TENSORS.index("dout")] if state else None
+        ctx.call = call
+        ctx.history = state[len(fp8.TENSORS) + fp8.TENSORS.index("dout")] if state else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *[inputs[i] for i in call.given])
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+        return out, lse if returns_lse else None, max_logit
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return calls.run_backward(ctx, dout, dlse, ctx.history)
+
+
+_record: Any = super(torch.autograd.Function, _Attention).apply  # as that of `calls`
