@@ -1,4 +1,4 @@
-"""The operator `flexattn::quantize`, and attention on 16-bit tensors in FP8 with autograd around it."""
+"""The operators that quantise, and attention on 16-bit tensors in FP8 with autograd around it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,25 @@ from torch.autograd.function import once_differentiable
 from flexattn import ops
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.program import parse_program
+from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Operands, parse_format
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
+_KIND = "str granularity, int block_rows, int margin, bool rotation"
 _library.define(
-    "quantize(Tensor x, Tensor? cu_seqlens, Tensor? cu_seqlens_padded, SymInt max_seqlen, Tensor? scale, str fmt, str dtype,"
-    " str granularity, int block_rows, int margin, bool rotation) -> (Tensor data, Tensor descale, Tensor amax)"
+    f"quantize(Tensor x, {_LENGTHS.format('')}, Tensor? scale, str fmt, str dtype, {_KIND})"
+    " -> (Tensor data, Tensor descale, Tensor amax)"
 )
+_library.define(
+    f"quantize_qkv(Tensor q, Tensor k, Tensor v, {_LENGTHS.format('_q')}, {_LENGTHS.format('_kv')},"
+    f" Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, str qkv_format, {_KIND})"
+    " -> (Tensor q8, Tensor k8, Tensor v8, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor amax)"
+)
+_library.define("unrotate(Tensor dq, Tensor dk) -> (Tensor, Tensor)")
 quantize = torch.ops.flexattn.quantize.default
+_quantize_qkv_op = torch.ops.flexattn.quantize_qkv.default
+_unrotate_op = torch.ops.flexattn.unrotate.default
 
 
 class State(Protocol):
@@ -39,6 +50,18 @@ class Plan(NamedTuple):
     grad_dtype: str  # of dout
 
 
+class _Kind(NamedTuple):
+    granularity: str
+    block_rows: int
+    margin: int
+    rotation: bool
+
+
+def _run(tensors: list[Unquantized], dtype: torch.dtype, kind: _Kind) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    run = triton_backend.quantize if triton_backend.can_quantize(tensors[0].x) else quantization.quantize
+    return run(tensors, dtype, kind.granularity, kind.block_rows, kind.margin)
+
+
 def _quantize(
     x: Tensor,
     cu_seqlens: Tensor | None,
@@ -47,10 +70,47 @@ def _quantize(
     scale: Tensor | None,
     fmt: str,
     dtype: str,
-    *rest: Any,
+    *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = triton_backend.quantizer(x) or quantization.quantize
-    return run(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, quantization.dtype_of(dtype), *rest)
+    of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation)
+    (data,), (descale,), amax = _run([of_x], quantization.dtype_of(dtype), _Kind(*kind))
+    return data, descale, amax.view(descale.shape)
+
+
+def _of_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_q_padded: Tensor | None,
+    max_seqlen_q: int,
+    cu_seqlens_kv: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    max_seqlen_kv: int,
+    scale_q: Tensor | None,
+    scale_k: Tensor | None,
+    scale_v: Tensor | None,
+    qkv_format: str,
+    rotation: bool,
+) -> list[Unquantized]:
+    q_format, kv_format = parse_format(qkv_format)
+    of_kv = (kv_format, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+    return [
+        Unquantized(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, scale_q, rotation),
+        Unquantized(k, *of_kv, scale_k, rotation),
+        Unquantized(v, *of_kv, scale_v),
+    ]
+
+
+def _quantize_qkv(*call: Any) -> tuple[Tensor, ...]:
+    kind = _Kind(*call[-4:])
+    data, descales, amax = _run(_of_qkv(*call[:-4], kind.rotation), torch.float8_e4m3fn, kind)
+    return *data, *descales, amax
+
+
+def _empty(t: Unquantized, dtype: torch.dtype, kind: _Kind) -> tuple[Tensor, Tensor]:
+    sizes = quantization.amax_sizes(t.x, t.fmt, t.cu_seqlens, t.max_seqlen, kind.granularity, kind.block_rows)
+    return t.x.new_empty(t.x.shape, dtype=dtype), t.x.new_empty(sizes, dtype=torch.float32)
 
 
 def _quantize_fake(
@@ -61,19 +121,39 @@ def _quantize_fake(
     scale: Tensor | None,
     fmt: str,
     dtype: str,
-    granularity: str,
-    block_rows: int,
-    margin: int,
-    rotation: bool,
+    *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = quantization.amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
-    descale, amax = (x.new_empty(sizes, dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape, dtype=quantization.dtype_of(dtype)), descale, amax
+    of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
+    data, descale = _empty(of_x, quantization.dtype_of(dtype), _Kind(*kind))
+    return data, descale, torch.empty_like(descale)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("quantize", _quantize, _key)
-torch.library.register_fake("flexattn::quantize", _quantize_fake, lib=_library)
+def _quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
+    kind = _Kind(*call[-4:])
+    found = [_empty(t, torch.float8_e4m3fn, kind) for t in _of_qkv(*call[:-4], kind.rotation)]
+    descales = [descale for _, descale in found]
+    return *(data for data, _ in found), *descales, call[0].new_empty(sum(t.numel() for t in descales), dtype=torch.float32)
+
+
+def _unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+    if triton_backend.can_quantize(dq):
+        return triton_backend.unrotate(dq, dk)
+    matrix = quantization.rotation_matrix(dq.shape[-1], dq.device)
+    return (dq.float() @ matrix.T).to(dq.dtype), (dk.float() @ matrix.T).to(dk.dtype)
+
+
+def _unrotate_fake(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+    return dq.new_empty(dq.shape), dk.new_empty(dk.shape)
+
+
+for _name, _call, _fake in (
+    ("quantize", _quantize, _quantize_fake),
+    ("quantize_qkv", _quantize_qkv, _quantize_qkv_fake),
+    ("unrotate", _unrotate, _unrotate_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _call, _key)
+    torch.library.register_fake(f"flexattn::{_name}", _fake, lib=_library)
 
 
 def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,13 +163,14 @@ def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | No
     if settings.needs_grad:
         note = None if state is None else state.note
         call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, note, len(x.mod_tensors))
-        *results, amax_q, amax_k, amax_v = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]
+        *results, amax = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]
     else:
-        x8, amaxes = _quantized(x, settings, plan, scales[:3])
-        results, (amax_q, amax_k, amax_v) = ops._forward_op(*x8, *settings), amaxes
+        x8, amax = _quantized(x, settings, plan, scales[:3])
+        results = ops._forward_op(*x8, *settings)
     if state is not None:
-        for name, amax in (("q", amax_q), ("k", amax_k), ("v", amax_v)):
-            state.note(name, amax)
+        names = ("q", "k", "v")
+        for name, of_one in zip(names, amax.split([state.scale(name).numel() for name in names]), strict=True):
+            state.note(name, of_one)
     return tuple(results)
 
 
@@ -102,27 +183,13 @@ def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
     return x._replace(q=q, k=k, v=v, descales=[x.q.new_ones(size, dtype=torch.float32) for size in sizes])
 
 
-def _quantized(x: Operands, settings: ops.Settings, plan: Plan, scales: tuple[Tensor | None, ...]) -> tuple[Operands, list[Tensor]]:
-    """The call with q, k and v in FP8 and their descales; and the three amaxes."""
-    q_format, kv_format = parse_format(settings.qkv_format)
+def _quantized(x: Operands, settings: ops.Settings, plan: Plan, scales: tuple[Tensor | None, ...]) -> tuple[Operands, Tensor]:
+    """The call with q, k and v in FP8 and their descales; and the three amaxes, flat."""
     of_q = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     of_kv = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
-    found = []
-    for t, lengths, scale, fmt, rotation in (
-        (x.q, of_q, scales[0], q_format, plan.rotation),
-        (x.k, of_kv, scales[1], kv_format, plan.rotation),
-        (x.v, of_kv, scales[2], kv_format, False),
-    ):
-        kind = ("float8_e4m3fn", plan.granularity, plan.block_rows, plan.margin, rotation)
-        found.append(quantize(t, *lengths, scale, fmt, *kind))
-    (q, k, v), descales, amaxes = zip(*found, strict=True)
-    return x._replace(q=q, k=k, v=v, descales=descales), list(amaxes)
-
-
-def unrotate(gradient: Tensor) -> Tensor:
-    """The gradient of what was rotated."""
-    matrix = quantization.rotation_matrix(gradient.shape[-1], gradient.device)
-    return (gradient.float() @ matrix.T).to(gradient.dtype)
+    kind = (plan.granularity, plan.block_rows, plan.margin, plan.rotation)
+    q, k, v, *descales, amax = _quantize_qkv_op(x.q, x.k, x.v, *of_q, *of_kv, *scales, settings.qkv_format, *kind)
+    return x._replace(q=q, k=k, v=v, descales=descales), amax
 
 
 _OPERANDS, _SETTINGS, _PLAN = (len(fields) for fields in (Operands._fields, ops.Settings._fields, Plan._fields))
@@ -140,15 +207,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
         x, settings, plan, scales, note = _unflat(call)
-        x8, amaxes = _quantized(x, settings, plan, scales[:3])
+        x8, amax = _quantized(x, settings, plan, scales[:3])
         out, lse, max_logit = ops._forward_op(*x8, *settings)
-        ctx.mark_non_differentiable(max_logit, *amaxes)
+        ctx.mark_non_differentiable(max_logit, amax)
         ctx.set_materialize_grads(False)
         kept = x if settings.bf16_backward else x8
         ctx.save_for_backward(out, lse, scales[3], *kept[:_NUM_TENSORS], *kept.mod_tensors, *kept.block_mask, *kept.descales)
         ctx.sizes = len(x.mod_tensors), len(x.block_mask)
         ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan, note
-        return out, lse, max_logit, *amaxes
+        return out, lse, max_logit, amax
 
     @staticmethod
     @once_differentiable
@@ -174,7 +241,7 @@ class _Attention(torch.autograd.Function):
             x = x._replace(descales=[*x.descales, descale])
         dq, dk, dv, dbias, doffset, dmod_tensors = ops._backward_op(dout, dlse, out, lse, *x, *settings)
         if plan.rotation and settings.fp8_out:
-            dq, dk = unrotate(dq), unrotate(dk)
+            dq, dk = _unrotate_op(dq, dk)
         gradients = {
             "q": dq,
             "k": dk,
