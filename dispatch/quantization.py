@@ -46,9 +46,7 @@ def quantize(
     return data, descales, torch.cat([amax.flatten() for amax in amaxes])
 
 
-def _quantized(
-    t: Unquantized, dtype: torch.dtype, granularity: str, block_rows: int, margin: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
     x, fmt, scale = t.x, t.fmt, t.scale
     rows = as_bshd(x, fmt).float()
     if t.rotation:

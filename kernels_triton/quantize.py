@@ -27,7 +27,7 @@ LARGEST_SCALE = tl.constexpr(2.0**120)
 GOLDEN = tl.constexpr(0x9E3779B1)
 
 _TILE = Tile(64, 32, 4, 1)
-_ROTATION_TILE = Tile(64, 32, 4, 3)
+_ROTATION_TILE = Tile(64, 32, 4, 2)
 _ELEMENTS = 8192  # of a tile that is held at once
 _ROTATED_ROWS = 256  # of a program, which makes the rotation's matrix once
 _GROUP_BYTES = 8 * 2**20  # whose amax is found before they are cast: what stays in L2 till then, twice
@@ -43,8 +43,10 @@ class _Meta(NamedTuple):
     ALIGN: int
     WIDE_STRIDES: bool
     HEAD_DIM: int
-    D0: int
-    D1: int
+    W0: int  # of the one to four parts that the head dim is taken in; 0 for none
+    W1: int
+    W2: int
+    W3: int
     ROWS: int  # of a tile
     ITEM_ROWS: int  # of a program
     BY_BLOCK: bool  # each ITEM_ROWS have a scale
@@ -52,61 +54,118 @@ class _Meta(NamedTuple):
 
 
 @triton.jit
-def rotation_tile(FIRST: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, IS_INVERSE: tl.constexpr):
-    # Channels FIRST .. FIRST + ROWS of the rotation, times sqrt(SIZE): signs of a hash, then Hadamard matrices down the diagonal.
-    i = FIRST + tl.arange(0, ROWS)
-    signs = ((i.to(tl.int64) * GOLDEN) >> 15).to(tl.int32)
+def hadamard_tile(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    # Hadamard matrices of SIZE down the diagonal, times sqrt(SIZE).
+    i = tl.arange(0, ROWS)
     both = i[:, None] & i[None, :] & (SIZE - 1)
     both ^= both >> 4
-    both = tl.full([], 0x6996, tl.int32) >> (both & 15)  # the parity of four bits
-    if IS_INVERSE:
-        both ^= signs[None, :]
-    else:
-        both ^= signs[:, None]
-    matrix = tl.where((both & 1) == 1, -1.0, 1.0)
+    parity = tl.full([], 0x6996, tl.int32) >> (both & 15)
+    matrix = tl.where((parity & 1) == 1, -1.0, 1.0)
     if SIZE < ROWS:
         matrix = tl.where((i // SIZE)[:, None] == (i // SIZE)[None, :], matrix, 0.0)
     return matrix
 
 
 @triton.jit
-def rotate_tile(x, matrix, SIZE: tl.constexpr):
-    # Signs are exact in every dtype, so the products are too.
-    inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.full([], SIZE, tl.float32)))
-    return tl.dot(x, matrix, input_precision="ieee") * inverse_root
+def rotation_signs(FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    # Of channels FIRST .. FIRST + WIDTH: a fixed hash, for without them a constant row would become one outlier.
+    i = FIRST + tl.arange(0, WIDTH)
+    return tl.where((((i.to(tl.int64) * GOLDEN) >> 15) & 1) == 1, -1.0, 1.0)
+
+
+@triton.jit
+def mix_parts(x0, x1, x2, x3, SIZE: tl.constexpr):
+    # What is left of a Hadamard matrix of SIZE when each part of 64 channels has been multiplied with one.
+    if SIZE > 64:
+        x0, x1 = x0 + x1, x0 - x1
+    if SIZE > 128:
+        x2, x3 = x2 + x3, x2 - x3
+        x0, x2 = x0 + x2, x0 - x2
+        x1, x3 = x1 + x3, x1 - x3
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _rotation(FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, META: tl.constexpr):
+    # What a part is multiplied with, where it is rotated; else anything. Signs are exact in every dtype, so the products are too.
+    if META.ROTATION > 0 and WIDTH > 0:
+        matrix = hadamard_tile(WIDTH, min(META.ROTATION, WIDTH))
+        return (rotation_signs(FIRST, WIDTH)[:, None] * matrix).to(DTYPE)
+    else:
+        return 0.0
 
 
 @triton.jit
 def _rotations(DTYPE: tl.constexpr, META: tl.constexpr):
-    # The matrices of both parts of the head dim, where it is rotated; else anything.
-    matrix0 = 0.0
-    matrix1 = 0.0
-    if META.ROTATION > 0:
-        matrix0 = rotation_tile(0, META.D0, META.ROTATION, False).to(DTYPE)
-        if META.D1 > 0:
-            matrix1 = rotation_tile(META.D0, META.D1, META.ROTATION, False).to(DTYPE)
-    return matrix0, matrix1
+    matrix0 = _rotation(0, META.W0, DTYPE, META)
+    matrix1 = _rotation(META.W0, META.W1, DTYPE, META)
+    matrix2 = _rotation(META.W0 + META.W1, META.W2, DTYPE, META)
+    matrix3 = _rotation(META.W0 + META.W1 + META.W2, META.W3, DTYPE, META)
+    return matrix0, matrix1, matrix2, matrix3
 
 
 @triton.jit
-def _load_rows(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
-    x = load_tile(pointer, offsets, row, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
-    if META.ROTATION > 0:
-        return rotate_tile(x, matrix, META.ROTATION)
+def _load_part(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    if WIDTH > 0:
+        x = load_tile(pointer, offsets, row, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
+        if META.ROTATION > 0:
+            return tl.dot(x, matrix, input_precision="ieee")
+        else:
+            return x.to(tl.float32)
     else:
-        return x.to(tl.float32)
+        return 0.0
 
 
 @triton.jit
-def _finite(x):
-    # magnitudes; 0 of what is not finite
+def _load_rows(pointer, offsets, row, length, matrices, META: tl.constexpr):
+    # In fp32, 0 past `length`.
+    matrix0, matrix1, matrix2, matrix3 = matrices
+    x0 = _load_part(pointer, offsets, row, length, matrix0, 0, META.W0, META)
+    x1 = _load_part(pointer, offsets, row, length, matrix1, META.W0, META.W1, META)
+    x2 = _load_part(pointer, offsets, row, length, matrix2, META.W0 + META.W1, META.W2, META)
+    x3 = _load_part(pointer, offsets, row, length, matrix3, META.W0 + META.W1 + META.W2, META.W3, META)
+    if META.ROTATION > 0:
+        x0, x1, x2, x3 = mix_parts(x0, x1, x2, x3, META.ROTATION)
+        inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.full([], META.ROTATION, tl.float32)))
+        return x0 * inverse_root, x1 * inverse_root, x2 * inverse_root, x3 * inverse_root
+    else:
+        return x0, x1, x2, x3
+
+
+@triton.jit
+def _largest(x):
+    # Of the finite magnitudes in each row.
     x = tl.abs(x)
-    return tl.where(x < float("inf"), x, 0.0)
+    return tl.max(tl.where(x < float("inf"), x, 0.0), 1)
 
 
 @triton.jit
-def _to_fp8(x, scale, DTYPE: tl.constexpr):
-    return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(DTYPE)
+def _largest_of_rows(largest, parts, META: tl.constexpr):
+    x0, x1, x2, x3 = parts
+    largest = tl.maximum(largest, _largest(x0))
+    if META.W1 > 0:
+        largest = tl.maximum(largest, _largest(x1))
+    if META.W2 > 0:
+        largest = tl.maximum(largest, _largest(x2))
+    if META.W3 > 0:
+        largest = tl.maximum(largest, _largest(x3))
+    return largest
+
+
+@triton.jit
+def _store_part(pointer, offsets, row, slot, x, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    if WIDTH > 0:
+        y = tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(pointer.dtype.element_ty)
+        store_tile(pointer, y, offsets, row, slot, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
+
+
+@triton.jit
+def _store_rows(pointer, offsets, row, slot, parts, scale, META: tl.constexpr):
+    x0, x1, x2, x3 = parts
+    _store_part(pointer, offsets, row, slot, x0, scale, 0, META.W0, META)
+    _store_part(pointer, offsets, row, slot, x1, scale, META.W0, META.W1, META)
+    _store_part(pointer, offsets, row, slot, x2, scale, META.W0 + META.W1, META.W2, META)
+    _store_part(pointer, offsets, row, slot, x3, scale, META.W0 + META.W1 + META.W2, META.W3, META)
 
 
 @triton.jit
@@ -167,22 +226,17 @@ def _quantize_item(
             group += block
         x_base = row_pointer(x_ptr, b, h, start + first, stride_xb, stride_xs, stride_xh, META)
         x_step, x_offsets = row_steps(stride_xs, ROWS, META)
-        matrix0, matrix1 = _rotations(x_ptr.dtype.element_ty, META)
-        largest0 = tl.zeros([ROWS, META.D0], tl.float32)
-        largest1 = tl.zeros([ROWS, META.D1 if META.D1 > 0 else 1], tl.float32)
+        matrices = _rotations(x_ptr.dtype.element_ty, META)
+        largest = tl.zeros([ROWS], tl.float32)
         if FINDS_AMAX and (META.BY_BLOCK or not CASTS):
             for row in range(0, META.ITEM_ROWS, ROWS):
-                pointer = x_base + row * x_step
-                x0 = _load_rows(pointer, x_offsets, first + row, length, matrix0, 0, META.D0, META)
-                largest0 = tl.maximum(largest0, _finite(x0))
-                if META.D1 > 0:
-                    x1 = _load_rows(pointer, x_offsets, first + row, length, matrix1, META.D0, META.D1, META)
-                    largest1 = tl.maximum(largest1, _finite(x1))
+                parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
+                largest = _largest_of_rows(largest, parts, META)
         if CASTS:
             if scale_ptr is not None:
                 scale = tl.load(scale_ptr + group)
             elif META.BY_BLOCK:
-                amax = tl.maximum(tl.max(tl.max(largest0, 1), 0), tl.max(tl.max(largest1, 1), 0))
+                amax = tl.max(largest, 0)
                 scale = _scale_of(amax, range_scale)
                 tl.store(amax_ptr + group, amax, mask=block < num_blocks)
             else:
@@ -195,26 +249,16 @@ def _quantize_item(
                         tl.store(descale_ptr + group + other, 1.0)
             elif block == 0:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
-            DTYPE: tl.constexpr = data_ptr.dtype.element_ty
             data_base = row_pointer(data_ptr, b, h, start + first, stride_db, stride_ds, stride_dh, META)
             data_step, data_offsets = row_steps(stride_ds, ROWS, META)
             for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
-                pointer = x_base + row * x_step
-                target = data_base + row * data_step
-                x0 = _load_rows(pointer, x_offsets, first + row, length, matrix0, 0, META.D0, META)
-                store_tile(target, _to_fp8(x0, scale, DTYPE), data_offsets, first + row, slot, ROWS, 0, META.D0, META.HEAD_DIM)
+                parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
+                _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
-                    largest0 = tl.maximum(largest0, _finite(x0))
-                if META.D1 > 0:
-                    x1 = _load_rows(pointer, x_offsets, first + row, length, matrix1, META.D0, META.D1, META)
-                    y1 = _to_fp8(x1, scale, DTYPE)
-                    store_tile(target, y1, data_offsets, first + row, slot, ROWS, META.D0, META.D1, META.HEAD_DIM)
-                    if FINDS_AMAX and not META.BY_BLOCK:
-                        largest1 = tl.maximum(largest1, _finite(x1))
+                    largest = _largest_of_rows(largest, parts, META)
         if FINDS_AMAX and not META.BY_BLOCK:
-            amax = tl.maximum(tl.max(tl.max(largest0, 1), 0), tl.max(tl.max(largest1, 1), 0))
             # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
-            bits = amax.to(tl.int32, bitcast=True)
+            bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
             tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
@@ -383,21 +427,21 @@ class Source(NamedTuple):
         strides = [
             (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
         ]
-        d0, d1 = split_head_dim(head_dim)
-        rows = 64 if self.rotation else min(128, max(32, _ELEMENTS // (d0 + d1) // 32 * 32))
-        rows = min(1 << (rows.bit_length() - 1), 64 if block_rows else 128)
-        item_rows = block_rows or (_ROTATED_ROWS if self.rotation else rows)
+        widths = _widths(head_dim, self.rotation)
+        rows = 64 if self.rotation or block_rows else min(128, max(32, _ELEMENTS // triton.next_power_of_2(head_dim)))
         return _Meta(
             HAS_LENGTHS=self.cu_seqlens is not None,
             IS_RAGGED=x.dim() == 3,
             HAS_GAPS=self.cu_seqlens_padded is not None,
             ALIGN=16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1,
-            WIDE_STRIDES=any(abs(t.stride(-3)) * item_rows >= 2**31 for t in (x, data)),
+            WIDE_STRIDES=any(abs(t.stride(-3)) * max(rows, block_rows) >= 2**31 for t in (x, data)),
             HEAD_DIM=head_dim,
-            D0=d0,
-            D1=d1,
+            W0=widths[0],
+            W1=widths[1],
+            W2=widths[2],
+            W3=widths[3],
             ROWS=rows,
-            ITEM_ROWS=item_rows,
+            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else rows),
             BY_BLOCK=block_rows > 0,
             ROTATION=head_dim & -head_dim if self.rotation else 0,
         )
@@ -460,34 +504,46 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int, mode: str 
     return descales, amax
 
 
+def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:
+    """The parts, powers of two, that a head dim is taken in: 64 wide where it is rotated and they fit, else one or two."""
+    parts = [64] * (head_dim // 64) if rotation and head_dim % 64 == 0 else split_head_dim(head_dim)
+    return (*parts, 0, 0, 0)[:4]
+
+
 def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
     """Of batch and head in a contiguous tensor of these sizes, 0 where it has one."""
     return (sizes[1] * sizes[2] if sizes[0] > 1 else 0, sizes[2] if sizes[1] > 1 else 0)
 
 
+@triton.jit
+def _store_signed(pointer, offsets, row, num_rows, x, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    if WIDTH > 0:
+        y = x * rotation_signs(COLUMN, WIDTH)[None, :]
+        store_tile(pointer, y, offsets, row, num_rows, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
+
+
 @kernel
 def _unrotate_kernel(dq_ptr, out_q_ptr, rows_q, programs_q, dk_ptr, out_k_ptr, rows_k, META: tl.constexpr):
-    ROWS: tl.constexpr = META.ROWS
+    # The transpose: Hadamard matrices, which are symmetric, and then the signs.
     is_q = tl.program_id(0) < programs_q
     x_ptr = tl.where(is_q, dq_ptr, dk_ptr)
     out_ptr = tl.where(is_q, out_q_ptr, out_k_ptr)
     num_rows = tl.where(is_q, rows_q, rows_k)
     begin = (tl.program_id(0) - tl.where(is_q, 0, programs_q)) * META.ITEM_ROWS
-    offsets = tl.arange(0, ROWS) * META.HEAD_DIM
-    DTYPE: tl.constexpr = dq_ptr.dtype.element_ty
-    matrix0 = rotation_tile(0, META.D0, META.ROTATION, True).to(DTYPE)
-    if META.D1 > 0:
-        matrix1 = rotation_tile(META.D0, META.D1, META.ROTATION, True).to(DTYPE)
-    for row in range(0, META.ITEM_ROWS, ROWS):
+    offsets = tl.arange(0, META.ROWS) * META.HEAD_DIM
+    matrix0 = hadamard_tile(META.W0, min(META.ROTATION, META.W0)).to(dq_ptr.dtype.element_ty)
+    matrix1 = matrix0
+    if META.W1 > 0 and META.W1 != META.W0:
+        matrix1 = hadamard_tile(META.W1, min(META.ROTATION, META.W1)).to(dq_ptr.dtype.element_ty)
+    matrices = (matrix0, matrix1, matrix0, matrix0)
+    for row in range(0, META.ITEM_ROWS, META.ROWS):
         first = begin + row
         base = tl.cast(first, tl.int64) * META.HEAD_DIM
-        x0 = load_tile(x_ptr + base, offsets, first, num_rows, ROWS, 0, META.D0, META.HEAD_DIM, True)
-        y0 = rotate_tile(x0, matrix0, META.ROTATION)
-        store_tile(out_ptr + base, y0, offsets, first, num_rows, ROWS, 0, META.D0, META.HEAD_DIM)
-        if META.D1 > 0:
-            x1 = load_tile(x_ptr + base, offsets, first, num_rows, ROWS, META.D0, META.D1, META.HEAD_DIM, True)
-            y1 = rotate_tile(x1, matrix1, META.ROTATION)
-            store_tile(out_ptr + base, y1, offsets, first, num_rows, ROWS, META.D0, META.D1, META.HEAD_DIM)
+        x0, x1, x2, x3 = _load_rows(x_ptr + base, offsets, first, num_rows, matrices, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x0, 0, META.W0, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x1, META.W0, META.W1, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x2, META.W0 + META.W1, META.W2, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x3, META.W0 + META.W1 + META.W2, META.W3, META)
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
@@ -496,8 +552,8 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     Both are contiguous, with one head dim and dtype.
     """
     head_dim = dq.shape[-1]
-    d0, d1 = split_head_dim(head_dim)
-    meta = _Meta(False, False, False, 8, False, head_dim, d0, d1, 64, _ROTATED_ROWS, False, head_dim & -head_dim)
+    widths = _widths(head_dim, True)
+    meta = _Meta(False, False, False, 8, False, head_dim, *widths, 64, _ROTATED_ROWS, False, head_dim & -head_dim)
     out_q, out_k = torch.empty_like(dq), torch.empty_like(dk)
     rows_q, rows_k = dq.numel() // head_dim, dk.numel() // head_dim
     programs_q, programs_k = (triton.cdiv(rows, _ROTATED_ROWS) for rows in (rows_q, rows_k))
@@ -548,9 +604,9 @@ def _transpose_kernel(
     _, offsets = row_steps(stride_xs, ROWS, META)
     column = transposed_column(start, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
     out_base = out_ptr + (tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh) * 16
-    _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.D0, META)
-    if META.D1 > 0:
-        _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, META.D0, META.D1, META)
+    _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.W0, META)
+    if META.W1 > 0:
+        _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, META.W0, META.W1, META)
 
 
 def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int) -> Tensor:
@@ -564,12 +620,11 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     tokens, heads, head_dim = x.shape[-3:]
     columns = triton.cdiv(tokens + (16 * batch if ragged else 0), 16) * 16
     out = x.new_empty((*(() if ragged else (batch,)), heads, head_dim, columns))
-    d0, d1 = split_head_dim(head_dim)
     strides = [(0 if size == 1 else stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
     meta = _Meta(
-        cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * _COLUMNS.block_m >= 2**31, head_dim, d0, d1,
-        _COLUMNS.block_m, _COLUMNS.block_m, False, 0,
+        cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * _COLUMNS.block_m >= 2**31, head_dim,
+        *_widths(head_dim, False), _COLUMNS.block_m, _COLUMNS.block_m, False, 0,
     )  # fmt: skip
     longest = max(1, max_seqlen if ragged else tokens)
     lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, tokens, longest)

@@ -35,9 +35,7 @@ def quantized(
     of_q = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     lengths = of_q if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
     rows = BLOCK_ROWS if granularity == "block" else 0
-    (data,), (descale,), _ = quantization.quantize(
-        [quantization.Unquantized(t, fmt, *lengths, None)], dtype, granularity, rows, 0
-    )
+    (data,), (descale,), _ = quantization.quantize([quantization.Unquantized(t, fmt, *lengths, None)], dtype, granularity, rows, 0)
     return data, descale
 
 
