@@ -91,6 +91,7 @@ def _of_qkv(
     scale_k: Tensor | None,
     scale_v: Tensor | None,
     qkv_format: str,
+    *,
     rotation: bool,
 ) -> list[Unquantized]:
     q_format, kv_format = parse_format(qkv_format)
@@ -104,7 +105,7 @@ def _of_qkv(
 
 def _quantize_qkv(*call: Any) -> tuple[Tensor, ...]:
     kind = _Kind(*call[-4:])
-    data, descales, amax = _run(_of_qkv(*call[:-4], kind.rotation), torch.float8_e4m3fn, kind)
+    data, descales, amax = _run(_of_qkv(*call[:-4], rotation=kind.rotation), torch.float8_e4m3fn, kind)
     return *data, *descales, amax
 
 
@@ -130,7 +131,7 @@ def _quantize_fake(
 
 def _quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
     kind = _Kind(*call[-4:])
-    found = [_empty(t, torch.float8_e4m3fn, kind) for t in _of_qkv(*call[:-4], kind.rotation)]
+    found = [_empty(t, torch.float8_e4m3fn, kind) for t in _of_qkv(*call[:-4], rotation=kind.rotation)]
     descales = [descale for _, descale in found]
     return *(data for data, _ in found), *descales, call[0].new_empty(sum(t.numel() for t in descales), dtype=torch.float32)
 

@@ -622,10 +622,9 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     out = x.new_empty((*(() if ragged else (batch,)), heads, head_dim, columns))
     strides = [(0 if size == 1 else stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
-    meta = _Meta(
-        cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * _COLUMNS.block_m >= 2**31, head_dim,
-        *_widths(head_dim, False), _COLUMNS.block_m, _COLUMNS.block_m, False, 0,
-    )  # fmt: skip
+    rows = _COLUMNS.block_m
+    lies = (cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * rows >= 2**31, head_dim)
+    meta = _Meta(*lies, *_widths(head_dim, False), ROWS=rows, ITEM_ROWS=rows, BY_BLOCK=False, ROTATION=0)
     longest = max(1, max_seqlen if ragged else tokens)
     lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, tokens, longest)
     strides_out = (0 if ragged else out.stride(0) // 16, out.stride(-3) // 16, out.stride(-2) // 16)

@@ -100,7 +100,7 @@ def test_a_cast_saturates_and_rounds_to_even(device: str) -> None:
 
 
 def test_rotation(device: str) -> None:
-    for head_dim in (32, 80, 96):
+    for head_dim in (32, 80, 96, 128, 192, 256):
         given = make_inputs("bshd", lengths_q=[70], head_dim_qk=head_dim, head_dim_v=32, dtype=BF16, device=device)
         matrix = quantization.rotation_matrix(head_dim, given.q.device)
         assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim, device=device), atol=1e-6)
