@@ -80,9 +80,22 @@ def dequantize_side(spec: AttentionSpec, x: Operands, side: str, data: Tensor, d
     """One tensor laid out as q or dout (side "q"), or as k or v ("kv")."""
     assert spec.fp8 is not None
     fmt = spec.q_format if side == "q" else spec.kv_format
-    cu_seqlens, padded = (x.cu_seqlens_q, x.cu_seqlens_q_padded) if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded) if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+    return dequantize_one(data, descale, fmt, *lengths, spec.fp8.block_rows, dtype)
+
+
+def dequantize_one(
+    data: Tensor,
+    descale: Tensor,
+    fmt: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    block_rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """data * descale in `dtype`, laid out as data; block_rows counts where there is more than one block."""
     sizes = descale.shape[0], descale.shape[1], descale.shape[2]
-    group, _ = _groups(data, fmt, cu_seqlens, padded, sizes, spec.fp8.block_rows)
+    group, _ = _groups(data, fmt, cu_seqlens, cu_seqlens_padded, sizes, block_rows)
     rows = as_bshd(data, fmt).to(dtype) * descale.to(dtype).flatten()[group][..., None]
     return as_bshd(rows, fmt)
 
