@@ -27,7 +27,8 @@ LARGEST_SCALE = tl.constexpr(2.0**120)
 GOLDEN = tl.constexpr(0x9E3779B1)
 
 _TILE = Tile(64, 32, 4, 1)
-_ROTATION_TILE = Tile(64, 32, 4, 2)
+_ROTATION_TILE = Tile(64, 32, 4, 1)  # with more stages sm_100's kernel does not compile (triton 3.6 and 3.7)
+_WIDE_ROTATION_TILE = Tile(64, 32, 8, 1)
 _ELEMENTS = 8192  # of a tile that is held at once
 _ROTATED_ROWS = 256  # of a program, which makes the rotation's matrix once
 _GROUP_BYTES = 8 * 2**20  # whose amax is found before they are cast: what stays in L2 till then, twice
@@ -496,12 +497,16 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int, mode: str 
     for s in (sources[0], sources[-1]):
         arguments += (s.cu_seqlens, s.cu_seqlens_padded, s.batch, s.x.shape[-3], s.longest)
     arguments += (LARGEST[first.data.dtype] * 2.0**-margin, state[total:] if turns else None)
-    tile = _ROTATION_TILE if any(s.rotation for s in sources) else _TILE
+    tile = _rotation_tile(first.x.shape[-1]) if first.rotation else _TILE
     metas += [metas[0]] * (3 - len(sources))
     for each in modes:
         programs = sum(items) * (2 if each == "turns" else 1)
         launch(_quantize_kernel, programs, first.x.device, tile, (*arguments, each, *metas))
     return descales, amax
+
+
+def _rotation_tile(head_dim: int) -> Tile:
+    return _ROTATION_TILE if head_dim <= 128 else _WIDE_ROTATION_TILE
 
 
 def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:
@@ -558,7 +563,7 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     rows_q, rows_k = dq.numel() // head_dim, dk.numel() // head_dim
     programs_q, programs_k = (triton.cdiv(rows, _ROTATED_ROWS) for rows in (rows_q, rows_k))
     arguments = (dq, out_q, rows_q, programs_q, dk, out_k, rows_k, meta)
-    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _ROTATION_TILE, arguments)
+    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _rotation_tile(head_dim), arguments)
     return out_q, out_k
 
 

@@ -12,6 +12,8 @@ from flexattn.block_mask import block_lists, create_block_mask
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Operands, as_bshd, parse_format
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.launch import recorded_launches
 from flexattn.kernels_triton.quantize import transpose_tokens, unrotate
 from flexattn.score_mod import trace_mods
 from flexattn.testing import Inputs, make_inputs
@@ -115,6 +117,47 @@ def test_rotation(device: str) -> None:
         rotated = [(t.float() * descale.view(1, 1, -1, 1)).to(BF16) for t, descale in zip((q, k), descales, strict=False)]
         for back, x in zip(unrotate(*rotated), (given.q, given.k), strict=True):
             assert float((back.float() - x.float()).norm() / x.float().norm()) < 0.05
+
+
+def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...]) -> None:
+    """No spills but for wide rotations where matrix instructions take registers, and those instructions in rotations alone."""
+    requests, names = [], []
+    for head_dim in head_dims:
+        given = make_inputs("thd", lengths_q=[64, 64], head_dim_qk=head_dim, head_dim_v=head_dim, dtype=BF16)
+        for what, rotation, granularity, scales in (
+            ("turns", False, "head", (None,) * 3),
+            ("rotated", True, "head", (None,) * 3),
+            ("blocks", False, "block", (None,) * 3),
+            ("delayed", False, "tensor", (torch.ones(1),) * 3),
+            ("unrotate", True, "", ()),
+        ):
+            with recorded_launches() as launches:
+                if what == "unrotate":
+                    unrotate(given.q, given.k)
+                else:
+                    rows = 128 if granularity == "block" else 0
+                    triton_backend.quantize(tensors_of(given, scales, rotation), E4M3, granularity, rows, 0)
+            requests += [request_for(launch, sm) for sm in architectures for launch in launches]
+            names += [(what, head_dim, sm) for sm in architectures for _ in launches]
+    for name, report in zip(names, compile_many(requests), strict=True):
+        what, head_dim, sm = name
+        rotates = what in ("rotated", "unrotate")
+        spills = 0 if not rotates else 32 if sm in (90, 100) or head_dim <= 128 else 512
+        assert report.spill_store_bytes <= spills, f"{name}: {report}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm], f"{name}: {report}"
+        assert set(report.matrix_instructions) == ({MATRIX_INSTRUCTION[sm]} if rotates else set()), f"{name}: {report}"
+
+
+MATRIX_INSTRUCTION = {89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+
+
+def test_compiled() -> None:
+    check_compiled((90,), (128,))
+
+
+@wide
+def test_compiled_for_all() -> None:
+    check_compiled((89, 90, 100, 120), (32, 64, 96, 128, 192, 256))
 
 
 @pytest.mark.parametrize("fmt", ["bshd", "thd"])
