@@ -30,6 +30,7 @@ _TILE = Tile(64, 32, 4, 1)
 _ROTATION_TILE = Tile(64, 32, 4, 1)  # with more stages sm_100's kernel does not compile (triton 3.6 and 3.7)
 _WIDE_ROTATION_TILE = Tile(64, 32, 8, 1)
 _ELEMENTS = 8192  # of a tile that is held at once
+_TILES = 2  # of a program
 _ROTATED_ROWS = 256  # of a program, which makes the rotation's matrix once
 _GROUP_BYTES = 8 * 2**20  # whose amax is found before they are cast: what stays in L2 till then, twice
 _COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition takes
@@ -205,8 +206,11 @@ def _quantize_item(
     data,
     scaling,
     lengths,
+    done_ptr,
+    items_of_group,
     FINDS_AMAX: tl.constexpr,
     CASTS: tl.constexpr,
+    WAITS: tl.constexpr,  # until done_ptr says that the amax of all items of the group is found
     META: tl.constexpr,
 ):
     # ITEM_ROWS rows of a head.
@@ -234,6 +238,11 @@ def _quantize_item(
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
                 largest = _largest_of_rows(largest, parts, META)
         if CASTS:
+            parts = _load_rows(x_base, x_offsets, first, length, matrices, META)  # under way while the scale is waited for
+            if WAITS:
+                done = tl.atomic_add(done_ptr, 0, sem="acquire")
+                while done < items_of_group:
+                    done = tl.atomic_add(done_ptr, 0, sem="acquire")
             if scale_ptr is not None:
                 scale = tl.load(scale_ptr + group)
             elif META.BY_BLOCK:
@@ -252,7 +261,10 @@ def _quantize_item(
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
             data_base = row_pointer(data_ptr, b, h, start + first, stride_db, stride_ds, stride_dh, META)
             data_step, data_offsets = row_steps(stride_ds, ROWS, META)
-            for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
+            _store_rows(data_base, data_offsets, first, slot, parts, scale, META)  # padding was loaded as 0
+            if FINDS_AMAX and not META.BY_BLOCK:
+                largest = _largest_of_rows(largest, parts, META)
+            for row in range(ROWS, META.ITEM_ROWS, ROWS):
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
                 _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
@@ -274,14 +286,13 @@ def _quantize_in_turn(ticket, items, group_heads, num_heads, done_ptr, x, data, 
     is_last = phase == 2 * groups - 1
     is_cast = is_last | ((phase > 0) & (phase % 2 == 0))
     group = tl.where(is_last, groups - 1, tl.where(is_cast, phase // 2 - 1, (phase + 1) // 2))
+    first_head = group * group_heads
+    done_ptr += group
     if is_cast:
-        done = tl.atomic_add(done_ptr + group, 0, sem="acquire")
-        while done < size:
-            done = tl.atomic_add(done_ptr + group, 0, sem="acquire")
-        _quantize_item(item, group * group_heads, group_heads, x, data, scaling, lengths, False, True, META)
+        _quantize_item(item, first_head, group_heads, x, data, scaling, lengths, done_ptr, size, False, True, True, META)
     else:
-        _quantize_item(item, group * group_heads, group_heads, x, data, scaling, lengths, True, False, META)
-        tl.atomic_add(done_ptr + group, 1, sem="release")
+        _quantize_item(item, first_head, group_heads, x, data, scaling, lengths, done_ptr, size, True, False, False, META)
+        tl.atomic_add(done_ptr, 1, sem="release")
 
 
 @triton.jit
@@ -291,7 +302,8 @@ def _quantize_tensor(
     if MODE == "turns":
         _quantize_in_turn(item, items, group_heads, num_heads, done_ptr, x, data, scaling, lengths, META)
     else:
-        _quantize_item(item, 0, num_heads, x, data, scaling, lengths, MODE != "cast", MODE != "amax", META)
+        finds, casts = MODE != "cast", MODE != "amax"
+        _quantize_item(item, 0, num_heads, x, data, scaling, lengths, done_ptr, items, finds, casts, False, META)
 
 
 @kernel
@@ -429,7 +441,7 @@ class Source(NamedTuple):
             (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
         ]
         widths = _widths(head_dim, self.rotation)
-        rows = 64 if self.rotation or block_rows else min(128, max(32, _ELEMENTS // triton.next_power_of_2(head_dim)))
+        rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
         return _Meta(
             HAS_LENGTHS=self.cu_seqlens is not None,
             IS_RAGGED=x.dim() == 3,
@@ -442,7 +454,7 @@ class Source(NamedTuple):
             W2=widths[2],
             W3=widths[3],
             ROWS=rows,
-            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else rows),
+            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else _TILES * rows),
             BY_BLOCK=block_rows > 0,
             ROTATION=head_dim & -head_dim if self.rotation else 0,
         )
