@@ -12,6 +12,7 @@ from torch import Tensor
 from flexattn.dispatch import eager_backend, quantization, triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Fp8, Gradients, Operands
 from flexattn.testing import (
+    FORWARD_FACTOR,
     GRADIENT_FACTOR,
     Inputs,
     check_close,
@@ -24,6 +25,7 @@ from flexattn.testing import (
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_ROWS = 64
+SHORT_ACCUMULATOR = 2.0**-11  # of the largest score: the most that lse and max_logit are granted for the sums of `fp8_sums`
 
 
 def quantized(
@@ -61,8 +63,10 @@ def check(inputs: Inputs, granularity: str = "head", grad_dtype: torch.dtype = E
     is_short = x.q.is_cuda and spec.capability is not None and spec.capability < (10, 0)
     with scores_summed_short() if is_short else contextlib.nullcontext():
         budgets = eager_backend.forward(spec, x)
-    for name, *three in zip(("out", "lse", "max_logit"), got, wanted, budgets, strict=True):
-        check_close(name, *three)
+    most = SHORT_ACCUMULATOR * max(1.0, float(wanted[2].abs().max())) / FORWARD_FACTOR
+    for name, one, exact, budget in zip(("out", "lse", "max_logit"), got, wanted, budgets, strict=True):
+        off = (budget - exact).nan_to_num()  # infinities are the same
+        check_close(name, one, exact, budget if name == "out" else exact + off.clamp(-most, most))
     out, lse, _ = got
     dout, descale = quantized(spec, x, make_dout(inputs), "q", grad_dtype, granularity)
     dlse = make_dlse(inputs)

@@ -198,7 +198,11 @@ def _sequences(case: Case) -> Iterator[tuple[Any, Any]]:
 def _weights(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """[h, sq, skv], 0 in the rows that see nothing, and lse [h, sq]."""
     rows, keys = _to_heads(q), _heads(case, k)
-    products = short_sums(rows, keys) if rows.is_cuda else rows @ keys.transpose(-1, -2)  # on a CPU it is emulated in fp32
+    if rows.is_cuda:  # of the FP8 numbers themselves, as their exponents count
+        codes = [(t / descale.double()).float().double() for t, descale in zip((rows, keys), case.descales, strict=False)]
+        products = short_sums(*codes) * (case.descales.q * case.descales.k).double()
+    else:  # emulated in fp32
+        products = rows @ keys.transpose(-1, -2)
     s = products * case.x.softmax_scale
     s = s.masked_fill(~_visible(case.spec.band, *s.shape[1:], s.device), -torch.inf)
     return torch.softmax(s, -1).nan_to_num(0.0), s.logsumexp(-1)

@@ -1,8 +1,9 @@
-"""What the tensor cores of compute capability 8.9 and 9.0 make of sums of FP8 products, emulated in fp64: the budget of scores.
+"""What the tensor cores of compute capability 8.9 and 9.0 make of sums of FP8 products, emulated: the budget of scores.
 
-Their accumulator keeps 13 bits of fraction ("Some Matrix Multiplication Engines Are Not As Accurate As We Thought", PyTorch blog,
-2026; SageAttention2, arXiv 2411.10958): 32 products at a time are shifted to the largest exponent among them and the sum so far,
-cut there, and added (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+32 products at a time, and the sum so far, are shifted to the largest exponent among them, cut toward zero to 13 bits of fraction,
+and added; of the sum too 13 bits are left (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; SageAttention2, arXiv 2411.10958; "Some
+Matrix Multiplication Engines Are Not As Accurate As We Thought", PyTorch blog, 2026). A product's exponent is the sum of its
+factors'. Of random numbers' sums on an NVIDIA H200 98 to 100 % were these to the bit.
 """
 
 from __future__ import annotations
@@ -27,17 +28,28 @@ def short_sums(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _short_sums(q: Tensor, k: Tensor) -> Tensor:
-    total = torch.zeros(
-        (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2]), dtype=q.dtype, device=q.device
-    )
+    shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    total = q.new_zeros(shape)
     if not total.numel():
         return total
+    exponents = [torch.where(t == 0, -200.0, _exponent(t)) for t in (q, k)]
     for first in range(0, q.shape[-1], TOGETHER):
-        products = q[..., :, None, first : first + TOGETHER] * k[..., None, :, first : first + TOGETHER]
-        largest = torch.maximum(products.abs().amax(-1), total.abs())
-        step = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-200))) - FRACTION_BITS)
-        total = ((total / step).trunc() + (products / step[..., None]).trunc().sum(-1)) * step
+        part = slice(first, first + TOGETHER)
+        products = q[..., :, None, part] * k[..., None, :, part]
+        largest = (exponents[0][..., :, None, part] + exponents[1][..., None, :, part]).amax(-1)
+        largest = torch.maximum(largest, torch.where(total == 0, -400.0, _exponent(total)))
+        total = (_cut(total, largest) + _cut(products, largest[..., None]).sum(-1)).nan_to_num()
+        total = _cut(total, _exponent(total))
     return total
+
+
+def _exponent(t: Tensor) -> Tensor:
+    return t.abs().clamp(min=2.0**-400).log2().floor()
+
+
+def _cut(t: Tensor, exponent: Tensor) -> Tensor:
+    step = torch.exp2(exponent - FRACTION_BITS)
+    return (t / step).trunc() * step
 
 
 @contextmanager
