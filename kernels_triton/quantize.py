@@ -111,7 +111,7 @@ def _load_part(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDT
     if WIDTH > 0:
         x = load_tile(pointer, offsets, row, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
         if META.ROTATION > 0:
-            return tl.dot(x, matrix, input_precision="ieee")
+            return tl.dot(x, matrix, input_precision="tf32x3")  # of fp32 all but the last bits count
         else:
             return x.to(tl.float32)
     else:
@@ -509,7 +509,7 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int, mode: str 
     for s in (sources[0], sources[-1]):
         arguments += (s.cu_seqlens, s.cu_seqlens_padded, s.batch, s.x.shape[-3], s.longest)
     arguments += (LARGEST[first.data.dtype] * 2.0**-margin, state[total:] if turns else None)
-    tile = _rotation_tile(first.x.shape[-1]) if first.rotation else _TILE
+    tile = _rotation_tile(first.x) if first.rotation else _TILE
     metas += [metas[0]] * (3 - len(sources))
     for each in modes:
         programs = sum(items) * (2 if each == "turns" else 1)
@@ -517,8 +517,8 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int, mode: str 
     return descales, amax
 
 
-def _rotation_tile(head_dim: int) -> Tile:
-    return _ROTATION_TILE if head_dim <= 128 else _WIDE_ROTATION_TILE
+def _rotation_tile(x: Tensor) -> Tile:
+    return _ROTATION_TILE if x.shape[-1] <= 128 and x.element_size() == 2 else _WIDE_ROTATION_TILE
 
 
 def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:
@@ -575,7 +575,7 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     rows_q, rows_k = dq.numel() // head_dim, dk.numel() // head_dim
     programs_q, programs_k = (triton.cdiv(rows, _ROTATED_ROWS) for rows in (rows_q, rows_k))
     arguments = (dq, out_q, rows_q, programs_q, dk, out_k, rows_k, meta)
-    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _rotation_tile(head_dim), arguments)
+    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _rotation_tile(dq), arguments)
     return out_q, out_k
 
 
