@@ -264,7 +264,7 @@ def descaled_products(qk, dp, descales, b, h, h_kv, row, column, softmax_scale, 
 
 @triton.jit
 def to_fp8_rows(x, DTYPE: tl.constexpr):
-    # (x in FP8, what each row is to be multiplied with). A row's largest becomes the dtype's: exact, as it is what counts most where
+    # (x in FP8, what each row is to be multiplied with). A row's largest becomes the dtype's and so is exact: it counts most where
     # softmax is peaked.
     TOP: tl.constexpr = 448.0 if tl.float8e4nv == DTYPE else 57344.0
     largest = tl.minimum(tl.maximum(tl.max(tl.abs(x), 1), 2.0**-100), 2.0**100)

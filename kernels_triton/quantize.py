@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.configs import Tile, split_head_dim
-from flexattn.kernels_triton.launch import kernel, launch
+from flexattn.kernels_triton.launch import capability_of, kernel, launch
 from flexattn.kernels_triton.primitives import (
     load_sequence,
     load_tile,
@@ -27,12 +27,9 @@ LARGEST_SCALE = tl.constexpr(2.0**120)
 GOLDEN = tl.constexpr(0x9E3779B1)
 
 _TILE = Tile(64, 32, 4, 1)
-_ROTATION_TILE = Tile(64, 32, 4, 1)  # with more stages sm_100's kernel does not compile (triton 3.6 and 3.7)
-_WIDE_ROTATION_TILE = Tile(64, 32, 8, 1)
 _ELEMENTS = 8192  # of a tile that is held at once
-_TILES = 2  # of a program
+_TILES = 2  # of a program that only finds the amax or only casts
 _ROTATED_ROWS = 256  # of a program, which makes the rotation's matrix once
-_GROUP_BYTES = 8 * 2**20  # whose amax is found before they are cast: what stays in L2 till then, twice
 _COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition takes
 
 
@@ -198,29 +195,15 @@ def _tile_of(tile, lengths, META: tl.constexpr):
 
 
 @triton.jit
-def _quantize_item(
-    item,
-    first_head,
-    group_heads,
-    x,
-    data,
-    scaling,
-    lengths,
-    done_ptr,
-    items_of_group,
-    FINDS_AMAX: tl.constexpr,
-    CASTS: tl.constexpr,
-    WAITS: tl.constexpr,  # until done_ptr says that the amax of all items of the group is found
-    META: tl.constexpr,
-):
+def _quantize_item(item, num_heads, x, data, scaling, lengths, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr):
     # ITEM_ROWS rows of a head.
     ROWS: tl.constexpr = META.ROWS
     x_ptr, stride_xb, stride_xs, stride_xh = x
     data_ptr, stride_db, stride_ds, stride_dh = data
     scale_ptr, range_scale, amax_ptr, descale_ptr, stride_ab, stride_ah, num_blocks = scaling
     cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
-    h = first_head + item % group_heads
-    b, block = _tile_of(item // group_heads, lengths, META)
+    h = item % num_heads
+    b, block = _tile_of(item // num_heads, lengths, META)
     start, length, slot = load_sequence(
         cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
     )
@@ -238,11 +221,6 @@ def _quantize_item(
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
                 largest = _largest_of_rows(largest, parts, META)
         if CASTS:
-            parts = _load_rows(x_base, x_offsets, first, length, matrices, META)  # under way while the scale is waited for
-            if WAITS:
-                done = tl.atomic_add(done_ptr, 0, sem="acquire")
-                while done < items_of_group:
-                    done = tl.atomic_add(done_ptr, 0, sem="acquire")
             if scale_ptr is not None:
                 scale = tl.load(scale_ptr + group)
             elif META.BY_BLOCK:
@@ -250,7 +228,7 @@ def _quantize_item(
                 scale = _scale_of(amax, range_scale)
                 tl.store(amax_ptr + group, amax, mask=block < num_blocks)
             else:
-                scale = _scale_of(tl.load(amax_ptr + group, volatile=True), range_scale)
+                scale = _scale_of(tl.load(amax_ptr + group), range_scale)
             if META.BY_BLOCK:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale), mask=block < num_blocks)
                 if block == 0:  # what no row belongs to
@@ -261,10 +239,7 @@ def _quantize_item(
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
             data_base = row_pointer(data_ptr, b, h, start + first, stride_db, stride_ds, stride_dh, META)
             data_step, data_offsets = row_steps(stride_ds, ROWS, META)
-            _store_rows(data_base, data_offsets, first, slot, parts, scale, META)  # padding was loaded as 0
-            if FINDS_AMAX and not META.BY_BLOCK:
-                largest = _largest_of_rows(largest, parts, META)
-            for row in range(ROWS, META.ITEM_ROWS, ROWS):
+            for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
                 _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
@@ -273,37 +248,6 @@ def _quantize_item(
             # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
             bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
             tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
-
-
-@triton.jit
-def _quantize_in_turn(ticket, items, group_heads, num_heads, done_ptr, x, data, scaling, lengths, META: tl.constexpr):
-    # Groups of heads one after another: the amax of one, then, after the next one's amax, the cast of what is still in L2. Tickets
-    # are drawn in order, so what a cast waits for has been begun, and waits for nothing.
-    groups = num_heads // group_heads
-    size = items // groups
-    phase = ticket // size
-    item = ticket % size
-    is_last = phase == 2 * groups - 1
-    is_cast = is_last | ((phase > 0) & (phase % 2 == 0))
-    group = tl.where(is_last, groups - 1, tl.where(is_cast, phase // 2 - 1, (phase + 1) // 2))
-    first_head = group * group_heads
-    done_ptr += group
-    if is_cast:
-        _quantize_item(item, first_head, group_heads, x, data, scaling, lengths, done_ptr, size, False, True, True, META)
-    else:
-        _quantize_item(item, first_head, group_heads, x, data, scaling, lengths, done_ptr, size, True, False, False, META)
-        tl.atomic_add(done_ptr, 1, sem="release")
-
-
-@triton.jit
-def _quantize_tensor(
-    item, items, group_heads, num_heads, done_ptr, x, data, scaling, lengths, MODE: tl.constexpr, META: tl.constexpr
-):
-    if MODE == "turns":
-        _quantize_in_turn(item, items, group_heads, num_heads, done_ptr, x, data, scaling, lengths, META)
-    else:
-        finds, casts = MODE != "cast", MODE != "amax"
-        _quantize_item(item, 0, num_heads, x, data, scaling, lengths, done_ptr, items, finds, casts, False, META)
 
 
 @kernel
@@ -323,7 +267,6 @@ def _quantize_kernel(
     stride_amax_qh,
     num_blocks_q,
     num_heads_q,
-    group_heads_q,
     items_q,
     k_ptr,  # or None: q alone
     stride_kb,
@@ -340,7 +283,6 @@ def _quantize_kernel(
     stride_amax_kh,
     num_blocks_k,
     num_heads_k,
-    group_heads_k,
     items_k,
     v_ptr,
     stride_vb,
@@ -357,7 +299,6 @@ def _quantize_kernel(
     stride_amax_vh,
     num_blocks_v,
     num_heads_v,
-    group_heads_v,
     items_v,
     cu_seqlens_q_ptr,
     cu_seqlens_q_padded_ptr,
@@ -370,44 +311,34 @@ def _quantize_kernel(
     num_tokens_kv,
     max_seqlen_kv,
     range_scale,  # the dtype's largest value * 2**-margin
-    turns_ptr,  # of "turns": the next ticket, then of each group of heads how many items' amax is found; 0 before
-    MODE: tl.constexpr,  # "amax", "cast" by an amax that was found before, "turns" for both, or "both" in one, for known scales
+    FINDS_AMAX: tl.constexpr,
+    CASTS: tl.constexpr,
     Q_META: tl.constexpr,
     K_META: tl.constexpr,
     V_META: tl.constexpr,
 ):
-    lengths_q = (cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch_q, num_tokens_q, max_seqlen_q)
-    q = (q_ptr, stride_qb, stride_qs, stride_qh)
-    q8 = (q8_ptr, stride_q8b, stride_q8s, stride_q8h)
-    of_q = (scale_q_ptr, range_scale, amax_q_ptr, descale_q_ptr, stride_amax_qb, stride_amax_qh, num_blocks_q)
-    program = tl.program_id(0)
-    done_ptr = turns_ptr
-    rounds: tl.constexpr = 2 if MODE == "turns" else 1
-    if MODE == "turns":
-        program = tl.atomic_add(turns_ptr, 1, sem="relaxed")
-        done_ptr = turns_ptr + 1
-    elif MODE == "cast":  # backwards: what the amax was found of last may be in L2 yet
-        program = tl.num_programs(0) - 1 - program
-    if program < rounds * items_q:
-        _quantize_tensor(program, items_q, group_heads_q, num_heads_q, done_ptr, q, q8, of_q, lengths_q, MODE, Q_META)
+    item = tl.program_id(0)
+    if not CASTS:  # backwards: what the amax is found of last is cast first, and may be in L2 yet
+        item = tl.num_programs(0) - 1 - item
+    if item < items_q:
+        lengths_q = (cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch_q, num_tokens_q, max_seqlen_q)
+        q = (q_ptr, stride_qb, stride_qs, stride_qh)
+        q8 = (q8_ptr, stride_q8b, stride_q8s, stride_q8h)
+        of_q = (scale_q_ptr, range_scale, amax_q_ptr, descale_q_ptr, stride_amax_qb, stride_amax_qh, num_blocks_q)
+        _quantize_item(item, num_heads_q, q, q8, of_q, lengths_q, FINDS_AMAX, CASTS, Q_META)
     elif k_ptr is not None:
         lengths_kv = (cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch_kv, num_tokens_kv, max_seqlen_kv)
-        program -= rounds * items_q
-        if MODE == "turns":
-            done_ptr += num_heads_q // group_heads_q
-        if program < rounds * items_k:
+        item -= items_q
+        if item < items_k:
             k = (k_ptr, stride_kb, stride_ks, stride_kh)
             k8 = (k8_ptr, stride_k8b, stride_k8s, stride_k8h)
             of_k = (scale_k_ptr, range_scale, amax_k_ptr, descale_k_ptr, stride_amax_kb, stride_amax_kh, num_blocks_k)
-            _quantize_tensor(program, items_k, group_heads_k, num_heads_k, done_ptr, k, k8, of_k, lengths_kv, MODE, K_META)
+            _quantize_item(item, num_heads_k, k, k8, of_k, lengths_kv, FINDS_AMAX, CASTS, K_META)
         else:
-            program -= rounds * items_k
-            if MODE == "turns":
-                done_ptr += num_heads_k // group_heads_k
             v = (v_ptr, stride_vb, stride_vs, stride_vh)
             v8 = (v8_ptr, stride_v8b, stride_v8s, stride_v8h)
             of_v = (scale_v_ptr, range_scale, amax_v_ptr, descale_v_ptr, stride_amax_vb, stride_amax_vh, num_blocks_v)
-            _quantize_tensor(program, items_v, group_heads_v, num_heads_v, done_ptr, v, v8, of_v, lengths_kv, MODE, V_META)
+            _quantize_item(item - items_k, num_heads_v, v, v8, of_v, lengths_kv, FINDS_AMAX, CASTS, V_META)
 
 
 class Source(NamedTuple):
@@ -435,7 +366,7 @@ class Source(NamedTuple):
         b, h, blocks = self.sizes
         return b * h * blocks
 
-    def meta(self, block_rows: int) -> _Meta:
+    def meta(self, block_rows: int, tiles: int) -> _Meta:
         x, data, head_dim = self.x, self.data, self.x.shape[-1]
         strides = [
             (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
@@ -454,7 +385,7 @@ class Source(NamedTuple):
             W2=widths[2],
             W3=widths[3],
             ROWS=rows,
-            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else _TILES * rows),
+            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else tiles * rows),
             BY_BLOCK=block_rows > 0,
             ROTATION=head_dim & -head_dim if self.rotation else 0,
         )
@@ -464,61 +395,49 @@ class Source(NamedTuple):
             return int((self.x.shape[0] // meta.ITEM_ROWS + self.batch) * self.x.shape[-2])
         return int(self.batch * triton.cdiv(self.longest, meta.ITEM_ROWS) * self.x.shape[-2])
 
-    def group_heads(self) -> int:
-        """Heads whose amax is found before any of them is cast: a divisor of their number, all of them where they share a scale."""
-        heads = self.x.shape[-2]
-        if self.sizes[1] == 1:
-            return heads
-        wanted = max(1, _GROUP_BYTES * heads // max(1, self.x.numel() * self.x.element_size()))
-        return max(n for n in range(1, min(wanted, heads) + 1) if heads % n == 0)
 
-
-def quantize(sources: Sequence[Source], block_rows: int, margin: int, mode: str = "turns") -> tuple[list[Tensor], Tensor]:
-    """Write each source's x * scale into its data, in one launch; its descales, fp32 of `sizes`, and all sources' amax, flat.
+def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[list[Tensor], Tensor]:
+    """Write each source's x * scale into its data; returns its descales, fp32 of `sizes`, and all sources' amax, flat.
 
     sources: q, k and v, of which k and v have one side's lengths; or one tensor. All have scales, or none has.
     block_rows: above 0 each block of that many rows has a scale.
 
-    NaN and infinity become NaN and count for no amax; rows beyond a sequence's end are 0.
+    One launch finds all amax and one casts; where the scales are known, or a block's own, one does both. NaN and infinity become
+    NaN and count for no amax; rows beyond a sequence's end are 0.
     """
     first = sources[0]
     descales = [s.x.new_empty(s.sizes, dtype=torch.float32) for s in sources]
     counts = [s.num_scales for s in sources]
-    total = sum(counts)
+    amax = first.x.new_zeros(sum(counts), dtype=torch.float32)
     if first.batch == 0:
         for source, descale in zip(sources, descales, strict=True):
             source.data.zero_()
             descale.fill_(1.0)
-        return descales, first.x.new_zeros(total, dtype=torch.float32)
-    metas = [s.meta(block_rows) for s in sources]
+        return descales, amax
+    is_known = first.scale is not None
+    metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
     items = [s.items(meta) for s, meta in zip(sources, metas, strict=True)]
-    modes: tuple[str, ...] = ("amax", "cast") if mode == "two" else (mode,)
-    if block_rows or first.scale is not None:
-        modes = ("both",)
-    groups = [s.group_heads() for s in sources]
-    turns = 1 + sum(s.x.shape[-2] // n for s, n in zip(sources, groups, strict=True)) if modes == ("turns",) else 0
-    state = first.x.new_zeros(total + turns, dtype=torch.int32)  # one memset
-    amax = state[:total].view(torch.float32)
     arguments: list[Any] = []
     for n, (s, meta) in enumerate(zip(sources, metas, strict=True)):
-        of_amax = amax[sum(counts[:n]) :]
-        arguments += (s.x, *row_strides(s.x, meta), s.data, *row_strides(s.data, meta), s.scale, of_amax, descales[n])
-        arguments += (*_strides(s.sizes), s.sizes[2], s.x.shape[-2], groups[n], items[n])
+        arguments += (s.x, *row_strides(s.x, meta), s.data, *row_strides(s.data, meta))
+        arguments += (s.scale, amax[sum(counts[:n]) :], descales[n], *_strides(s.sizes), s.sizes[2], s.x.shape[-2], items[n])
     size = len(arguments) // len(sources)
     arguments += [None, 0, 0, 0, None, 0, 0, 0, None, None, None, *(0,) * (size - 11)] * (3 - len(sources))
     for s in (sources[0], sources[-1]):
         arguments += (s.cu_seqlens, s.cu_seqlens_padded, s.batch, s.x.shape[-3], s.longest)
-    arguments += (LARGEST[first.data.dtype] * 2.0**-margin, state[total:] if turns else None)
+    arguments.append(LARGEST[first.data.dtype] * 2.0**-margin)
     tile = _rotation_tile(first.x) if first.rotation else _TILE
     metas += [metas[0]] * (3 - len(sources))
-    for each in modes:
-        programs = sum(items) * (2 if each == "turns" else 1)
-        launch(_quantize_kernel, programs, first.x.device, tile, (*arguments, each, *metas))
+    for finds_and_casts in ((True, True),) if block_rows or is_known else ((True, False), (False, True)):
+        launch(_quantize_kernel, sum(items), first.x.device, tile, (*arguments, *finds_and_casts, *metas))
     return descales, amax
 
 
 def _rotation_tile(x: Tensor) -> Tile:
-    return _ROTATION_TILE if x.shape[-1] <= 128 and x.element_size() == 2 else _WIDE_ROTATION_TILE
+    capability = capability_of(x.device)
+    in_registers = capability not in (90, 100)  # the operands of matrix instructions, rather than in shared memory
+    num_warps = 8 if x.element_size() > 2 or (in_registers and x.shape[-1] > 128) else 4
+    return Tile(64, 32, num_warps, 1 if capability >= 100 else 2)  # with two stages Triton 3.6 and 3.7 fail for sm_100
 
 
 def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from unittest import mock
 
 import torch
-from fp8_sums import scores_summed_short
+from fp8_sums import short_sums
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
@@ -155,13 +155,31 @@ def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _lse_budget(call: Fp8Call, device: torch.device) -> torch.Tensor:
-    """In fp32; on a GPU with scores as its tensor cores sum them, and on a CPU exactly, as the emulator does."""
-    x = call.stands_for
+    """In fp32; on a GPU of scores as its tensor cores sum them, and on a CPU of exact ones, as the emulator's are."""
     if device.type == "cpu":
-        return reference_attention(call.spec, x, dtype=torch.float32)[1]
-    x = Operands(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in x))
-    with scores_summed_short():
-        return reference_attention(call.spec, x, dtype=torch.float32)[1]
+        return reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1]
+    p, x = call.problem, call.stands_for
+    off = torch.zeros(p.batch, p.num_heads, p.longest_q, p.longest_kv, dtype=torch.float64)
+    for (b, start, length), (_, start_kv, length_kv) in zip(spans(p, "q"), spans(p, "kv"), strict=True):
+        sides = ((p.q, start, length, call.scales[0]), (p.k, start_kv, length_kv, call.scales[1]))
+        (q, q_scale), (k, k_scale) = (_codes(p, b, *side, device) for side in sides)
+        k, k_scale = (t.repeat_interleave(p.group_size, 0) for t in (k, k_scale))
+        short = (short_sums(q, k) - q @ k.mT) * q_scale * k_scale.mT
+        off[b, :, :length, :length_kv] = (short * x.softmax_scale).cpu()
+    spec = call.spec._replace(bias_type="post_scale_bias", bias_dims=(True,) * 4)  # type: ignore[arg-type]
+    return reference_attention(spec, x._replace(bias=off), dtype=torch.float32)[1]
+
+
+def _codes(
+    problem: Problem, b: int, t: torch.Tensor, start: int, length: int, scale: Scale, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([h, length, d] as FP8 numbers, their descales [h, length, 1]), in fp64."""
+    rows = rows_of(t, b, start, length).to(device).double().transpose(0, 1)
+    descale = scale.descale.to(device).double()
+    every = descale.expand(problem.batch, rows.shape[0], descale.shape[-1])[b]
+    if scale.is_blockwise:
+        every = every.repeat_interleave(scale.block_rows, 1)[:, :length]
+    return rows, every[..., None].expand(*rows.shape[:2], 1)
 
 
 def gradient_of(

@@ -13,7 +13,7 @@ from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Operands, as_bshd, parse_format
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
-from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.launch import pretended_device, recorded_launches
 from flexattn.kernels_triton.quantize import transpose_tokens, unrotate
 from flexattn.score_mod import trace_mods
 from flexattn.testing import Inputs, make_inputs
@@ -125,20 +125,21 @@ def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...]) -
     for head_dim in head_dims:
         given = make_inputs("thd", lengths_q=[64, 64], head_dim_qk=head_dim, head_dim_v=head_dim, dtype=BF16)
         for what, rotation, granularity, scales in (
-            ("turns", False, "head", (None,) * 3),
+            ("plain", False, "head", (None,) * 3),
             ("rotated", True, "head", (None,) * 3),
             ("blocks", False, "block", (None,) * 3),
             ("delayed", False, "tensor", (torch.ones(1),) * 3),
             ("unrotate", True, "", ()),
         ):
-            with recorded_launches() as launches:
-                if what == "unrotate":
-                    unrotate(given.q, given.k)
-                else:
-                    rows = 128 if granularity == "block" else 0
-                    triton_backend.quantize(tensors_of(given, scales, rotation), E4M3, granularity, rows, 0)
-            requests += [request_for(launch, sm) for sm in architectures for launch in launches]
-            names += [(what, head_dim, sm) for sm in architectures for _ in launches]
+            for sm in architectures:
+                with pretended_device(sm, 132), recorded_launches() as launches:
+                    if what == "unrotate":
+                        unrotate(given.q, given.k)
+                    else:
+                        rows = 128 if granularity == "block" else 0
+                        triton_backend.quantize(tensors_of(given, scales, rotation), E4M3, granularity, rows, 0)
+                requests += [request_for(launch, sm) for launch in launches]
+                names += [(what, head_dim, sm) for _ in launches]
     for name, report in zip(names, compile_many(requests), strict=True):
         what, head_dim, sm = name
         rotates = what in ("rotated", "unrotate")
