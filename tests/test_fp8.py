@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import fp8
-from flexattn.bench.fp8 import RECIPES, train
+from flexattn.bench.fp8 import RECIPES, attend, make_tensors, train
 from flexattn.dispatch import canary
 from flexattn.dispatch.quantization import scale_of
 from flexattn.functional import bind_call
@@ -83,6 +83,17 @@ def test_rotation_halves_the_error_of_outliers(device: str) -> None:
     rotated = errors(call, fp8_recipe=fp8.Recipe(rotation=True))
     for name, a, b in zip(("out", "dk", "dv"), (rotated[0], *rotated[2:]), (per_tensor[0], *per_tensor[2:]), strict=True):
         assert a < b / 2, (name, per_tensor, rotated)
+
+
+def test_rotation_halves_the_error_of_dq_too() -> None:
+    """At lengths where it is a sum of many; it is the one that is nearest to twice."""
+    tensors = make_tensors("outliers", 1024, torch.device("cpu"))
+    exact = attend(tensors, None, torch.float64, "eager")
+    per_tensor, rotated = (
+        [float((a.double() - b).norm()) for a, b in zip(attend(tensors, RECIPES[name], BF16, "eager"), exact, strict=True)]
+        for name in ("tensor", "head, rotation")
+    )
+    assert all(a < b / 2 for a, b in zip(rotated, per_tensor, strict=True)), (rotated, per_tensor)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
