@@ -85,6 +85,7 @@ def test_rotation_halves_the_error_of_outliers(device: str) -> None:
         assert a < b / 2, (name, per_tensor, rotated)
 
 
+@pytest.mark.exhaustive
 def test_rotation_halves_the_error_of_dq_too() -> None:
     """At lengths where it is a sum of many; it is the one that is nearest to twice."""
     tensors = make_tensors("outliers", 1024, torch.device("cpu"))

@@ -60,8 +60,17 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
-@pytest.mark.parametrize("fmt", FORMATS)
+SHOWN = (("bshd", "head"), ("thd", "block"), ("thd", "batch_head"), ("bhsd", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [
+        pytest.param(fmt, granularity, marks=() if (fmt, granularity) in SHOWN else wide)
+        for fmt in FORMATS
+        for granularity in quantization.GRANULARITIES
+    ],
+)
 def test_the_pass_is_torchs_cast_to_the_bit(fmt: str, granularity: str, device: str) -> None:
     """q, k and v together, of different lengths, heads and head dims, with a NaN and an infinity each; and q alone."""
     given = make_inputs(fmt, **FORMATS[fmt], head_dim_qk=96, head_dim_v=48, dtype=BF16, outliers=True, device=device)
@@ -101,25 +110,25 @@ def test_a_cast_saturates_and_rounds_to_even(device: str) -> None:
         assert same_bits(got, want)
 
 
-def test_rotation(device: str) -> None:
-    for head_dim in (32, 80, 96, 128, 192, 256):
-        given = make_inputs("bshd", lengths_q=[70], head_dim_qk=head_dim, head_dim_v=32, dtype=BF16, device=device)
-        matrix = quantization.rotation_matrix(head_dim, given.q.device)
-        assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim, device=device), atol=1e-6)
-        tensors = [Unquantized(getattr(given, name), "bshd", None, None, 70, None, name != "v") for name in "qkv"]
-        for granularity, rows in (("head", 0), ("block", 64)):
-            got, want = (module.quantize(tensors, E4M3, granularity, rows, 0) for module in (triton_backend, quantization))
-            for a, b in zip(got[0], want[0], strict=True):
-                # a sum of products that rounds otherwise may fall on the other side of a boundary of E4M3
-                assert float((a.float() != b.float()).float().mean()) < 0.01
-            assert torch.equal(got[0][2].float(), want[0][2].float())
-        (q, k, _), descales, _ = triton_backend.quantize(tensors, E4M3, "head", 0, 0)
-        rotated = [(t.float() * descale.view(1, 1, -1, 1)).to(BF16) for t, descale in zip((q, k), descales, strict=False)]
-        for back, x in zip(unrotate(*rotated), (given.q, given.k), strict=True):
-            assert float((back.float() - x.float()).norm() / x.float().norm()) < 0.05
+@pytest.mark.parametrize("head_dim", [96, 256, *(pytest.param(dim, marks=wide) for dim in (32, 80, 128, 192))])
+def test_rotation(head_dim: int, device: str) -> None:
+    given = make_inputs("bshd", lengths_q=[70], head_dim_qk=head_dim, head_dim_v=32, dtype=BF16, device=device)
+    matrix = quantization.rotation_matrix(head_dim, given.q.device)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim, device=device), atol=1e-6)
+    tensors = [Unquantized(getattr(given, name), "bshd", None, None, 70, None, name != "v") for name in "qkv"]
+    for granularity, rows in (("head", 0), ("block", 64)):
+        got, want = (module.quantize(tensors, E4M3, granularity, rows, 0) for module in (triton_backend, quantization))
+        for a, b in zip(got[0], want[0], strict=True):
+            # a sum of products that rounds otherwise may fall on the other side of a boundary of E4M3
+            assert float((a.float() != b.float()).float().mean()) < 0.01
+        assert torch.equal(got[0][2].float(), want[0][2].float())
+    (q, k, _), descales, _ = triton_backend.quantize(tensors, E4M3, "head", 0, 0)
+    rotated = [(t.float() * descale.view(1, 1, -1, 1)).to(BF16) for t, descale in zip((q, k), descales, strict=False)]
+    for back, x in zip(unrotate(*rotated), (given.q, given.k), strict=True):
+        assert float((back.float() - x.float()).norm() / x.float().norm()) < 0.05
 
 
-def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...]) -> None:
+def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...], kinds: tuple[str, ...]) -> None:
     """No spills but for wide rotations where matrix instructions take registers, and those instructions in rotations alone."""
     requests, names = [], []
     for head_dim in head_dims:
@@ -131,6 +140,8 @@ def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...]) -
             ("delayed", False, "tensor", (torch.ones(1),) * 3),
             ("unrotate", True, "", ()),
         ):
+            if what not in kinds:
+                continue
             for sm in architectures:
                 with pretended_device(sm, 132), recorded_launches() as launches:
                     if what == "unrotate":
@@ -153,12 +164,12 @@ MATRIX_INSTRUCTION = {89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
 def test_compiled() -> None:
-    check_compiled((90,), (128,))
+    check_compiled((90,), (128,), ("plain", "rotated"))
 
 
 @wide
 def test_compiled_for_all() -> None:
-    check_compiled((89, 90, 100, 120), (32, 64, 96, 128, 192, 256))
+    check_compiled((89, 90, 100, 120), (32, 64, 96, 128, 192, 256), ("plain", "rotated", "blocks", "delayed", "unrotate"))
 
 
 @pytest.mark.parametrize("fmt", ["bshd", "thd"])
