@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +25,34 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 
+class Unquantized(NamedTuple):
+    """A tensor that is to be FP8."""
+
+    x: Tensor
+    fmt: str
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+    max_seqlen: int
+    scale: Tensor | None  # [h | 1]: of delayed scaling
+    rotation: bool = False
+
+
 def quantize(
-    x: Tensor,
-    fmt: str,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    max_seqlen: int,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    block_rows: int,
-    margin: int,
-    rotation: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(data as x, descale, amax): fp32 [b | 1, h | 1, blocks | 1]. `scale`, [h | 1], is given for delayed scaling, else None."""
+    tensors: Sequence[Unquantized], dtype: torch.dtype, granularity: str, block_rows: int, margin: int
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """(data of each, laid out as x; descale of each, fp32 [b | 1, h | 1, blocks | 1]; amax likewise, of all one after another)."""
+    found = [_quantized(t, dtype, granularity, block_rows, margin) for t in tensors]
+    data, descales, amaxes = (list(each) for each in zip(*found, strict=True))
+    return data, descales, torch.cat([amax.flatten() for amax in amaxes])
+
+
+def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, fmt, scale = t.x, t.fmt, t.scale
     rows = as_bshd(x, fmt).float()
-    if rotation:
+    if t.rotation:
         rows = rows @ rotation_matrix(x.shape[-1], x.device)
-    sizes = amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
-    group, is_real = _groups(x, fmt, cu_seqlens, cu_seqlens_padded, sizes, block_rows)
+    sizes = amax_sizes(x, fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows)
+    group, is_real = _groups(x, fmt, t.cu_seqlens, t.cu_seqlens_padded, sizes, block_rows)
     magnitude = torch.where(rows.isfinite() & is_real[..., None, None], rows.abs(), 0.0).amax(-1)
     amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax").view(sizes)
     found = scale_of(amax, dtype, margin) if scale is None else scale.view(1, -1, 1)
@@ -69,9 +80,22 @@ def dequantize_side(spec: AttentionSpec, x: Operands, side: str, data: Tensor, d
     """One tensor laid out as q or dout (side "q"), or as k or v ("kv")."""
     assert spec.fp8 is not None
     fmt = spec.q_format if side == "q" else spec.kv_format
-    cu_seqlens, padded = (x.cu_seqlens_q, x.cu_seqlens_q_padded) if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded) if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+    return dequantize_one(data, descale, fmt, *lengths, spec.fp8.block_rows, dtype)
+
+
+def dequantize_one(
+    data: Tensor,
+    descale: Tensor,
+    fmt: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    block_rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """data * descale in `dtype`, laid out as data; block_rows counts where there is more than one block."""
     sizes = descale.shape[0], descale.shape[1], descale.shape[2]
-    group, _ = _groups(data, fmt, cu_seqlens, padded, sizes, spec.fp8.block_rows)
+    group, _ = _groups(data, fmt, cu_seqlens, cu_seqlens_padded, sizes, block_rows)
     rows = as_bshd(data, fmt).to(dtype) * descale.to(dtype).flatten()[group][..., None]
     return as_bshd(rows, fmt)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
-from flexattn.dispatch.quantization import amax_sizes
+from flexattn.dispatch.quantization import Unquantized, amax_sizes
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
     return f"the kernels run on CUDA devices, not on {device_type!r}"
 
 
-def quantizer(x: Tensor) -> Any:
-    """What quantises x, with the arguments of `quantization.quantize`; None where the kernels do not run."""
-    return _quantize if _can_quantize(x.device) else None
+def can_quantize(x: Tensor) -> bool:
+    """Whether `quantize` and `unrotate` run on x's device."""
+    return _can_quantize(x.device)
 
 
 @functools.cache
@@ -80,26 +80,33 @@ def _can_quantize(device: torch.device) -> bool:
     return device_error(device.type, capability) is None and (capability is None or capability >= (8, 9))
 
 
-def _quantize(
-    x: Tensor,
-    fmt: str,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    max_seqlen: int,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    block_rows: int,
-    margin: int,
-    rotation: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flexattn.kernels_triton.quantize import quantize
+def quantize(
+    tensors: Sequence[Unquantized], dtype: torch.dtype, granularity: str, block_rows: int, margin: int
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """As `quantization.quantize`, for one tensor or for q, k and v together: (data of each, descale of each, all amax, flat)."""
+    from flexattn.kernels_triton.quantize import Source, quantize
 
-    data = x.new_empty(x.shape, dtype=dtype)
-    sizes = amax_sizes(x, fmt, cu_seqlens, max_seqlen, granularity, block_rows)
-    rows = as_bshd(_rows_contiguous(x), fmt)
-    given = (cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
-    return data, *quantize(rows, *given, as_bshd(data, fmt), sizes, block_rows, margin, rotation)
+    data = [t.x.new_empty(t.x.shape, dtype=dtype) for t in tensors]
+    sources = [
+        Source(
+            x=as_bshd(_rows_contiguous(t.x), t.fmt),
+            data=as_bshd(to, t.fmt),
+            cu_seqlens=t.cu_seqlens,
+            cu_seqlens_padded=t.cu_seqlens_padded,
+            max_seqlen=t.max_seqlen,
+            scale=t.scale,
+            sizes=amax_sizes(t.x, t.fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows),
+            rotation=t.rotation,
+        )
+        for t, to in zip(tensors, data, strict=True)
+    ]
+    return data, *quantize(sources, block_rows, margin)
+
+
+def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+    from flexattn.kernels_triton.quantize import unrotate
+
+    return unrotate(dq.contiguous(), dk.contiguous())
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:

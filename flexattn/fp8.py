@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8_ops
-from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, scale_of
+from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.ops import Settings
 from flexattn.validation import FP8_DTYPES, check_lengths_of, check_name, describe
 
-__all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "quantize"]
+__all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "dequantize", "quantize"]
 
 FORMATS = ("E4M3", "HYBRID")
 SCALINGS = ("current", "delayed")
@@ -45,8 +45,8 @@ class Recipe:
         rotation: q and k are multiplied with one orthogonal matrix, a Hadamard matrix with signs, which leaves q k^T as it is and
             spreads outliers over all channels; of a head dim that is no power of two, within blocks as long as the largest in it.
         bf16_backward: the backward runs on the 16-bit q, k, v and dout, without FP8.
-        out_dtype: bfloat16, float16 or, where no gradient is asked for, a float8 dtype: `attention` then returns a
-            `QuantizedTensor` in out's place. None: that of q, and bfloat16 for q in FP8.
+        out_dtype: bfloat16, float16 or a float8 dtype: `attention` then returns a `QuantizedTensor` in out's place. None: that of
+            q, and bfloat16 for q in FP8.
     """
 
     fp8_format: str = "E4M3"
@@ -123,6 +123,7 @@ class QuantizedTensor(NamedTuple):
     data: Tensor
     descale: Tensor
     amax: Tensor  # of x's finite values
+    source: Tensor | None = None  # of `attention` in training: x, in 16 bits, whose gradient is that of data * descale
 
 
 class DelayedScaling(torch.nn.Module):
@@ -233,6 +234,64 @@ def quantize(
     return QuantizedTensor(*found)
 
 
+class _Dequantized(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor | None,
+        data: Tensor,
+        descale: Tensor,
+        fmt: str,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_padded: Tensor | None,
+        block_rows: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.dtype = None if source is None else source.dtype
+        return dequantize_one(data, descale, fmt, cu_seqlens, cu_seqlens_padded, block_rows, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient if ctx.dtype is None else gradient.to(ctx.dtype), *(None,) * 7
+
+
+def dequantize(
+    x: QuantizedTensor,
+    recipe: Recipe | None = None,
+    *,
+    qkv_format: str = "bshd",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """data * descale, laid out as data; of an output of `attention` in training it is differentiable.
+
+    Args:
+        x: of `quantize`, or `attention`'s output.
+        recipe: the one that x was made by; granularity and block_rows count. What was rotated stays so.
+        qkv_format, cu_seqlens, cu_seqlens_padded: x's own, as given when it was made.
+        dtype: None: that of x.source, or bfloat16 without one.
+    """
+    recipe = Recipe() if recipe is None else recipe
+    fmt, kv_format = parse_format(str(qkv_format))
+    if fmt != kv_format:
+        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
+    if x.data.dim() != len(fmt):
+        raise ValueError(f"x.data has shape {tuple(x.data.shape)}; accepted: the {len(fmt)} dims of {fmt}")
+    if x.descale.shape[2] > 1 and recipe.granularity != "block":
+        raise ValueError(
+            f"recipe.granularity is {recipe.granularity!r} and x is scaled by blocks; accepted: the recipe that made x"
+        )
+    if fmt == "thd" and cu_seqlens is None and x.descale.shape[0] > 1:
+        raise ValueError("cu_seqlens is None with thd and scales for each sequence; accepted: an int32 tensor [batch + 1]")
+    if dtype is None:
+        dtype = torch.bfloat16 if x.source is None else x.source.dtype
+    if fmt == "thd" and cu_seqlens is None:  # one scale for all tokens
+        cu_seqlens = torch.tensor([0, x.data.shape[0]], dtype=torch.int32, device=x.data.device)
+    how = (fmt, cu_seqlens, cu_seqlens_padded, recipe.rows, dtype)
+    return _Dequantized.apply(x.source, x.data, x.descale, *how)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def check_recipe(recipe: Any, state: Any) -> None:
     """That both are what they should be, and that one comes with the other."""
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -264,10 +323,10 @@ def make_plan(
             "an argument requires a gradient and q, k and v are FP8, which are for inference; accepted: q, k and v in float16 or "
             "bfloat16 with an fp8_recipe, or torch.no_grad()"
         )
-    if needs_grad and recipe.out_dtype not in (None, q.dtype):
+    if needs_grad and recipe.out_dtype not in (None, q.dtype, *FP8_DTYPES):
         raise ValueError(
-            f"fp8_recipe.out_dtype is {recipe.out_dtype} where a gradient is asked for; accepted: None or q's dtype, {q.dtype}, as "
-            "the gradient of an FP8 tensor would have no scale"
+            f"fp8_recipe.out_dtype is {recipe.out_dtype} where a gradient is asked for; accepted: None, q's dtype, {q.dtype}, or a "
+            "float8 dtype"
         )
     out_dtype = (torch.bfloat16 if given else q.dtype) if recipe.out_dtype is None or to_fp8 else recipe.out_dtype
     fields = {
@@ -311,14 +370,18 @@ def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads:
 
 
 def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: fp8_ops.State | None) -> QuantizedTensor:
-    """out in the FP8 dtype that the recipe asks for, by its scaling."""
+    """out in the FP8 dtype that the recipe asks for, by its scaling.
+
+    The 16-bit out stays beside it in training: the backward has it anyway, for its sums with dout, and FP8's rounding would spoil
+    those.
+    """
     fmt, _ = parse_format(settings.qkv_format)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     scale = None if state is None else state.scale("out")
     dtype = str(recipe.out_dtype).removeprefix("torch.")
-    found = QuantizedTensor(
-        *fp8_ops.quantize(out, *lengths, scale, fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
-    )
+    kind = (fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
+    data, descale, amax = fp8_ops.quantize(out.detach(), *lengths, scale, *kind)
+    found = QuantizedTensor(data, descale, amax, out if out.requires_grad else None)
     if state is not None:
         fp8_ops.note_amax(state.history("out"), found.amax)
     return found

@@ -264,13 +264,11 @@ def descaled_products(qk, dp, descales, b, h, h_kv, row, column, softmax_scale, 
 
 @triton.jit
 def to_fp8_rows(x, DTYPE: tl.constexpr):
-    # (x in FP8, what each row is to be multiplied with): by powers of two that bring its largest to 2**7, or 2**14 of e5m2.
-    TOP: tl.constexpr = 7 if tl.float8e4nv == DTYPE else 14
-    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 20), 230)
-    scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
-    descale = ((exponent - TOP) << 23).to(tl.float32, bitcast=True)
-    return (x * scale[:, None]).to(DTYPE), descale
+    # (x in FP8, what each row is to be multiplied with). A row's largest becomes the dtype's and so is exact: it counts most where
+    # softmax is peaked.
+    TOP: tl.constexpr = 448.0 if tl.float8e4nv == DTYPE else 57344.0
+    largest = tl.minimum(tl.maximum(tl.max(tl.abs(x), 1), 2.0**-100), 2.0**100)
+    return (x * (TOP / largest)[:, None]).to(DTYPE), largest * (1.0 / TOP)
 
 
 @triton.jit

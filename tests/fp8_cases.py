@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from fp8_sums import short_sums
 from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, empty_outputs
@@ -16,7 +17,6 @@ from flexattn.testing import Inputs, make_call, make_dout, make_inputs, referenc
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHTS_SCALE = 256.0
-ROWS = 64  # of queries whose products are held at once
 
 
 class Case(NamedTuple):
@@ -198,24 +198,14 @@ def _sequences(case: Case) -> Iterator[tuple[Any, Any]]:
 def _weights(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """[h, sq, skv], 0 in the rows that see nothing, and lse [h, sq]."""
     rows, keys = _to_heads(q), _heads(case, k)
-    s = torch.cat([_short_sums(part, keys) for part in rows.split(ROWS, 1)], 1) * case.x.softmax_scale
+    if rows.is_cuda:  # of the FP8 numbers themselves, as their exponents count
+        codes = [(t / descale.double()).float().double() for t, descale in zip((rows, keys), case.descales, strict=False)]
+        products = short_sums(*codes) * (case.descales.q * case.descales.k).double()
+    else:  # emulated in fp32
+        products = rows @ keys.transpose(-1, -2)
+    s = products * case.x.softmax_scale
     s = s.masked_fill(~_visible(case.spec.band, *s.shape[1:], s.device), -torch.inf)
     return torch.softmax(s, -1).nan_to_num(0.0), s.logsumexp(-1)
-
-
-def _short_sums(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T; on a GPU 32 products at a time, each and the sum so far cut to 14 bits below the largest (DeepSeek-V3, 3.3.2)."""
-    if not q.is_cuda:  # emulated in fp32
-        return q @ k.transpose(-1, -2)
-    total = q.new_zeros(*q.shape[:2], k.shape[1])
-    if not k.shape[1]:
-        return total
-    for first in range(0, q.shape[-1], 32):
-        products = q[..., None, first : first + 32] * k[:, None, :, first : first + 32]
-        largest = torch.maximum(products.abs().amax(-1), total.abs())
-        step = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-200))) - 14)
-        total = ((total / step).trunc() + (products / step[..., None]).trunc().sum(-1)) * step
-    return total
 
 
 def _visible(band: Band, sq: int, skv: int, device: torch.device) -> Tensor:

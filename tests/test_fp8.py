@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import fp8
-from flexattn.bench.fp8 import RECIPES, train
+from flexattn.bench.fp8 import RECIPES, attend, make_tensors, train
 from flexattn.dispatch import canary
 from flexattn.dispatch.quantization import scale_of
 from flexattn.functional import bind_call
@@ -82,6 +83,18 @@ def test_rotation_halves_the_error_of_outliers(device: str) -> None:
     rotated = errors(call, fp8_recipe=fp8.Recipe(rotation=True))
     for name, a, b in zip(("out", "dk", "dv"), (rotated[0], *rotated[2:]), (per_tensor[0], *per_tensor[2:]), strict=True):
         assert a < b / 2, (name, per_tensor, rotated)
+
+
+@pytest.mark.exhaustive
+def test_rotation_halves_the_error_of_dq_too() -> None:
+    """At lengths where it is a sum of many; it is the one that is nearest to twice."""
+    tensors = make_tensors("outliers", 1024, torch.device("cpu"))
+    exact = attend(tensors, None, torch.float64, "eager")
+    per_tensor, rotated = (
+        [float((a.double() - b).norm()) for a, b in zip(attend(tensors, RECIPES[name], BF16, "eager"), exact, strict=True)]
+        for name in ("tensor", "head, rotation")
+    )
+    assert all(a < b / 2 for a, b in zip(rotated, per_tensor, strict=True)), (rotated, per_tensor)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -154,6 +167,42 @@ def test_fp8_output(device: str) -> None:
     assert torch.equal(out.amax.flatten(), want.float().abs().amax((0, 1, 3)))
     back = out.data.float() * out.descale.view(1, 1, 4, 1)
     assert float((back - want.float()).norm() / want.float().norm()) < 0.04
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+@pytest.mark.parametrize("fmt", ["bhsd", "thd"])
+def test_fp8_output_in_training(fmt: str, granularity: str, device: str) -> None:
+    """As TransformerEngine has it: the gradient of the dequantised output is that of out."""
+    call = inputs(device, fmt, gap=3) if fmt == "thd" else inputs(device, fmt)
+    plain = fp8.Recipe(granularity=granularity)
+    recipe = dataclasses.replace(plain, out_dtype=E4M3)
+    qkv = [call[name] for name in "qkv"]
+    want = flexattn.attention(**call, fp8_recipe=plain)
+    dout = torch.where(want.isnan(), 0.0, torch.randn_like(want))
+    out = flexattn.attention(**call, fp8_recipe=recipe)
+    given = {"cu_seqlens": call["cu_seqlens_q"], "cu_seqlens_padded": call["cu_seqlens_q_padded"]}
+    back = fp8.dequantize(out, recipe, qkv_format=fmt, **given)
+    assert out.data.dtype is E4M3
+    assert not out.data.requires_grad
+    assert back.dtype is BF16
+    assert float((back - want).detach().float().norm() / want.detach().float().norm()) < 0.04
+    for a, b in zip(torch.autograd.grad(back, qkv, dout), torch.autograd.grad(want, qkv, dout), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dequantize_is_the_inverse(device: str) -> None:
+    call = inputs(device, "thd", gap=3)
+    x = call["q"].detach()
+    given = {"qkv_format": "thd", "cu_seqlens": call["cu_seqlens_q"], "cu_seqlens_padded": call["cu_seqlens_q_padded"]}
+    for granularity in ("tensor", "head", "batch_head", "block"):
+        recipe = fp8.Recipe(granularity=granularity, block_rows=64 if granularity == "block" else None)
+        found = fp8.quantize(x, recipe, **given, max_seqlen=call["max_seqlen_q"])
+        back = fp8.dequantize(found, recipe, **given, dtype=torch.float32)
+        real = ~x.isnan()
+        assert float((back - x)[real].norm() / x[real].norm()) < 0.04
+        assert not back[~real].any()
+    with pytest.raises(ValueError, match="scaled by blocks"):
+        fp8.dequantize(found._replace(descale=found.descale.repeat(1, 1, 2)), **given)
 
 
 def test_delayed_scaling(device: str) -> None:
@@ -233,6 +282,11 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     x = call["q"].detach()
     arguments = (x, call["cu_seqlens_q"], None, 40, None, "thd", "float8_e4m3fn", "block", 64, 0, True)
     torch.library.opcheck(torch.ops.flexattn.quantize.default, arguments)
+    lengths = (call["cu_seqlens_q"], None, 40, call["cu_seqlens_kv"], None, 70)
+    for scales in ((None,) * 3, [torch.ones(n, device=device) for n in (4, 2, 2)]):
+        qkv = [call[name].detach() for name in "qkv"]
+        torch.library.opcheck(torch.ops.flexattn.quantize_qkv.default, (*qkv, *lengths, *scales, "thd", "head", 0, 0, False))
+    torch.library.opcheck(torch.ops.flexattn.unrotate.default, (x, call["k"].detach()))
     x, settings = bind_call(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block"), backend="eager")
     x = x._replace(q=x.q.zero_(), k=x.k.zero_(), v=x.v.zero_())
     forward = x._replace(descales=list(x.descales)[:3])
@@ -324,7 +378,7 @@ def test_nothing_is_accepted_and_ignored(device: str) -> None:
         ("fp8_state is None", call | {"fp8_recipe": delayed}),
         ("fp8_state is given", call | {"fp8_state": fp8.DelayedScaling(delayed, 4, 2, device)}),
         ("made for 3 heads", call | {"fp8_recipe": delayed, "fp8_state": fp8.DelayedScaling(delayed, 3, 2, device)}),
-        ("out_dtype is torch.float8_e4m3fn where a gradient", call | {"fp8_recipe": fp8.Recipe(out_dtype=E4M3)}),
+        ("out_dtype is torch.float16 where a gradient", call | {"fp8_recipe": fp8.Recipe(out_dtype=torch.float16)}),
         ("rotation is True, which has no effect", call | eight | {"fp8_recipe": fp8.Recipe(rotation=True)}),
         ("margin is 1, which has no effect", call | eight | {"fp8_recipe": fp8.Recipe(margin=1)}),
         ("which are for inference", call | {"q": eight["q"].requires_grad_(), "k": eight["k"], "v": eight["v"]}),

@@ -10,10 +10,13 @@ from fp8_calls import E4M3, E5M2, check, make_fp8_call
 
 from flexattn.block_mask import block_lists, create_block_mask
 from flexattn.dispatch import quantization, triton_backend
-from flexattn.dispatch.spec import Operands
+from flexattn.dispatch.quantization import Unquantized
+from flexattn.dispatch.spec import Operands, as_bshd, parse_format
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.launch import pretended_device, recorded_launches
 from flexattn.kernels_triton.quantize import transpose_tokens, unrotate
 from flexattn.score_mod import trace_mods
-from flexattn.testing import make_inputs
+from flexattn.testing import Inputs, make_inputs
 
 GPU = torch.cuda.is_available()
 BF16 = torch.bfloat16
@@ -26,25 +29,73 @@ def lengths(*values: int) -> list[int]:
     return [value * 5 for value in values] if GPU else list(values)
 
 
-@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
-@pytest.mark.parametrize("fmt", ["bshd", "thd"])
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """NaN has several codes."""
+    if got.element_size() == 1:
+        return bool(((got.view(torch.uint8) == want.view(torch.uint8)) | (got.float().isnan() & want.float().isnan())).all())
+    return torch.equal(got, want)
+
+
+def tensors_of(given: Inputs, scales: Any = (None, None, None), rotation: bool = False) -> list[Unquantized]:
+    """q, k and v of inputs, with a NaN and an infinity in a row of their own each."""
+    q_format, kv_format = parse_format(given.qkv_format)
+    tensors = []
+    for name, fmt, scale in zip("qkv", (q_format, kv_format, kv_format), scales, strict=True):
+        x = getattr(given, name).clone()
+        rows = as_bshd(x, fmt)
+        rows = rows if fmt == "thd" else rows[0]
+        rows[4, 1, 5], rows[5, 1, 6] = float("nan"), -float("inf")
+        side = "q" if name == "q" else "kv"
+        lengths = (getattr(given, f"cu_seqlens_{side}"), getattr(given, f"cu_seqlens_{side}_padded"))
+        longest = getattr(given, f"max_seqlen_{side}") or x.shape[fmt.index("s")]
+        tensors.append(Unquantized(x, fmt, *lengths, longest, scale, rotation and name != "v"))
+    return tensors
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "bshd": {"padding": True, "gap": 3, "lengths_q": [70, 0, 5, 150], "lengths_kv": [9, 130, 7, 64]},
+    "thd": {"gap": 3, "lengths_q": [70, 0, 5, 150], "lengths_kv": [9, 130, 7, 64]},
+    "sbhd_2thd": {"padding": True, "lengths_q": [70, 0, 5, 150], "lengths_kv": [9, 130, 7, 64]},
+    "bhsd": {"lengths_q": [70, 70], "lengths_kv": [150, 150], "strided": True},
+}
+
+
+SHOWN = (("bshd", "head"), ("thd", "block"), ("thd", "batch_head"), ("bhsd", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [
+        pytest.param(fmt, granularity, marks=() if (fmt, granularity) in SHOWN else wide)
+        for fmt in FORMATS
+        for granularity in quantization.GRANULARITIES
+    ],
+)
 def test_the_pass_is_torchs_cast_to_the_bit(fmt: str, granularity: str, device: str) -> None:
-    for dtype in (E4M3, E5M2):
-        given = make_inputs(
-            fmt, lengths_q=[70, 0, 5, 150], padding=True, gap=3, head_dim_qk=96, dtype=BF16, outliers=True, device=device
-        )
-        x = given.q.clone()
-        x.view(-1, *x.shape[-2:])[4, 1, 5], x.view(-1, *x.shape[-2:])[5, 1, 6] = float("nan"), -float("inf")
-        longest = given.max_seqlen_q or x.shape[1]
-        rows = 64 if granularity == "block" else 0
-        call = (x, fmt, given.cu_seqlens_q, given.cu_seqlens_q_padded, longest, None, dtype, granularity, rows, 1, False)
-        run = triton_backend.quantizer(x)
-        assert run is not None
-        got, want = run(*call), quantization.quantize(*call)
-        for g, w in zip(got, want, strict=True):
-            assert torch.equal(g.nan_to_num(nan=-1.0) if g.dtype is torch.float32 else g.float().nan_to_num(nan=-1e9),
-                               w.nan_to_num(nan=-1.0) if w.dtype is torch.float32 else w.float().nan_to_num(nan=-1e9))  # fmt: skip
-        assert int(got[0].float().isnan().sum()) == 2
+    """q, k and v together, of different lengths, heads and head dims, with a NaN and an infinity each; and q alone."""
+    given = make_inputs(fmt, **FORMATS[fmt], head_dim_qk=96, head_dim_v=48, dtype=BF16, outliers=True, device=device)
+    rows = 64 if granularity == "block" else 0
+    tensors = tensors_of(given)
+    assert triton_backend.can_quantize(given.q)
+    for some, dtype in ((tensors, E4M3), (tensors[:1], E5M2)):
+        got, want = (module.quantize(some, dtype, granularity, rows, 1) for module in (triton_backend, quantization))
+        for data, exact in zip(got[0], want[0], strict=True):
+            assert same_bits(data, exact)
+            assert int(data.float().isnan().sum()) == 2
+        assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+        assert torch.equal(got[2], want[2])
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "thd"])
+def test_delayed_scaling_notes_the_amax_while_it_casts(fmt: str, device: str) -> None:
+    given = make_inputs(fmt, **FORMATS[fmt], head_dim_qk=32, head_dim_v=32, dtype=BF16, device=device)
+    for granularity, heads in (("head", (4, 2, 2)), ("tensor", (1, 1, 1))):
+        scales = [torch.arange(1, n + 1, device=device, dtype=torch.float32) * 100 for n in heads]
+        tensors = tensors_of(given, scales)
+        got, want = (module.quantize(tensors, E4M3, granularity, 0, 0) for module in (triton_backend, quantization))
+        assert all(same_bits(a, b) for a, b in zip(got[0], want[0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+        assert torch.equal(got[2], want[2])
 
 
 def test_a_cast_saturates_and_rounds_to_even(device: str) -> None:
@@ -53,24 +104,72 @@ def test_a_cast_saturates_and_rounds_to_even(device: str) -> None:
     x = bits.view(BF16).view(1, 1024, 2, 32).to(device)
     scale = torch.ones(1, device=device)
     for dtype in (E4M3, E5M2):
-        got, _, _ = triton_backend._quantize(x, "bshd", None, None, 1024, scale, dtype, "tensor", 0, 0, False)
+        (got,), _, _ = triton_backend.quantize([Unquantized(x, "bshd", None, None, 1024, scale)], dtype, "tensor", 0, 0)
         largest = quantization.LARGEST[dtype]
         want = torch.where(x.isfinite(), x.float().clamp(-largest, largest), torch.nan).to(dtype)
-        same = (got.view(torch.uint8) == want.view(torch.uint8)) | (got.float().isnan() & want.float().isnan())
-        assert bool(same.all())
+        assert same_bits(got, want)
 
 
-def test_rotation(device: str) -> None:
-    for head_dim in (32, 80, 96):
-        x = make_inputs("bshd", lengths_q=[70], head_dim_qk=head_dim, dtype=BF16, device=device).q
-        matrix = quantization.rotation_matrix(head_dim, x.device)
-        assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim, device=device), atol=1e-6)
-        call = (x, "bshd", None, None, 70, None, E4M3, "head", 0, 0, True)
-        (got, descale, _), (want, _, _) = triton_backend._quantize(*call), quantization.quantize(*call)
-        # a sum of products that rounds otherwise may fall on the other side of a boundary of E4M3
-        assert float((got.float() != want.float()).float().mean()) < 0.01
-        back = unrotate((got.float() * descale.view(1, 1, -1, 1)).to(BF16)).float()
-        assert float((back - x.float()).norm() / x.float().norm()) < 0.05
+@pytest.mark.parametrize("head_dim", [96, 256, *(pytest.param(dim, marks=wide) for dim in (32, 80, 128, 192))])
+def test_rotation(head_dim: int, device: str) -> None:
+    given = make_inputs("bshd", lengths_q=[70], head_dim_qk=head_dim, head_dim_v=32, dtype=BF16, device=device)
+    matrix = quantization.rotation_matrix(head_dim, given.q.device)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim, device=device), atol=1e-6)
+    tensors = [Unquantized(getattr(given, name), "bshd", None, None, 70, None, name != "v") for name in "qkv"]
+    for granularity, rows in (("head", 0), ("block", 64)):
+        got, want = (module.quantize(tensors, E4M3, granularity, rows, 0) for module in (triton_backend, quantization))
+        for a, b in zip(got[0], want[0], strict=True):
+            # a sum of products that rounds otherwise may fall on the other side of a boundary of E4M3
+            assert float((a.float() != b.float()).float().mean()) < 0.01
+        assert torch.equal(got[0][2].float(), want[0][2].float())
+    (q, k, _), descales, _ = triton_backend.quantize(tensors, E4M3, "head", 0, 0)
+    rotated = [(t.float() * descale.view(1, 1, -1, 1)).to(BF16) for t, descale in zip((q, k), descales, strict=False)]
+    for back, x in zip(unrotate(*rotated), (given.q, given.k), strict=True):
+        assert float((back.float() - x.float()).norm() / x.float().norm()) < 0.05
+
+
+def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+    """No spills but for wide rotations where matrix instructions take registers, and those instructions in rotations alone."""
+    requests, names = [], []
+    for head_dim in head_dims:
+        given = make_inputs("thd", lengths_q=[64, 64], head_dim_qk=head_dim, head_dim_v=head_dim, dtype=BF16)
+        for what, rotation, granularity, scales in (
+            ("plain", False, "head", (None,) * 3),
+            ("rotated", True, "head", (None,) * 3),
+            ("blocks", False, "block", (None,) * 3),
+            ("delayed", False, "tensor", (torch.ones(1),) * 3),
+            ("unrotate", True, "", ()),
+        ):
+            if what not in kinds:
+                continue
+            for sm in architectures:
+                with pretended_device(sm, 132), recorded_launches() as launches:
+                    if what == "unrotate":
+                        unrotate(given.q, given.k)
+                    else:
+                        rows = 128 if granularity == "block" else 0
+                        triton_backend.quantize(tensors_of(given, scales, rotation), E4M3, granularity, rows, 0)
+                requests += [request_for(launch, sm) for launch in launches]
+                names += [(what, head_dim, sm) for _ in launches]
+    for name, report in zip(names, compile_many(requests), strict=True):
+        what, head_dim, sm = name
+        rotates = what in ("rotated", "unrotate")
+        spills = 0 if not rotates else 32 if sm in (90, 100) or head_dim <= 128 else 512
+        assert report.spill_store_bytes <= spills, f"{name}: {report}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm], f"{name}: {report}"
+        assert set(report.matrix_instructions) == ({MATRIX_INSTRUCTION[sm]} if rotates else set()), f"{name}: {report}"
+
+
+MATRIX_INSTRUCTION = {89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+
+
+def test_compiled() -> None:
+    check_compiled((90,), (128,), ("plain", "rotated"))
+
+
+@wide
+def test_compiled_for_all() -> None:
+    check_compiled((89, 90, 100, 120), (32, 64, 96, 128, 192, 256), ("plain", "rotated", "blocks", "delayed", "unrotate"))
 
 
 @pytest.mark.parametrize("fmt", ["bshd", "thd"])
