@@ -55,7 +55,6 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
 _ROWS = gl.constexpr(64)
-_QUERIES = 64  # of a turn, and of a tile of statistics and of dq
 _KEYS = 128  # of a program: two warpgroups'
 _BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
 _EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
@@ -90,6 +89,7 @@ class Fp8OnePassMeta(NamedTuple):
     IS_HALF: bool  # the products with p and ds are those of 16-bit numbers
     REDUCES: bool
     PARTS: int
+    ORDER: int
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
@@ -132,6 +132,9 @@ def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, 
         mbarrier.wait(q_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
         factors.index(2 * slot).store(gl.full([32], gl.maximum(descale_q * qk_scale, 1e-37), gl.float32, layout=LANES))
         factors.index(2 * slot + 1).store(gl.full([32], descale_dout * dp_scale, gl.float32, layout=LANES))
+        if not META.IS_HALF:
+            factors.index(2 * _STAGES + 2 * slot).store(gl.full([32], descale_q, gl.float32, layout=LANES))
+            factors.index(2 * _STAGES + 2 * slot + 1).store(gl.full([32], descale_dout, gl.float32, layout=LANES))
         mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
         of_head = first_tile + head * tiles_of_a_head
@@ -332,13 +335,15 @@ def _compute(
             sum_of_dout = warpgroup_mma(p8, dout_t.permute([1, 0]), no_sum, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_dout])
             keep_pairs(p_quads)
-            dv = dv + sum_here * gl.convert_layout(undo_p, gl.SliceLayout(1, DK))[:, None]
+            descale_dout = factors.index(2 * _STAGES + 2 * slot + 1).slice(0, 1).load(gl.SliceLayout(1, DK))
+            dv = dv + sum_here * (gl.convert_layout(undo_p, gl.SliceLayout(1, DK)) * descale_dout)[:, None]
             compute_here(dv)
             # Into the same registers: with others there are not enough.
             sum_of_q = warpgroup_mma(ds8, qt.permute([1, 0]), sum_here, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_q])
             keep_pairs(ds_quads)
-            dk = dk + sum_here * gl.convert_layout(undo_ds, gl.SliceLayout(1, DK))[:, None]
+            descale_q = factors.index(2 * _STAGES + 2 * slot).slice(0, 1).load(gl.SliceLayout(1, DK))
+            dk = dk + sum_here * (gl.convert_layout(undo_ds, gl.SliceLayout(1, DK)) * descale_q)[:, None]
             compute_here(dk)
         mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
@@ -352,6 +357,135 @@ def _compute(
         sum_of_k = _dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
+    named_barrier_sync(_LAST, _BOTH)  # what the gradients take the place of is no longer needed
+    dk_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
+    dv_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(dkdv_full.index(0), count=1)
+
+
+@gluon.jit
+def _compute_eager(
+    tiles,
+    barriers,
+    common,
+    group_size,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    q_tiles, dout_tiles, q2_tiles, dout2_tiles, k_tiles, v_tiles, k16_tiles, statistics_tiles, factors, ds_tiles, dq_tiles, dk_tiles, dv_tiles = (
+        tiles
+    )
+    q_full, q_empty, dout_full, kv_full, dq_full, dq_empty, dkdv_full = barriers
+    first_row, window_left, window_right, scores, bias, place = common
+    len_q, len_kv, shift, b, first_head, h_kv = place
+    softmax_scale, _, _, _, captures = scores
+    DTYPE: gl.constexpr = k16_tiles.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    DIM: gl.constexpr = META.DIM
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    own_row = first_row + CONSUMER * _ROWS
+    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
+    uncut_from = 0  # blocks of queries that begin before it need the mask
+    if META.HAS_RIGHT:
+        uncut_from = own_row + _ROWS - 1 - shift - window_right
+    uncut_from = gl.where(own_row + _ROWS > len_kv, 2**30, uncut_from)
+    mbarrier.wait(kv_full.index(0), 0)
+    t = 0
+    h = first_head
+    head = head_of(bias, b, h, META)
+    turns = num_blocks * group_size
+    s = zeros
+    if turns > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        first = warpgroup_mma(
+            k_tiles.index(CONSUMER).reshape([_ROWS, DIM]),
+            q_tiles.index(0).reshape([BLOCK_M, DIM]).permute([1, 0]),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        )
+        s = warpgroup_mma_wait(0, deps=[first])
+    for turn in range(turns):
+        row, is_full = query_block(t, found, META)
+        columns = row + block_columns
+        zero = opaque_zero(turn)
+        slot = turn % _STAGES
+        phase = (turn // _STAGES) & 1
+        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
+        mbarrier.wait(dout_full.index(slot), phase)
+        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        here = (len_q, len_kv, shift, b, h)
+        qk_scale = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
+        if META.IS_MODIFIED:
+            s = s * qk_scale
+        s, factor, cap_tanh, score = modified(s, columns[None, :], rows[:, None], here, scores, head, MODS, META)
+        if not META.IS_MODIFIED:
+            factor = qk_scale
+        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
+        if META.HAS_LEFT:
+            is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
+        if is_cut:
+            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, here, captures, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
+        minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+        p = gl.exp2(s * factor + minus_lse[None, :])
+        p16 = gl.convert_layout(p.to(DTYPE), LEFT)
+        sum_of_dout = warpgroup_mma(p16, dout2_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
+        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        dp_scale = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        dlogit = p * (dp * dp_scale + minus_delta[None, :])
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        ds = dscore.to(DTYPE)
+        ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
+        fence_async_shared()
+        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        ds16 = gl.convert_layout(ds, LEFT)
+        dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
+        sum_of_q = warpgroup_mma(ds16, q2_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
+        t += 1
+        if t == num_blocks:
+            t = 0
+            h += 1
+            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + (turn & 1) * 2, _BOTH)
+        sum_of_k = _dq_product(ds_tiles, k16_tiles, (turn & 1) * 2, zero, CONSUMER, META)
+        if META.PARTS == 1:
+            # The next scores; of the last turn, the first slot's again, for nothing.
+            next_slot = gl.where(turn + 1 < turns, (turn + 1) % _STAGES, slot)
+            mbarrier.wait(q_full.index(next_slot), ((turn + 1) // _STAGES) & 1, pred=turn + 1 < turns)
+            own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+            q = q_tiles.index(next_slot).reshape([BLOCK_M, DIM])
+            kq = warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dk, ds16 = warpgroup_mma_wait(2, deps=[sum_of_q, ds16])
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            dq = warpgroup_mma_wait(1, deps=[sum_of_k])
+            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER, META)
+            s = warpgroup_mma_wait(0, deps=[kq])
+        else:
+            dk, ds16 = warpgroup_mma_wait(2, deps=[sum_of_q, ds16])
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            next_slot = gl.where(turn + 1 < turns, (turn + 1) % _STAGES, slot)
+            mbarrier.wait(q_full.index(next_slot), ((turn + 1) // _STAGES) & 1, pred=turn + 1 < turns)
+            own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+            q = q_tiles.index(next_slot).reshape([BLOCK_M, DIM])
+            kq = warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER, META)
+            s = warpgroup_mma_wait(0, deps=[kq])
     named_barrier_sync(_LAST, _BOTH)  # what the gradients take the place of is no longer needed
     dk_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     dv_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -460,7 +594,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
     k16_tiles = gl.allocate_shared_memory(DTYPE, [2] + k16_descriptor.block_type.shape, k16_descriptor.layout)
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * _STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    factors = gl.allocate_shared_memory(gl.float32, [4 * _STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
@@ -543,16 +677,28 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
     common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h, h_kv))
-    gl.warp_specialize(
-        [
-            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-            (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
-            (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+    if META.ORDER:
+        gl.warp_specialize(
+            [
+                (_compute_eager, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+                (_compute_eager, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+                (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
+                (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+                (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
+                (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
 
 
 class Variant(NamedTuple):
@@ -560,6 +706,8 @@ class Variant(NamedTuple):
     dq_stages: int = 1
     reduces: bool = True
     parts: int = 1
+    order: int = 0
+    queries: int = 64
 
 
 def fp8_one_pass_backward(
@@ -578,7 +726,7 @@ def fp8_one_pass_backward(
     tile: Variant = Variant(True),
 ) -> None:
     x = problem
-    dim, size = 64 if max(x.q.shape[-1], x.v.shape[-1]) <= 64 else 128, _QUERIES
+    dim, size = 64 if max(x.q.shape[-1], x.v.shape[-1]) <= 64 else 128, tile.queries
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
@@ -605,6 +753,7 @@ def fp8_one_pass_backward(
         IS_HALF=tile.is_half,
         REDUCES=tile.reduces,
         PARTS=tile.parts,
+        ORDER=tile.order,
         BLOCK_M=size,
         BLOCK_N=_KEYS,
         DIM=dim,
