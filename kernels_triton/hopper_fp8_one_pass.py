@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.configs import Tile
@@ -47,9 +48,9 @@ from flexattn.kernels_triton.hopper_fp8 import (
     unpack_quads,
 )
 from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient
-from flexattn.kernels_triton.hopper_one_pass import _CONVERSION_TILE, _attn_bwd_dq_conversion_kernel, _block_of, _mask
-from flexattn.kernels_triton.launch import hopper_kernel, launch
-from flexattn.kernels_triton.primitives import LOG2E, through_mods
+from flexattn.kernels_triton.hopper_one_pass import _CONVERSION_TILE, _block_of, _mask
+from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch
+from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -90,6 +91,8 @@ class Fp8OnePassMeta(NamedTuple):
     REDUCES: bool
     PARTS: int
     ORDER: int
+    PERMUTED: bool
+    LAZY: bool
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
@@ -203,6 +206,9 @@ def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: g
 def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
     slot = turn % META.DQ_STAGES
     mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
+    if META.PERMUTED:
+        # Rows 0 .. 3 and 4 .. 7 in turn: a store of half a warp then meets all banks.
+        dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_full.index(slot), count=1)
@@ -257,10 +263,21 @@ def _compute(
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
     mbarrier.wait(kv_full.index(0), 0)
+    if META.LAZY:
+        dk = warpgroup_mma_init(dk)
+        ds16 = gl.convert_layout(zeros.to(DTYPE), LEFT)
     t = 0
     h = first_head
     head = head_of(bias, b, h, META)
     turns = num_blocks * group_size
+    if META.ORDER == 2:
+        next_kq = zeros
+        if turns > 0:
+            mbarrier.wait(q_full.index(0), 0)
+            first_k = k_tiles.index(CONSUMER).reshape([_ROWS, DIM])
+            first_q = q_tiles.index(0).reshape([BLOCK_M, DIM])
+            first = warpgroup_mma(first_k, first_q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            next_kq = warpgroup_mma_wait(0, deps=[first])
     for turn in range(turns):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -269,14 +286,22 @@ def _compute(
         phase = (turn // _STAGES) & 1
         q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        mbarrier.wait(q_full.index(slot), phase)
-        own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
-        kq = warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if META.ORDER == 0:
+            mbarrier.wait(q_full.index(slot), phase)
+            own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+            kq = warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
         sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
-        kq = warpgroup_mma_wait(2, deps=[kq])
+        if META.LAZY:
+            kq, dk, ds16 = warpgroup_mma_wait(2, deps=[kq, dk, ds16])
+            if turn > 0:
+                mbarrier.arrive(q_empty.index((turn - 1) % _STAGES), count=1)
+        elif META.ORDER == 0:
+            kq = warpgroup_mma_wait(2, deps=[kq])
+        else:
+            kq = next_kq
         here = (len_q, len_kv, shift, b, h)
         qk_scale = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
         if META.IS_MODIFIED:
@@ -324,8 +349,22 @@ def _compute(
         named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
         if META.IS_HALF:
             ds16 = gl.convert_layout(ds, LEFT)
-            sum_of_q = warpgroup_mma(ds16, q2_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
-            dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
+            if META.LAZY:
+                dk = warpgroup_mma(ds16, q2_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
+            else:
+                sum_of_q = warpgroup_mma(ds16, q2_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
+                if META.ORDER == 2:
+                    # The next scores; after the last turn these again, for nothing.
+                    next_slot = gl.where(turn + 1 < turns, (turn + 1) % _STAGES, slot)
+                    mbarrier.wait(q_full.index(next_slot), ((turn + 1) // _STAGES) & 1, pred=turn + 1 < turns)
+                    next_q = q_tiles.index(next_slot).reshape([BLOCK_M, DIM])
+                    next_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+                    next_s = warpgroup_mma(next_k, next_q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+                    dk, ds16 = warpgroup_mma_wait(1, deps=[sum_of_q, ds16])
+                    mbarrier.arrive(q_empty.index(slot), count=1)
+                    next_kq = warpgroup_mma_wait(0, deps=[next_s])
+                else:
+                    dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
         else:
             ds_quads, undo_ds = _in_e4m3(dscore, BLOCK_M)
             p8 = unpack_quads(p_quads, _ROWS, BLOCK_M, LEFT, gl.float8e4nv)
@@ -345,12 +384,15 @@ def _compute(
             descale_q = factors.index(2 * _STAGES + 2 * slot).slice(0, 1).load(gl.SliceLayout(1, DK))
             dk = dk + sum_here * (gl.convert_layout(undo_ds, gl.SliceLayout(1, DK)) * descale_q)[:, None]
             compute_here(dk)
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        if not META.LAZY and META.ORDER == 0:
+            mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
         if t == num_blocks:
             t = 0
             h += 1
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+    if META.LAZY:
+        dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
     if turns > 0:
@@ -677,7 +719,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
     common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h, h_kv))
-    if META.ORDER:
+    if META.ORDER == 1:
         gl.warp_specialize(
             [
                 (_compute_eager, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
@@ -701,6 +743,51 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         )
 
 
+@kernel
+def _convert_kernel(
+    dq_sums_ptr,
+    dq_ptr,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    softmax_scale,
+    batch,
+    num_heads,
+    num_tokens_q,
+    max_seqlen_q,
+    tiles,
+    SIZE: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    first_row = block * BLOCK_M
+    if first_row >= len_q:
+        return
+    first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
+    sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
+    rows = tl.arange(0, BLOCK_M)
+    if PERMUTED:
+        rows = rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2
+    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+    _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
+    dq0 = load_tile(sums, rows * HEAD_DIM, first_row, first_row + BLOCK_M, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
+    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM)
+    if META.QK1 > 0:
+        dq1 = load_tile(sums, rows * HEAD_DIM, first_row, first_row + BLOCK_M, BLOCK_M, META.QK0, META.QK1, HEAD_DIM, True)
+        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM)
+
+
 class Variant(NamedTuple):
     is_half: bool
     dq_stages: int = 1
@@ -708,6 +795,8 @@ class Variant(NamedTuple):
     parts: int = 1
     order: int = 0
     queries: int = 64
+    permuted: bool = False
+    lazy: bool = False
 
 
 def fp8_one_pass_backward(
@@ -754,6 +843,8 @@ def fp8_one_pass_backward(
         REDUCES=tile.reduces,
         PARTS=tile.parts,
         ORDER=tile.order,
+        PERMUTED=tile.permuted,
+        LAZY=tile.lazy,
         BLOCK_M=size,
         BLOCK_N=_KEYS,
         DIM=dim,
@@ -789,13 +880,13 @@ def fp8_one_pass_backward(
     )
     portable = x.meta(_CONVERSION_TILE, (dq,))
     launch(
-        _attn_bwd_dq_conversion_kernel,
+        _convert_kernel,
         triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
         x.device,
         _CONVERSION_TILE,
         (
             *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, tile.permuted, portable),
         ),
     )
     if has_lengths:
