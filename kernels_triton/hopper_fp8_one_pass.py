@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton import hopper_one_pass
 from flexattn.kernels_triton.configs import Tile
 from flexattn.kernels_triton.hopper import (
     FP8_DTYPES,
@@ -43,9 +44,9 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
+from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
-from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, kernel, launch
 from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -58,7 +59,7 @@ _KEYS = 128  # of a program: two warpgroups'
 _BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
 _EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
 _LAST = gl.constexpr(13)
-_RELEASED = gl.constexpr(5)  # the first of four
+_RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
 _STAGES = gl.constexpr(2)  # of q and dout in shared memory
 _FAR = gl.constexpr(2**30)
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
@@ -69,10 +70,12 @@ class Fp8OnePassTile(NamedTuple):
 
     head_dim: int
     dq_stages: int  # of dq in shared memory
-    order: int = 2
+    # Whether dp is begun with a turn and dq of the one before at its end, where a warpgroup may be half a turn ahead of the other;
+    # else dq is begun with the turn, and dp takes its registers.
+    is_late: bool
 
 
-FP8_ONE_PASS = (Fp8OnePassTile(64, 2), Fp8OnePassTile(128, 1))
+FP8_ONE_PASS = (Fp8OnePassTile(64, 2, True), Fp8OnePassTile(128, 1, False))  # bench/results/fp8_one_pass_h200.json
 
 
 class Fp8OnePassMeta(NamedTuple):
@@ -100,7 +103,7 @@ class Fp8OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DQ_STAGES: int
-    ORDER: int
+    IS_LATE: bool
 
 
 @gluon.jit
@@ -285,7 +288,7 @@ def _compute(
     if META.HAS_RIGHT:
         uncut_from = own_row + _ROWS - 1 - shift - window_right
     uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
-    # dq of a turn is computed in the next one, so that its product runs under that one's exp; before the first there is none.
+    # dq of a turn is computed in the next one, when the other warpgroup too is done with its ds; before the first there is none.
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
@@ -295,28 +298,33 @@ def _compute(
     head = head_of(bias, b, h, META)
     turns = num_blocks * group_size
     kq = zeros
-    if META.ORDER == 2:
-        if turns > 0:
-            first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
-            kq = warpgroup_mma_wait(0, deps=[first])
+    if turns > 0:
+        if META.IS_LATE:
+            named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
+        first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
+        kq = warpgroup_mma_wait(0, deps=[first])
     for turn in range(turns):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
         zero = opaque_zero(turn)
         slot = turn % _STAGES
-        if META.ORDER == 0:
-            scores_here = _score_product(q_tiles, k_tiles, q_full, slot, (turn // _STAGES) & 1, turns > 0, zero, CONSUMER, META)
+        phase = (turn // _STAGES) & 1
+        here = (turn & 1) * 2
         # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
         last = ((turn + 1) & 1) * 2
-        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-        sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
-        if META.ORDER == 0:
-            kq = warpgroup_mma_wait(2, deps=[scores_here])
-        here = (len_q, len_kv, shift, b, h)
+        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
+        if META.IS_LATE:
+            mbarrier.wait(dout_full.index(slot), phase)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        else:
+            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+        place = (len_q, len_kv, shift, b, h)
         s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
         if not META.IS_PLAIN:
             kq = kq * s_factor
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], here, scores, head, MODS, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         if META.IS_PLAIN:
             factor = s_factor
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
@@ -324,44 +332,55 @@ def _compute(
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
         if is_cut:
             s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, here, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        mbarrier.wait(dout_full.index(slot), (turn // _STAGES) & 1)
+        if not META.IS_LATE:
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
-        if turn > 0:  # under the product; dp then takes the registers of dq
-            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
-        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
-        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+        if META.IS_LATE:
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            if turn > 0:  # under the product; dp then takes the registers of dq
+                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
-        dp = warpgroup_mma_wait(0, deps=[dp])
+        if not META.IS_LATE:
+            dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
-        ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
+        if META.IS_LATE:  # the other warpgroup's dq of the turn before the last has read what is overwritten
+            named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
+        ds_tiles.index(here + CONSUMER).store(ds)
         fence_async_shared()
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
         ds16 = gl.convert_layout(ds, LEFT)
+        if META.IS_LATE:
+            dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
-        if META.ORDER == 0:
-            dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
-            mbarrier.arrive(q_empty.index(slot), count=1)
-        else:
-            # The next turn's scores under it; in the last turn these again, for nothing.
-            is_there = turn + 1 < turns
-            next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
-            scores_next = _score_product(
-                q_tiles, k_tiles, q_full, next_slot, ((turn + 1) // _STAGES) & 1, is_there, zero, CONSUMER, META
-            )
-            dk, ds16 = warpgroup_mma_wait(1, deps=[sum_of_q, ds16])
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            kq = warpgroup_mma_wait(0, deps=[scores_next])
+        if META.IS_LATE:
+            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+        # The next turn's scores under these; in the last turn its own again, for nothing.
+        is_there = turn + 1 < turns
+        next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
+        next_phase = ((turn + 1) // _STAGES) & 1
+        next_scores = _score_product(q_tiles, k_tiles, q_full, next_slot, next_phase, is_there, zero, CONSUMER, META)
+        dk, ds16 = warpgroup_mma_wait(3 if META.IS_LATE else 1, deps=[sum_of_q, ds16])
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        if META.IS_LATE:
+            dq = warpgroup_mma_wait(1, deps=[sum_of_k])
+            if is_there:
+                named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
+            if turn > 0:
+                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+        kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
         if t == num_blocks:
             t = 0
@@ -373,139 +392,6 @@ def _compute(
         sum_of_k = _dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
-    named_barrier_sync(_LAST, _BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
-    k16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    dout16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
-    fence_async_shared()
-    mbarrier.arrive(dkdv_full.index(0), count=1)
-
-
-@gluon.jit
-def _compute_late(
-    tiles,
-    barriers,
-    common,
-    group_size,
-    num_blocks,
-    found,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
-    q_tiles, q16_tiles, dout_tiles, dout16_tiles, k_tiles, k16_tiles, v_tiles, statistics_tiles, factors, ds_tiles, dq_tiles = tiles
-    q_full, q_empty, dout_full, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
-    len_q, len_kv, shift, b, first_head = place
-    softmax_scale, _, _, _, captures = scores
-    DTYPE: gl.constexpr = k16_tiles.dtype
-    BLOCK_M: gl.constexpr = META.BLOCK_M
-    DIM: gl.constexpr = META.DIM
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
-    block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-    uncut_from = 0  # blocks of queries that begin before it need the mask
-    if META.HAS_RIGHT:
-        uncut_from = own_row + _ROWS - 1 - shift - window_right
-    uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
-    turns = num_blocks * group_size
-    # dq of a turn is computed in the next one, so that a warpgroup may be half a turn ahead; before the first there is none.
-    if META.ORDER == 3:
-        ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
-        fence_async_shared()
-        named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
-    mbarrier.wait(kv_full.index(0), 0)
-    t = 0
-    h = first_head
-    head = head_of(bias, b, h, META)
-    kq = zeros
-    if turns > 0:
-        if META.ORDER == 3:
-            named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
-        first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
-        kq = warpgroup_mma_wait(0, deps=[first])
-    for turn in range(turns):
-        row, is_full = query_block(t, found, META)
-        columns = row + block_columns
-        zero = opaque_zero(turn)
-        slot = turn % _STAGES
-        mbarrier.wait(dout_full.index(slot), (turn // _STAGES) & 1)
-        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
-        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        here = (len_q, len_kv, shift, b, h)
-        s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
-        if not META.IS_PLAIN:
-            kq = kq * s_factor
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], here, scores, head, MODS, META)
-        if META.IS_PLAIN:
-            factor = s_factor
-        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
-        if META.HAS_LEFT:
-            is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
-        if is_cut:
-            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, here, captures, MODS, META)
-        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-        minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
-        p = gl.exp2(s * factor + minus_lse[None, :])
-        p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
-        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
-        ds = dscore.to(DTYPE)
-        here_ds = (turn & 1) * 2
-        last = here_ds
-        if META.ORDER == 3:
-            last = ((turn + 1) & 1) * 2
-            # The other warpgroup's dq of the turn before the last one has read what is overwritten here.
-            named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here_ds, _BOTH)
-        ds_tiles.index(here_ds + CONSUMER).store(ds)
-        fence_async_shared()
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + here_ds, _BOTH)
-        ds16 = gl.convert_layout(ds, LEFT)
-        dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
-        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
-        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-        sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
-        # The next turn's scores; in the last turn these again, for nothing.
-        is_there = turn + 1 < turns
-        next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
-        scores_next = _score_product(
-            q_tiles, k_tiles, q_full, next_slot, ((turn + 1) // _STAGES) & 1, is_there, zero, CONSUMER, META
-        )
-        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        dq = warpgroup_mma_wait(1, deps=[sum_of_k])
-        if META.ORDER == 3:
-            if is_there:
-                named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
-            if turn > 0:
-                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
-        else:
-            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER, META)
-        kq = warpgroup_mma_wait(0, deps=[scores_next])
-        t += 1
-        if t == num_blocks:
-            t = 0
-            h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
-    if META.ORDER == 3:
-        last = ((turns + 1) & 1) * 2
-        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-        if turns > 0:
-            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-            _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
     named_barrier_sync(_LAST, _BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
     k16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     dout16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -689,28 +575,16 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
     common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
-    if META.ORDER % 2:
-        gl.warp_specialize(
-            [
-                (_compute_late, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-                (_compute_late, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-                (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
-                (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-                (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
-                (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )
+    gl.warp_specialize(
+        [
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+            (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
+            (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
 
 
 @kernel
@@ -766,15 +640,21 @@ def scales_of(problem: Problem) -> tuple[Scale, ...]:
     return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
 
 
-def dequantized(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Problem, Tensor]:
-    """The same backward with q, k, v and dout in a half type, for the kernels that take it."""
-    x = problem
-    sides = ("q", "kv", "kv", "q")
-    q, k, v, dout = (
-        dequantize(x, side, t, scale, dtype)  # type: ignore[arg-type]
-        for side, t, scale in zip(sides, (x.q, x.k, x.v, dout), scales_of(x), strict=True)
-    )
-    return dataclasses.replace(x, q=q, k=k, v=v, descales=(), scale_rows=0), dout
+def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Problem, Tensor]:
+    """The same backward for the kernels of a half type: the problem and dout, whose q, k and v and which itself are not written
+    yet; `fill_half` does that."""
+    q, k, v, dout = (torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (*_of(problem), dout))
+    return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0), dout
+
+
+def fill_half(problem: Problem, dout: Tensor, half: Problem, half_dout: Tensor) -> None:
+    targets = (*_of(half), half_dout)
+    for side, t, scale, out in zip(("q", "kv", "kv", "q"), (*_of(problem), dout), scales_of(problem), targets, strict=True):
+        dequantize(problem, side, t, scale, out)  # type: ignore[arg-type]
+
+
+def _of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return problem.q, problem.k, problem.v
 
 
 def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
@@ -798,6 +678,12 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
         if error := descriptor_error(name, t) or scale_error(name, scale, x, h, _KEYS):
             return error
     return descriptor_error("out", out) or block_mask_error(x, (_QUERIES, _KEYS))
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those where this is faster than others: where `hopper_one_pass` is in a half type, which after a
+    dequantisation is slower than this."""
+    return hopper_one_pass.is_faster(problem)
 
 
 def fp8_one_pass_backward(
@@ -833,7 +719,7 @@ def fp8_one_pass_backward(
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     scales = scales_of(x)
     q16, k16, dout16 = (
-        dequantize(x, side, t, scale, dq.dtype)  # type: ignore[arg-type]
+        dequantize(x, side, t, scale, torch.empty_like(t, dtype=dq.dtype, memory_format=torch.contiguous_format))  # type: ignore[arg-type]
         for side, t, scale in (("q", x.q, scales[0]), ("kv", x.k, scales[1]), ("q", dout, scales[3]))
     )
     score_meta = x.score_meta()
@@ -852,7 +738,7 @@ def fp8_one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DQ_STAGES=tile.dq_stages,
-        ORDER=tile.order,
+        IS_LATE=tile.is_late,
     )
     by_query, by_key = (x.q, q16, dout, dout16), (x.k, k16, x.v)
     launch(
