@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp8_calls
 import pytest
 import torch
 from hopper_fp8_calls import (
@@ -231,6 +232,17 @@ def test_sinks(softmax_type: str) -> None:
     offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0]) if softmax_type == "learnable" else None
     call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
     check_on_gpu(call, qkv_format="thd", **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_calls(dims: tuple[int, int], granularity: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole calls on the kernels of sm_90, whichever take them."""
+    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")
+    given = make_inputs("thd", **UNEVEN, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, gap=3, device="cuda")
+    fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", deterministic=deterministic)
 
 
 @on_hopper

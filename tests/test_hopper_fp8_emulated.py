@@ -12,10 +12,11 @@ import torch
 from hopper_fp8_calls import E4M3, E5M2, Fp8Call, backward_of, check_backward, check_forward, fp8_call, run_backward, run_forward
 from test_hopper_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
 
-from flexattn import emulator
+from flexattn import emulator, mods
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_fp8_forward, hopper_fp8_one_pass, hopper_one_pass
+from flexattn.score_mod import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
 
 
@@ -169,6 +170,11 @@ def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
         check_backward_of(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
 
 
+def _softcap_and_documents() -> Any:
+    """Of blocks of which some see nothing of each other."""
+    return trace_mods(mods.softcap(2.0), mods.document(torch.arange(200) // 75), needs_grad=True)
+
+
 @without_gpu
 @pytest.mark.parametrize(
     ("dim", "granularity", "more", "expected"),
@@ -177,6 +183,7 @@ def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
         (128, "block", {}, {"_attn_bwd_one_pass_hopper_kernel"}),  # its blocks are half as long as the kernel's tiles
         (64, "head", {"deterministic": True}, {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}),
         (256, "tensor", {}, {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}),
+        (64, "head", {"mods": _softcap_and_documents()}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
     ],
 )
 def test_what_a_backward_runs_on(
@@ -194,6 +201,13 @@ def test_what_a_backward_runs_on(
         fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", softmax_type="off-by-one", **more)
     assert reports.keys() == expected
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
+
+
+def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
+    bias = torch.randn(1, 1, 8, 8)
+    spec, _ = make_call(make_inputs(lengths_q=[8]), bias_type="post_scale_bias", bias=bias)
+    nothing: Any = None
+    assert not triton_backend._hopper_fp8_backward(spec, "always", *[nothing] * 7)
 
 
 # What is edited, what becomes of it.
