@@ -172,7 +172,7 @@ def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
 
 def _softcap_and_documents() -> Any:
     """Of blocks of which some see nothing of each other."""
-    return trace_mods(mods.softcap(2.0), mods.document(torch.arange(200) // 75), needs_grad=True)
+    return trace_mods(mods.softcap(2.0), mods.document(torch.arange(80) // 30), needs_grad=True)
 
 
 @without_gpu
@@ -195,7 +195,7 @@ def test_what_a_backward_runs_on(
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")
     monkeypatch.setattr(triton_backend, "_hopper_forward", lambda *_: False)
-    lengths = {"lengths_q": [70, 0, 130], "lengths_kv": [100, 9, 65], "gap": 2}
+    lengths = {"lengths_q": [70, 0, 9], "lengths_kv": [80, 9, 65], "num_heads": 2, "num_heads_kv": 1, "gap": 2}
     given = make_inputs("thd", **lengths, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16)
     with emulated(6, *modules) as reports:
         fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", softmax_type="off-by-one", **more)
