@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton import hopper_one_pass
 from flexattn.kernels_triton.configs import Tile
 from flexattn.kernels_triton.hopper import (
+    DTYPES,
     FP8_DTYPES,
     allocate_barriers,
     batch_steps_of,
@@ -662,6 +663,8 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
+    if out.dtype not in DTYPES:
+        return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
     for has, what in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
         if has:
             return f"it does not do {what} yet"

@@ -25,10 +25,10 @@ from hopper_fp8_calls import (
 )
 
 from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton import hopper_fp8_one_pass
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
 from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, select_fp8_tile
-from flexattn.kernels_triton.hopper_fp8_one_pass import fp8_one_pass_backward
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize, quantize
 from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
 from flexattn.kernels_triton.problem import Problem
@@ -113,7 +113,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     with recorded_launches() as launches:
         hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
         if max(head_dims) <= 128:
-            fp8_one_pass_backward(problem, out, lse, dout8, None, q, k, v)
+            hopper_fp8_one_pass.fp8_one_pass_backward(problem, out, lse, dout8, None, q, k, v)
         quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     return dict(zip(names, launches, strict=True))
@@ -179,6 +179,26 @@ def test_quantisation_compiled() -> None:
     for dim in (64, 96, 128, 256):
         (report,) = compile_many([request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90)])
         assert report.spill_store_bytes <= 32, report
+
+
+@pytest.mark.parametrize(
+    ("dim", "block_rows", "dtype", "reason"),
+    [
+        (128, 128, torch.bfloat16, None),
+        (144, 128, torch.bfloat16, "head dims up to 128"),
+        (64, 64, torch.bfloat16, "blocks of 64 rows, no multiple of 128"),
+        (64, 0, torch.float32, "its gradients are bf16 or fp16, and out is float32"),
+    ],
+)
+def test_what_the_one_pass_backward_leaves_to_others(
+    dim: int, block_rows: int, dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_fp8_one_pass, "capability_of", lambda device: 90)
+    x = torch.zeros(2, 256, 4, dim)
+    descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
+    problem = Problem(*(x.to(E4M3) for _ in "qkv"), softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
+    found = hopper_fp8_one_pass.refusal(problem, x.to(dtype), x.to(E5M2))
+    assert found is None if reason is None else reason in str(found)
 
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90

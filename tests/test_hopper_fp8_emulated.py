@@ -143,7 +143,8 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
     inputs = {"lengths_q": [70, 0, 230], "lengths_kv": [200, 9, 65], "num_heads": 2, "num_heads_kv": 1, "padding": True, "gap": 2}
     seed = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt)
     band: dict[str, Any] = [{}, {"attn_mask_type": "padding_causal"}, {"window_size": (60, 20)}][seed % 3]
-    check_backward_of(2 + seed, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
+    call = {"attn_mask_type": "padding"} | band
+    check_backward_of(2 + seed, call, granularity, qkv_format=fmt, dtype=torch.float16, **inputs)
 
 
 @without_gpu
