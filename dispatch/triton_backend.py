@@ -169,14 +169,47 @@ def _hopper_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     doffset: Tensor | None,
 ) -> bool:
-    if (wish := _hopper_wish(spec)) == "never" or spec.fp8 is not None:
+    if (wish := _hopper_wish(spec)) == "never":
         return False
+    if spec.fp8 is not None:
+        return _hopper_fp8_backward(spec, wish, problem, out, lse, dout, dlse, gradients, doffset)
     from flexattn.kernels_triton import hopper_backward, hopper_one_pass
 
     kernels = ((hopper_one_pass, hopper_one_pass.one_pass_backward), (hopper_backward, hopper_backward.hopper_backward))
     for module, run in kernels[1:] if spec.deterministic else kernels:
         if (wish == "always" or module.is_faster(problem)) and module.refusal(problem, out, dout) is None:
             run(problem, out, lse, dout, dlse, *gradients, doffset)
+            return True
+    return False
+
+
+def _hopper_fp8_backward(
+    spec: AttentionSpec,
+    wish: str,
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    doffset: Tensor | None,
+) -> bool:
+    """On the FP8 kernel, or on those of a half type after a pass that undoes the scales: both are faster than the portable ones."""
+    from flexattn.kernels_triton import hopper_backward, hopper_fp8_one_pass, hopper_one_pass
+
+    if spec.needs_bias_grad or (spec.mods is not None and any(spec.mods.is_reached)):
+        return False  # those gradients' kernels take what the portable backward writes on its way
+    fp8 = hopper_fp8_one_pass
+    is_wanted = not spec.deterministic and (wish == "always" or fp8.is_faster(problem))
+    if is_wanted and fp8.refusal(problem, out, dout) is None:
+        fp8.fp8_one_pass_backward(problem, out, lse, dout, dlse, *gradients, doffset)
+        return True
+    half, half_dout = fp8.in_half(problem, dout, gradients[0].dtype)
+    kernels = ((hopper_one_pass, hopper_one_pass.one_pass_backward), (hopper_backward, hopper_backward.hopper_backward))
+    for module, run in kernels[1:] if spec.deterministic else kernels:
+        if (wish == "always" or module.is_faster(half)) and module.refusal(half, out, half_dout) is None:
+            fp8.fill_half(problem, dout, half, half_dout)
+            run(half, out, lse, half_dout, dlse, *gradients, doffset)
             return True
     return False
 

@@ -17,7 +17,7 @@ from flexattn.kernels_triton.configs import Tile, split_head_dim
 from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, quads_assembly
 from flexattn.kernels_triton.interpreter import INTERPRETED
 from flexattn.kernels_triton.launch import kernel, launch
-from flexattn.kernels_triton.primitives import load_sequence
+from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import side_of
 
@@ -219,3 +219,71 @@ def quantize(
             ),
         ),
     )
+
+
+@kernel
+def _dequantize_kernel(
+    x_ptr,
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
+    batch,
+    num_tokens,
+    max_seqlen,
+    stride_xb,
+    stride_xs,
+    stride_xh,
+    descale_ptr,
+    stride_descale_b,
+    stride_descale_h,
+    stride_descale_n,
+    block_rows,  # that have a scale, a multiple of a program's
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    num_heads,
+    blocks,
+    HEAD_DIM: tl.constexpr,
+    D0: tl.constexpr,  # it is taken in one or two parts
+    D1: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    META: tl.constexpr,
+):
+    ROWS: tl.constexpr = META.BLOCK_M
+    h = tl.program_id(0) % num_heads
+    row = tl.program_id(0) // num_heads % blocks * ROWS
+    b = tl.program_id(0) // num_heads // blocks
+    start, length, _ = load_sequence(
+        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
+    )
+    if row < length:
+        descale = tl.load(descale_ptr + b * stride_descale_b + h * stride_descale_h + row // block_rows * stride_descale_n)
+        x_rows = row_pointer(x_ptr, b, h, start + row, stride_xb, stride_xs, stride_xh, META)
+        out_rows = row_pointer(out_ptr, b, h, start + row, stride_ob, stride_os, stride_oh, META)
+        x_offsets, out_offsets = row_steps(stride_xs, ROWS, META)[1], row_steps(stride_os, ROWS, META)[1]
+        x0 = load_tile(x_rows, x_offsets, row, length, ROWS, 0, D0, HEAD_DIM, True)
+        store_tile(out_rows, x0.to(tl.float32) * descale, out_offsets, row, length, ROWS, 0, D0, HEAD_DIM)
+        if D1 > 0:
+            x1 = load_tile(x_rows, x_offsets, row, length, ROWS, D0, D1, HEAD_DIM, True)
+            store_tile(out_rows, x1.to(tl.float32) * descale, out_offsets, row, length, ROWS, D0, D1, HEAD_DIM)
+
+
+def dequantize(problem: Problem, side: Literal["q", "kv"], x: Tensor, scale: Scale, out: Tensor) -> Tensor:
+    """out = x * descale, in a half type, laid out as x or otherwise; padding is neither read nor written."""
+    lengths = side_of(problem, side)
+    heads, head_dim = x.shape[-2:]
+    meta = problem.meta(_TILE, (x, out))
+    meta = meta._replace(ALIGN=min(meta.ALIGN, 8))  # a thread then stores 16 bytes in a row, rather than every other 16
+    blocks = triton.cdiv(lengths.longest, _TILE.block_m)
+    launch(
+        _dequantize_kernel,
+        lengths.batch * blocks * heads,
+        x.device,
+        _TILE,
+        (
+            *(x, *lengths.arguments, *row_strides(x, meta), *scale.arguments, out, *row_strides(out, meta), heads, blocks),
+            *(head_dim, *split_head_dim(head_dim), lengths.is_ragged, lengths.cu_seqlens_padded is not None, meta),
+        ),
+    )
+    return out

@@ -143,7 +143,7 @@ def _launch(
     dsoftmax_offset: Tensor | None,
     target: tuple[Tensor | None, Tensor | None, Tensor | None, int, int],
 ) -> None:
-    meta = x.meta(_TILE, (out, dout))._replace(IS_FP8=dout.dtype == x.q.dtype and x.is_fp8)  # what dout is
+    meta = x.meta(_TILE, (out, dout))._replace(IS_FP8=dout.element_size() == 1)
     blocks = triton.cdiv(x.longest_q, _TILE.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     *places, tiles, size = target

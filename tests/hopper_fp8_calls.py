@@ -13,9 +13,8 @@ from fp8_sums import short_sums
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward
+from flexattn.kernels_triton import hopper_fp8_forward, hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
-from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient
 from flexattn.kernels_triton.problem import Problem
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
 
@@ -118,18 +117,16 @@ def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, .
         return reference_attention(spec, x, dtype=torch.float32)
 
 
-def moved(call: Fp8Call, device: str) -> Fp8Call:
-    """The kernels' part of a call on another device; the oracle's stays."""
-    p = call.problem
-    tensors = {f: t.to(device) for f in p.__dataclass_fields__ if isinstance(t := getattr(p, f), torch.Tensor)}
+def moved(problem: Problem, device: str) -> Problem:
+    fields = {f: getattr(problem, f) for f in problem.__dataclass_fields__}
+    tensors = {f: t.to(device) for f, t in fields.items() if isinstance(t, torch.Tensor)}
+    return dataclasses.replace(problem, **tensors, descales=tuple(t.to(device) for t in problem.descales))
+
+
+def call_on(call: Fp8Call, device: str) -> Fp8Call:
+    """The forward's part of a call on another device; the oracle's stays."""
     scales = tuple(s._replace(descale=s.descale.to(device)) for s in call.scales)
-    return call._replace(problem=dataclasses.replace(p, **tensors), v_transposed=call.v_transposed.to(device), scales=scales)  # type: ignore[arg-type]
-
-
-def moved_gradient(gradient: Fp8Gradient, device: str) -> Fp8Gradient:
-    scale = gradient.scale_dout
-    tensors = {f: getattr(gradient, f).to(device) for f in gradient._fields if f != "scale_dout"}
-    return Fp8Gradient(**tensors, scale_dout=scale._replace(descale=scale.descale.to(device)))
+    return call._replace(problem=moved(call.problem, device), v_transposed=call.v_transposed.to(device), scales=scales)  # type: ignore[arg-type]
 
 
 def run_forward(
@@ -182,39 +179,51 @@ def _codes(
     return rows, every[..., None].expand(*rows.shape[:2], 1)
 
 
-def gradient_of(
-    call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head", dtype: torch.dtype = E4M3
-) -> tuple[Fp8Gradient, torch.Tensor]:
-    """What the backward takes beside the call, on the CPU; and dout as it stands for, in its format."""
-    p = call.problem
-    rows = quantise(p, "q", as_bshd(dout, call.spec.q_format), granularity, dtype)
-    transposed_ones = (transposed(p, "q", p.q), transposed(p, "kv", p.k), transposed(p, "q", rows.values))
-    return Fp8Gradient(rows.values, rows.scale, *transposed_ones), as_bshd(rows.stands_for, call.spec.q_format)
+class Fp8Backward(NamedTuple):
+    call: Fp8Call
+    problem: Problem  # the call's, with the descales of q, k, v and dout
+    out: torch.Tensor  # the oracle's, in a half type; laid out as dout, in its format
+    lse: torch.Tensor
+    dout: torch.Tensor  # in FP8, as the problem has q
+    given: torch.Tensor  # dout before
+    stands_for: torch.Tensor  # and what it is after, in fp32
+
+
+def backward_of(call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head", dtype: torch.dtype = E4M3) -> Fp8Backward:
+    rows = quantise(call.problem, "q", as_bshd(dout, call.spec.q_format), granularity, dtype)
+    scales = (*call.scales, rows.scale)
+    problem = dataclasses.replace(call.problem, descales=tuple(scale.descale for scale in scales), scale_rows=rows.scale.block_rows)
+    out, lse, _ = reference_attention(call.spec, call.stands_for)
+    stands_for = as_bshd(rows.stands_for, call.spec.q_format)
+    return Fp8Backward(call, problem, out.to(dout.dtype), lse.float(), rows.values, dout, stands_for)
 
 
 def run_backward(
-    call: Fp8Call,
-    gradient: Fp8Gradient,
-    dout: torch.Tensor,
-    kernels: ModuleType = hopper_fp8_backward,
-    tile: hopper_fp8_backward.Fp8BackwardTile | None = None,
+    backward: Fp8Backward,
+    device: str = "cpu",
+    kernels: ModuleType = hopper_fp8_one_pass,
+    tile: hopper_fp8_one_pass.Fp8OnePassTile | None = None,
 ) -> list[torch.Tensor]:
-    """[dq, dk, dv] in their formats, which begin as NaN; of the oracle's out and lse."""
-    p, spec = call.problem, call.spec
-    exact, lse, _ = reference_attention(spec, call.stands_for)
-    out, lse, dout = exact.to(dout.dtype).to(p.device), lse.float().to(p.device), dout.to(p.device)
-    grads = [torch.full(t.shape, float("nan"), dtype=dout.dtype, device=p.device) for t in call.stands_for[:3]]
-    formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    views = [as_bshd(t, fmt) for t, fmt in zip(grads, formats, strict=True)]
-    doffset = torch.empty(spec.num_heads, device=p.device) if p.softmax_offset is not None else None
-    rows = (as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format))
-    kernels.hopper_fp8_backward(p, call.scales, gradient, *rows, None, *views, doffset, tile)
+    """[dq, dk, dv] in their formats, which begin as NaN."""
+    call, problem = backward.call, moved(backward.problem, device)
+    spec, dtype = call.spec, backward.out.dtype
+    grads = [torch.full(t.shape, float("nan"), dtype=dtype, device=device) for t in call.stands_for[:3]]
+    views = [as_bshd(t, fmt) for t, fmt in zip(grads, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
+    doffset = torch.empty(spec.num_heads, device=device) if problem.softmax_offset is not None else None
+    out, lse, dout = (t.to(device) for t in (as_bshd(backward.out, spec.q_format), backward.lse, backward.dout))
+    assert kernels.refusal(problem, out, dout) in (None, "it is written for Hopper, sm_90")
+    kernels.fp8_one_pass_backward(problem, out, lse, dout, None, *views, doffset, tile)
     return grads
 
 
-def check_backward(call: Fp8Call, grads: list[torch.Tensor], dout: torch.Tensor, stands_for: torch.Tensor) -> None:
-    """The budget is what it costs to have dout in e4m3 and all the rest exact; the kernels have p and ds in e4m3 too."""
-    exact = reference_gradients(call.spec, call.stands_for, dout)
-    budget = reference_gradients(call.spec, call.stands_for, stands_for)
+def check_backward(backward: Fp8Backward, grads: list[torch.Tensor]) -> None:
+    """The budget is what it costs to have dout in FP8, and out in its half type in the sums of both, and all the rest exact."""
+    call, spec = backward.call, backward.call.spec
+    exact = reference_gradients(spec, call.stands_for, backward.given)
+    error = backward.out.double() - reference_attention(spec, call.stands_for)[0]
+    # What is added to such a sum is taken from dlse.
+    dlse = -(error * backward.stands_for).nan_to_num().sum(-1)
+    dlse = as_bshd(dlse[..., None], spec.q_format)[..., 0].transpose(-1, -2).contiguous()
+    budget = reference_gradients(spec, call.stands_for, backward.stands_for, dlse)
     for name, got, want, eager in zip(("dq", "dk", "dv"), grads, exact, budget, strict=False):
         check_close(name, got.cpu(), want, eager, factor=GRADIENT_FACTOR)

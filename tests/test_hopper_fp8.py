@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp8_calls
 import pytest
 import torch
 from hopper_fp8_calls import (
     E4M3,
     E5M2,
     LARGEST,
+    backward_of,
+    call_on,
     check_backward,
     check_forward,
     fp8_call,
-    gradient_of,
-    moved,
-    moved_gradient,
     quantise,
     rows_of,
     run_backward,
@@ -25,11 +25,11 @@ from hopper_fp8_calls import (
 )
 
 from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton import hopper_fp8_one_pass
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
-from flexattn.kernels_triton.hopper_fp8_backward import Fp8Gradient, hopper_fp8_backward
 from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, select_fp8_tile
-from flexattn.kernels_triton.hopper_fp8_quantize import quantize
+from flexattn.kernels_triton.hopper_fp8_quantize import dequantize, quantize
 from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
 from flexattn.kernels_triton.problem import Problem
 from flexattn.testing import make_call, make_dout, make_inputs
@@ -64,6 +64,10 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
             first = start // 128 + b if x.dim() == 3 else b * -(-x.shape[1] // 128)
             blocks = slice(first, first + -(-length // 128))
             assert tiles.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
+        if side == "kv":
+            half = dequantize(problem, side, rows, scale, torch.full_like(rows, 7.0, dtype=torch.bfloat16))
+            for b, start, length in spans(problem, side):
+                assert rows_of(half, b, start, length).cpu().equal(rows_of(wanted.stands_for, b, start, length).to(torch.bfloat16))
         again = torch.zeros_like(tiles.view(torch.uint8)).view(dtype)
         quantize(problem, side, rows, scale, transposed=again)
         for b, start, length in spans(problem, side):
@@ -102,16 +106,15 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     offsets = torch.tensor([0, 128, 256], dtype=torch.int32)
     lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
     lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
-    problem = Problem(q8, k8, v8, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
     scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
-    scales = (scale, scale, scale)
-    qt, kt, vt, dot = (empty_transposed(t, 2, E4M3) for t in (q8, k8, v8, dout8))
+    lengths = lengths if is_ragged else {}
+    problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **FEATURES[features], **lengths)
+    v_transposed = empty_transposed(v8, 2, E4M3)
     with recorded_launches() as launches:
-        hopper_fp8_forward(problem, vt, scales, out, lse)
+        hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
         if max(head_dims) <= 128:
-            gradient = Fp8Gradient(dout8, scale, qt, kt, dot)
-            hopper_fp8_backward(problem, scales, gradient, out, lse, dout, None, q, k, v)
-        quantize(problem, "kv", v, scale, v8, vt)
+            hopper_fp8_one_pass.fp8_one_pass_backward(problem, out, lse, dout8, None, q, k, v)
+        quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     return dict(zip(names, launches, strict=True))
 
@@ -121,21 +124,15 @@ LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (64, 64), "open"): 538,
     ("fwd_fp8", (64, 64), "causal"): 570,
     ("fwd_fp8", (64, 64), "everything"): 782,
-    ("dq_fp8", (64, 64), "open"): 692,
-    ("dq_fp8", (64, 64), "causal"): 724,
-    ("dq_fp8", (64, 64), "everything"): 913,
-    ("dkdv_fp8", (64, 64), "open"): 1082,
-    ("dkdv_fp8", (64, 64), "causal"): 1082,
-    ("dkdv_fp8", (64, 64), "everything"): 1212,
+    ("one_pass_fp8", (64, 64), "open"): 433,
+    ("one_pass_fp8", (64, 64), "causal"): 480,
+    ("one_pass_fp8", (64, 64), "everything"): 544,
     ("fwd_fp8", (128, 128), "open"): 575,
     ("fwd_fp8", (128, 128), "causal"): 606,
     ("fwd_fp8", (128, 128), "everything"): 820,
-    ("dq_fp8", (128, 128), "open"): 732,
-    ("dq_fp8", (128, 128), "causal"): 765,
-    ("dq_fp8", (128, 128), "everything"): 957,
-    ("dkdv_fp8", (128, 128), "open"): 771,
-    ("dkdv_fp8", (128, 128), "causal"): 771,
-    ("dkdv_fp8", (128, 128), "everything"): 838,
+    ("one_pass_fp8", (128, 128), "open"): 433,
+    ("one_pass_fp8", (128, 128), "causal"): 479,
+    ("one_pass_fp8", (128, 128), "everything"): 546,
     ("fwd_fp8", (192, 128), "open"): 606,
     ("fwd_fp8", (192, 128), "causal"): 636,
     ("fwd_fp8", (192, 128), "everything"): 850,
@@ -144,7 +141,7 @@ LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (256, 256), "everything"): 906,
 }
 SLACK = 0.05
-SOME = [("fwd_fp8", (128, 128), "causal"), ("dq_fp8", (128, 128), "causal"), ("dkdv_fp8", (128, 128), "everything")]
+SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "everything")]
 
 
 def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
@@ -152,13 +149,16 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
     for case, report in zip(cases, compile_many(requests), strict=True):
         assert report.loop_spill_share == 0, f"{case}: {report}"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
-        assert set(report.matrix_instructions) == {"QGMMA"}, f"{case}: {report.matrix_instructions}"
+        is_forward = case[0] == "fwd_fp8"
+        assert set(report.matrix_instructions) == {"QGMMA"} | (set() if is_forward else {"HGMMA"}), (
+            f"{case}: {report.matrix_instructions}"
+        )
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         loops = [loop for loop in report.loops if "QGMMA" in loop]
-        consumers = select_fp8_tile(*case[1]).block_m // 64 if case[0] == "fwd_fp8" else 2
+        consumers = select_fp8_tile(*case[1]).block_m // 64 if is_forward else 2
         assert len(loops) == consumers, f"{case}: one loop for each consumer, not {loops}"
         for loop in loops:  # nothing is transposed or shuffled: 4 or 8 shuffles are the rows' largest and sums
-            assert not {"LDSM", "STSM", "STS"} & loop.keys(), f"{case}: {loop}"
+            assert not {"LDSM", *({"STSM", "STS"} if is_forward else {})} & loop.keys(), f"{case}: {loop}"
             assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= 10, f"{case}: {loop}"
         expected = LOOP_INSTRUCTIONS[case]
         counts = [sum(loop.values()) for loop in loops]
@@ -181,6 +181,26 @@ def test_quantisation_compiled() -> None:
         assert report.spill_store_bytes <= 32, report
 
 
+@pytest.mark.parametrize(
+    ("dim", "block_rows", "dtype", "reason"),
+    [
+        (128, 128, torch.bfloat16, None),
+        (144, 128, torch.bfloat16, "head dims up to 128"),
+        (64, 64, torch.bfloat16, "blocks of 64 rows, no multiple of 128"),
+        (64, 0, torch.float32, "its gradients are bf16 or fp16, and out is float32"),
+    ],
+)
+def test_what_the_one_pass_backward_leaves_to_others(
+    dim: int, block_rows: int, dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_fp8_one_pass, "capability_of", lambda device: 90)
+    x = torch.zeros(2, 256, 4, dim)
+    descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
+    problem = Problem(*(x.to(E4M3) for _ in "qkv"), softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
+    found = hopper_fp8_one_pass.refusal(problem, x.to(dtype), x.to(E5M2))
+    assert found is None if reason is None else reason in str(found)
+
+
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
 on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs the kernels")
 
@@ -198,12 +218,10 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80), (96, 96), (
 def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
-    on_gpu = moved(fp8, "cuda")
-    check_forward(fp8, *run_forward(on_gpu, dtype))
+    check_forward(fp8, *run_forward(call_on(fp8, "cuda"), dtype))
     if max(inputs.get("head_dim_qk", 128), inputs.get("head_dim_v", 128)) <= 128:
-        dout = make_dout(given)
-        gradient, stands_for = gradient_of(fp8, dout, granularity)
-        check_backward(fp8, run_backward(on_gpu, moved_gradient(gradient, "cuda"), dout), dout, stands_for)
+        backward = backward_of(fp8, make_dout(given), granularity)
+        check_backward(backward, run_backward(backward, "cuda"))
 
 
 @on_hopper
@@ -238,14 +256,25 @@ def test_sinks(softmax_type: str) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_calls(dims: tuple[int, int], granularity: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole calls on the kernels of sm_90, whichever take them."""
+    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")
+    given = make_inputs("thd", **UNEVEN, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, gap=3, device="cuda")
+    fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", deterministic=deterministic)
+
+
+@on_hopper
 def test_bits_repeat() -> None:
+    """But for dq's, which are summed in whatever order programs come to it."""
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
     call = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
-    dout = make_dout(given)
-    on_gpu, gradient = moved(call, "cuda"), moved_gradient(gradient_of(call, dout)[0], "cuda")
+    backward, on_gpu = backward_of(call, make_dout(given)), call_on(call, "cuda")
 
     def run() -> list[torch.Tensor]:
-        return [*run_forward(on_gpu), *run_backward(on_gpu, gradient, dout)]
+        return [*run_forward(on_gpu), *run_backward(backward, "cuda")[1:]]
 
     first = run()
     for _ in range(20):

@@ -1,0 +1,784 @@
+"""Backward attention in FP8 on Hopper (sm_90) in Gluon, in one pass: `hopper_one_pass` with scores and dp from FP8 operands.
+
+The products with p and ds are 16-bit. In FP8 each of theirs would need the largest of a tile's rows, a scale, and a sum of its own
+that is added in fp32, as Hopper adds FP8 products up in some 14 bits: that takes longer than the tensor cores save. So no operand
+has to come transposed, and nothing that was computed here is rounded to FP8. q, k and dout are read in both forms; the half one is
+what the FP8 one stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton import hopper_one_pass
+from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.hopper import (
+    DTYPES,
+    FP8_DTYPES,
+    allocate_barriers,
+    batch_steps_of,
+    blocks_of_queries,
+    descriptor_error,
+    head_of,
+    hide_queries_past_the_end,
+    load_rows,
+    load_statistics,
+    mask_by_mod,
+    modified,
+    named_barrier_arrive_at,
+    named_barrier_sync,
+    named_barrier_sync_at,
+    opaque_zero,
+    query_block,
+    ragged_descriptor,
+    reduce_add,
+    sequences,
+    store_rows,
+)
+from flexattn.kernels_triton.hopper_forward import block_mask_error
+from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
+from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
+from flexattn.kernels_triton.launch import capability_of, hopper_kernel, kernel, launch
+from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
+from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.ragged import work_table, zero_padding
+from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
+
+_ROWS = gl.constexpr(64)
+_QUERIES = 64  # of a turn, and of a tile of statistics and of dq
+_KEYS = 128  # of a program: two warpgroups'
+_BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
+_EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
+_LAST = gl.constexpr(13)
+_RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
+_STAGES = gl.constexpr(2)  # of q and dout in shared memory
+_FAR = gl.constexpr(2**30)
+_CONVERSION_TILE = Tile(64, 64, 4, 1)
+
+
+class Fp8OnePassTile(NamedTuple):
+    """A row for the FP8 backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v."""
+
+    head_dim: int
+    dq_stages: int  # of dq in shared memory
+    # Whether dp is begun with a turn and dq of the one before at its end, where a warpgroup may be half a turn ahead of the other;
+    # else dq is begun with the turn, and dp takes its registers.
+    is_late: bool
+
+
+FP8_ONE_PASS = (Fp8OnePassTile(64, 2, True), Fp8OnePassTile(128, 1, False))  # bench/results/fp8_one_pass_h200.json
+
+
+class Fp8OnePassMeta(NamedTuple):
+    """What the kernel is compiled for."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
+    IS_PLAIN: bool  # a logit is a scaled score
+    BLOCK_M: int
+    BLOCK_N: int
+    DIM: int
+    DQ_STAGES: int
+    IS_LATE: bool
+
+
+@gluon.jit
+def _block_of(table_ptr, num_heads_kv, blocks, META: gl.constexpr):
+    # As in `hopper_one_pass`: the blocks of a head come one after the other.
+    pid = gl.program_id(0)
+    if META.HAS_LENGTHS:
+        room = gl.num_programs(0) // num_heads_kv
+        t = gl.load(table_ptr + 1) - 1 - pid % room
+        entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
+        return gl.where(t >= 0, entry % blocks, blocks), pid // room, gl.where(t >= 0, entry // blocks, 0)
+    else:
+        return pid % blocks, pid // blocks % num_heads_kv, pid // blocks // num_heads_kv
+
+
+@gluon.jit
+def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META: gl.constexpr):
+    of_q, of_dout, of_k, statistics_descriptor, _, dk_descriptor, dv_descriptor = descriptors
+    q_tiles, q16_tiles, dout_tiles, dout16_tiles, k_tiles, k16_tiles, v_tiles, statistics_tiles, factors, _, _ = tiles
+    q_full, q_empty, dout_full, kv_full, _, _, dkdv_full = barriers
+    first_row, len_q, len_kv, q_places, dout_places, k_places, first_tile, tiles_of_a_head = places
+    q_descriptor, q16_descriptor = of_q
+    dout_descriptor, dout16_descriptor = of_dout
+    k_descriptor, k16_descriptor, v_descriptor = of_k
+    q_place, q16_place = q_places
+    dout_place, dout16_place = dout_places
+    k_place, k16_place, v_place, dk_place, dv_place = k_places
+    scale_q, scale_k, scale_v, scale_dout, b, h, h_kv, softmax_scale = scales
+    full = kv_full.index(0)
+    BYTES: gl.constexpr = k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes + k16_descriptor.block_type.nbytes
+    mbarrier.expect(full, 2 * BYTES)
+    for part in gl.static_range(2):
+        row = first_row + part * _ROWS
+        load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
+        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
+        load_rows(k16_descriptor, k16_place[0], len_kv, row, k16_place[1], 0, full, k16_tiles.index(part))
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    scale_row = gl.minimum(first_row, gl.maximum(len_kv - 1, 0))
+    s_factor = load_descale(scale_k, b, h_kv, scale_row)
+    dp_factor = load_descale(scale_v, b, h_kv, scale_row)
+    if META.IS_PLAIN:
+        s_factor *= softmax_scale * LOG2E
+    t = 0
+    head = 0
+    for turn in range(num_blocks * group_size):
+        row = query_block(t, found, META)[0]
+        slot = turn % _STAGES
+        scale_row = gl.minimum(row, len_q - 1)
+        descale_q = load_descale(scale_q, b, h + head, scale_row)
+        descale_dout = load_descale(scale_dout, b, h + head, scale_row)
+        full = q_full.index(slot)
+        mbarrier.wait(q_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+        # A masked score is -inf, and -inf * 0 would be NaN. All lanes write what the arrival of the first one publishes.
+        factors.index(2 * slot).store(gl.full([32], gl.maximum(s_factor * descale_q, 1e-37), gl.float32, layout=LANES))
+        factors.index(2 * slot + 1).store(gl.full([32], dp_factor * descale_dout, gl.float32, layout=LANES))
+        mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
+        load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
+        of_head = first_tile + head * tiles_of_a_head
+        load_statistics(statistics_descriptor, of_head, row, len_q, full, statistics_tiles.index(slot), META)
+        full = dout_full.index(slot)
+        HALVES: gl.constexpr = dout16_descriptor.block_type.nbytes + q16_descriptor.block_type.nbytes
+        mbarrier.expect(full, dout_descriptor.block_type.nbytes + HALVES)
+        load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, full, dout_tiles.index(slot))
+        load_rows(dout16_descriptor, dout16_place[0], len_q, row, dout16_place[1] + head, 0, full, dout16_tiles.index(slot))
+        load_rows(q16_descriptor, q16_place[0], len_q, row, q16_place[1] + head, 0, full, q16_tiles.index(slot))
+        t += 1
+        if t == num_blocks:
+            t = 0
+            head += 1
+    mbarrier.wait(dkdv_full.index(0), 0)
+    for part in gl.static_range(2):
+        row = first_row + part * _ROWS
+        store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k16_tiles.index(part))
+        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dout16_tiles.index(part))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_dq(dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
+    _, _, _, _, dq_full, dq_empty, _ = barriers
+    _, len_q, _, _, _, _, first_tile, tiles_of_a_head = places
+    t = 0
+    head = 0
+    for turn in range(num_blocks * group_size):
+        slot = turn % META.DQ_STAGES
+        row = query_block(t, found, META)[0]
+        at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
+        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)
+        # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
+        if META.BLOCK_SIZE_Q == 0 or row < len_q:
+            for part in gl.static_range(2):
+                reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+        tma.store_wait(0)  # the engine has read the tile
+        mbarrier.arrive(dq_empty.index(slot), count=1)
+        t += 1
+        if t == num_blocks:
+            t = 0
+            head += 1
+
+
+@gluon.jit
+def _mask(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    # s is transposed: rows are keys, columns queries. Keys past the end are hidden too: of rows of zeros p may be inf, and dq is
+    # a sum over them.
+    first = gl.zeros_like(rows)
+    if META.HAS_RIGHT:
+        first = rows - shift - window_right
+    first = gl.where(rows < len_kv, first, _FAR)
+    visible = columns[None, :] >= first[:, None]
+    if META.HAS_LEFT:
+        visible = visible & (columns[None, :] <= (rows - shift + window_left)[:, None])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _score_product(q_tiles, k_tiles, q_full, slot, phase, is_there, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # Of the turn whose q is in `slot`; transposed.
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    mbarrier.wait(q_full.index(slot), phase, pred=is_there)
+    own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, META.DIM])
+    q = q_tiles.index(slot).reshape([BLOCK_M, META.DIM])
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # This warpgroup's half of the columns of a tile of dq, from all 128 keys.
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    COLUMNS: gl.constexpr = META.DIM // 2
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout=DQ)
+    for part in gl.static_range(2):
+        k = k_tiles.index(zero + part).reshape([_ROWS, META.DIM]).slice(CONSUMER * COLUMNS, COLUMNS, 1)
+        dq = warpgroup_mma(ds_tiles.index(buffer + part).permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+    slot = turn % META.DQ_STAGES
+    mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
+    # Of each 8 rows 0 .. 3 and 4 .. 7 in turn: the four that half a warp stores at a time then lie in different banks.
+    dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
+    dq_tiles.index(2 * slot + CONSUMER).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(slot), count=1)
+
+
+@gluon.jit
+def _compute(
+    tiles,
+    barriers,
+    common,
+    group_size,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    q_tiles, q16_tiles, dout_tiles, dout16_tiles, k_tiles, k16_tiles, v_tiles, statistics_tiles, factors, ds_tiles, dq_tiles = tiles
+    q_full, q_empty, dout_full, kv_full, dq_full, dq_empty, dkdv_full = barriers
+    first_row, window_left, window_right, scores, bias, place = common
+    len_q, len_kv, shift, b, first_head = place
+    softmax_scale, _, _, _, captures = scores
+    DTYPE: gl.constexpr = k16_tiles.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    DIM: gl.constexpr = META.DIM
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    own_row = first_row + CONSUMER * _ROWS
+    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
+    uncut_from = 0  # blocks of queries that begin before it need the mask
+    if META.HAS_RIGHT:
+        uncut_from = own_row + _ROWS - 1 - shift - window_right
+    uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
+    # dq of a turn is computed in the next one, when the other warpgroup too is done with its ds; before the first there is none.
+    ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    fence_async_shared()
+    named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
+    mbarrier.wait(kv_full.index(0), 0)
+    t = 0
+    h = first_head
+    head = head_of(bias, b, h, META)
+    turns = num_blocks * group_size
+    kq = zeros
+    if turns > 0:
+        if META.IS_LATE:
+            named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
+        first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
+        kq = warpgroup_mma_wait(0, deps=[first])
+    for turn in range(turns):
+        row, is_full = query_block(t, found, META)
+        columns = row + block_columns
+        zero = opaque_zero(turn)
+        slot = turn % _STAGES
+        phase = (turn // _STAGES) & 1
+        here = (turn & 1) * 2
+        # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
+        last = ((turn + 1) & 1) * 2
+        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
+        if META.IS_LATE:
+            mbarrier.wait(dout_full.index(slot), phase)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        else:
+            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+        place = (len_q, len_kv, shift, b, h)
+        s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
+        if not META.IS_PLAIN:
+            kq = kq * s_factor
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        if META.IS_PLAIN:
+            factor = s_factor
+        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
+        if META.HAS_LEFT:
+            is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
+        if is_cut:
+            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
+        minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+        p = gl.exp2(s * factor + minus_lse[None, :])
+        p16 = gl.convert_layout(p.to(DTYPE), LEFT)
+        if not META.IS_LATE:
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            mbarrier.wait(dout_full.index(slot), phase)
+        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
+        if META.IS_LATE:
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            if turn > 0:  # under the product; dp then takes the registers of dq
+                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
+        if not META.IS_LATE:
+            dp = warpgroup_mma_wait(0, deps=[dp])
+        dlogit = p * (dp * dp_factor + minus_delta[None, :])
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        ds = dscore.to(DTYPE)
+        if META.IS_LATE:  # the other warpgroup's dq of the turn before the last has read what is overwritten
+            named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
+        ds_tiles.index(here + CONSUMER).store(ds)
+        fence_async_shared()
+        named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
+        ds16 = gl.convert_layout(ds, LEFT)
+        if META.IS_LATE:
+            dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
+        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
+        if META.IS_LATE:
+            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+        # The next turn's scores under these; in the last turn its own again, for nothing.
+        is_there = turn + 1 < turns
+        next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
+        next_phase = ((turn + 1) // _STAGES) & 1
+        next_scores = _score_product(q_tiles, k_tiles, q_full, next_slot, next_phase, is_there, zero, CONSUMER, META)
+        dk, ds16 = warpgroup_mma_wait(3 if META.IS_LATE else 1, deps=[sum_of_q, ds16])
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        if META.IS_LATE:
+            dq = warpgroup_mma_wait(1, deps=[sum_of_k])
+            if is_there:
+                named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
+            if turn > 0:
+                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+        kq = warpgroup_mma_wait(0, deps=[next_scores])
+        t += 1
+        if t == num_blocks:
+            t = 0
+            h += 1
+            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+    last = ((turns + 1) & 1) * 2
+    named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+    if turns > 0:
+        sum_of_k = _dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
+    named_barrier_sync(_LAST, _BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
+    k16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
+    dout16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(dkdv_full.index(0), count=1)
+
+
+@hopper_kernel
+def _attn_bwd_one_pass_fp8_hopper_kernel(
+    q_descriptor,
+    q16_descriptor,
+    dout_descriptor,
+    dout16_descriptor,
+    k_descriptor,
+    k16_descriptor,
+    v_descriptor,
+    statistics_descriptor,
+    dq_descriptor,
+    dk_descriptor,
+    dv_descriptor,
+    tiles_of_a_head,
+    table_ptr,
+    descale_q_ptr,
+    stride_descale_qb,
+    stride_descale_qh,
+    stride_descale_qn,
+    block_rows_q,
+    descale_k_ptr,
+    stride_descale_kb,
+    stride_descale_kh,
+    stride_descale_kn,
+    block_rows_k,
+    descale_v_ptr,
+    stride_descale_vb,
+    stride_descale_vh,
+    stride_descale_vn,
+    block_rows_v,
+    descale_dout_ptr,
+    stride_descale_dob,
+    stride_descale_doh,
+    stride_descale_don,
+    block_rows_dout,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    batch,
+    num_heads,
+    group_size,
+    blocks,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    step_qs,
+    step_qh,
+    step_q16s,
+    step_q16h,
+    step_dos,
+    step_doh,
+    step_do16s,
+    step_do16h,
+    step_ks,
+    step_kh,
+    step_k16s,
+    step_k16h,
+    step_vs,
+    step_vh,
+    step_dks,
+    step_dkh,
+    step_dvs,
+    step_dvh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of query blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    DTYPE: gl.constexpr = k16_descriptor.dtype
+    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [_STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    q16_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + q16_descriptor.block_type.shape, q16_descriptor.layout)
+    DOUT: gl.constexpr = dout_descriptor.block_type.shape
+    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [_STAGES] + DOUT, dout_descriptor.layout)
+    dout16_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + dout16_descriptor.block_type.shape, dout16_descriptor.layout)
+    k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
+    k16_tiles = gl.allocate_shared_memory(DTYPE, [2] + k16_descriptor.block_type.shape, k16_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
+    # Of each turn what its scores and its dp are multiplied with.
+    factors = gl.allocate_shared_memory(gl.float32, [2 * _STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
+    DQ: gl.constexpr = dq_descriptor.block_type.shape
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + DQ, dq_descriptor.layout)
+    barriers = (
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(_STAGES, 2),
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(1, 1),
+        allocate_barriers(META.DQ_STAGES, 2),
+        allocate_barriers(META.DQ_STAGES, 1),
+        allocate_barriers(1, 2),
+    )
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, META)
+    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
+    start_q, len_q, start_kv, len_kv = sequences(
+        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    )
+    shift = (len_kv - len_q) * bottom_right
+    first_row = gl.minimum(block * META.BLOCK_N, len_kv)
+    h = h_kv * group_size
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
+    num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
+    descriptors = (
+        (q_descriptor, q16_descriptor),
+        (dout_descriptor, dout16_descriptor),
+        (k_descriptor, k16_descriptor, v_descriptor),
+        statistics_descriptor,
+        dq_descriptor,
+        dk_descriptor,
+        dv_descriptor,
+    )
+    tiles = (
+        q_tiles,
+        q16_tiles,
+        dout_tiles,
+        dout16_tiles,
+        k_tiles,
+        k16_tiles,
+        v_tiles,
+        statistics_tiles,
+        factors,
+        ds_tiles,
+        dq_tiles,
+    )
+    places = (
+        first_row,
+        len_q,
+        len_kv,
+        ((start_q + b * step_qs, h + b * step_qh), (start_q + b * step_q16s, h + b * step_q16h)),
+        ((start_q + b * step_dos, h + b * step_doh), (start_q + b * step_do16s, h + b * step_do16h)),
+        (
+            (start_kv + b * step_ks, h_kv + b * step_kh),
+            (start_kv + b * step_k16s, h_kv + b * step_k16h),
+            (start_kv + b * step_vs, h_kv + b * step_vh),
+            (start_kv + b * step_dks, h_kv + b * step_dkh),
+            (start_kv + b * step_dvs, h_kv + b * step_dvh),
+        ),
+        statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M),
+        tiles_of_a_head,
+    )
+    scales = (
+        (descale_q_ptr, stride_descale_qb, stride_descale_qh, stride_descale_qn, block_rows_q),
+        (descale_k_ptr, stride_descale_kb, stride_descale_kh, stride_descale_kn, block_rows_k),
+        (descale_v_ptr, stride_descale_vb, stride_descale_vh, stride_descale_vn, block_rows_v),
+        (descale_dout_ptr, stride_descale_dob, stride_descale_doh, stride_descale_don, block_rows_dout),
+        b,
+        h,
+        h_kv,
+        softmax_scale,
+    )
+    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
+    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    gl.warp_specialize(
+        [
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+            (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
+            (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+@kernel
+def _attn_bwd_dq_conversion_fp8_kernel(
+    dq_sums_ptr,  # fp32 [tiles * SIZE, HEAD_DIM_QK], the rows in the order of `_hand_over`
+    dq_ptr,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    softmax_scale,
+    batch,
+    num_heads,
+    num_tokens_q,
+    max_seqlen_q,
+    tiles,
+    SIZE: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    first_row = block * BLOCK_M
+    if first_row >= len_q:
+        return
+    first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
+    sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
+    rows = tl.arange(0, BLOCK_M)
+    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM
+    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+    _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
+    dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
+    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM)
+    if META.QK1 > 0:
+        dq1 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM, True)
+        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM)
+
+
+def select_fp8_one_pass_tile(head_dim_qk: int, head_dim_v: int) -> Fp8OnePassTile:
+    """The narrowest row that serves the head dims, which are at most 128."""
+    return next(tile for tile in FP8_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim)
+
+
+def scales_of(problem: Problem) -> tuple[Scale, ...]:
+    """Of q, k, v and dout, as far as the problem knows them."""
+    return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
+
+
+def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Problem, Tensor]:
+    """The same backward for the kernels of a half type: the problem and dout, whose q, k and v and which itself are not written
+    yet; `fill_half` does that."""
+    q, k, v, dout = (torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (*_of(problem), dout))
+    return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0), dout
+
+
+def fill_half(problem: Problem, dout: Tensor, half: Problem, half_dout: Tensor) -> None:
+    targets = (*_of(half), half_dout)
+    for side, t, scale, out in zip(("q", "kv", "kv", "q"), (*_of(problem), dout), scales_of(problem), targets, strict=True):
+        dequantize(problem, side, t, scale, out)  # type: ignore[arg-type]
+
+
+def _of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return problem.q, problem.k, problem.v
+
+
+def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """None if the kernel runs this problem's backward, else why others do."""
+    x = problem
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    if out.dtype not in DTYPES:
+        return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
+    for has, what in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
+        if has:
+            return f"it does not do {what} yet"
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return "its accumulators hold head dims up to 128"
+    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
+        return "there is nothing to load"
+    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
+        return "its statistics are more than the copy engine's coordinates reach"
+    names, heads = ("q", "k", "v", "dout"), (x.num_heads, x.num_heads_kv, x.num_heads_kv, x.num_heads)
+    for name, t, scale, h in zip(names, (x.q, x.k, x.v, dout), scales_of(x), heads, strict=True):
+        if t.dtype not in FP8_DTYPES:
+            return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
+        if error := descriptor_error(name, t) or scale_error(name, scale, x, h, _KEYS):
+            return error
+    return descriptor_error("out", out) or block_mask_error(x, (_QUERIES, _KEYS))
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those where this is faster than others: where `hopper_one_pass` is in a half type, which after a
+    dequantisation is slower than this."""
+    return hopper_one_pass.is_faster(problem)
+
+
+def fp8_one_pass_backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsoftmax_offset: Tensor | None = None,
+    tile: Fp8OnePassTile | None = None,
+) -> None:
+    """`hopper_one_pass.one_pass_backward` in FP8, for what `refusal` has no objection to.
+
+    problem: q, k and v in FP8, with the descales of them and of dout.
+    dout: in FP8. Its sums with out are of what it stands for, as dp is: else a query that sees one key would get a gradient.
+    dq, dk, dv: contiguous, in a half type.
+    """
+    x = problem
+    tile = tile or select_fp8_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
+    dim, size = tile.head_dim, _QUERIES
+    num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
+    statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
+    has_lengths = x.cu_seqlens_q is not None
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    dq_block = [size, dim // 2]
+    dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
+    blocks = triton.cdiv(x.longest_kv, _KEYS)
+    table = work_table(x, _KEYS, "kv") if has_lengths else None
+    programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
+    scales = scales_of(x)
+    q16, k16, dout16 = (
+        dequantize(x, side, t, scale, torch.empty_like(t, dtype=dq.dtype, memory_format=torch.contiguous_format))  # type: ignore[arg-type]
+        for side, t, scale in (("q", x.q, scales[0]), ("kv", x.k, scales[1]), ("q", dout, scales[3]))
+    )
+    score_meta = x.score_meta()
+    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
+    meta = Fp8OnePassMeta(
+        IS_RAGGED_Q=x.q.dim() == 3,
+        IS_RAGGED_KV=x.k.dim() == 3,
+        HAS_LENGTHS=has_lengths,
+        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
+        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
+        HAS_LEFT=x.window_left is not None,
+        HAS_RIGHT=x.window_right is not None,
+        **score_meta,
+        IS_PLAIN=not any(score_meta[name] for name in adds),
+        BLOCK_M=size,
+        BLOCK_N=_KEYS,
+        DIM=dim,
+        DQ_STAGES=tile.dq_stages,
+        IS_LATE=tile.is_late,
+    )
+    by_query, by_key = (x.q, q16, dout, dout16), (x.k, k16, x.v)
+    launch(
+        _attn_bwd_one_pass_fp8_hopper_kernel,
+        programs,
+        x.device,
+        Tile(size, _KEYS, 4, 2),
+        (
+            *(ragged_descriptor(t, size, dim) for t in by_query),
+            *(ragged_descriptor(t, _ROWS.value, dim) for t in by_key),
+            TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+            TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
+            *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
+            *(tiles, table),
+            *(argument for scale in scales for argument in scale.arguments),
+            *(x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
+            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks),
+            *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
+            *batch_steps_of(*by_query, *by_key, dk, dv),
+            *x.score_arguments(),
+            *x.list_arguments("q"),
+            x.mods,
+            meta,
+        ),
+    )
+    portable = x.meta(_CONVERSION_TILE, (dq,))
+    launch(
+        _attn_bwd_dq_conversion_fp8_kernel,
+        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
+        x.device,
+        _CONVERSION_TILE,
+        (
+            *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
+        ),
+    )
+    if has_lengths:
+        zero_padding(x, dq, "q")
+        zero_padding(x, dk, "kv")
+        zero_padding(x, dv, "kv")
