@@ -108,8 +108,9 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     out, lse, max_logit = empty_outputs(spec, x)
     problem, rows = with_mask_blocks(_problem(spec, x), "forward"), as_bshd(out, spec.q_format)
-    if not _hopper_forward(spec, problem, rows, lse):
-        attention_forward(problem, rows, lse, max_logit if spec.return_max_logit else None)
+    wanted = max_logit if spec.return_max_logit else None
+    if not _hopper_forward(spec, problem, rows, lse, wanted):
+        attention_forward(problem, rows, lse, wanted)
     return out, lse, max_logit
 
 
@@ -122,7 +123,7 @@ def _hopper_wish(spec: AttentionSpec) -> str:
     return "never" if INTERPRETED else options.hopper()
 
 
-def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor) -> bool:
+def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> bool:
     """Whether the kernels of sm_90 did it."""
     if (wish := _hopper_wish(spec)) == "never":
         return False
@@ -130,9 +131,9 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
         return _hopper_fp8_forward(spec, wish, problem, out, lse)
     from flexattn.kernels_triton import hopper_forward as hopper
 
-    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out, spec.return_max_logit) is not None:
+    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out) is not None:
         return False
-    hopper.hopper_forward(problem, out, lse)
+    hopper.hopper_forward(problem, out, lse, max_logit)
     return True
 
 

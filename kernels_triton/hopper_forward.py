@@ -46,6 +46,7 @@ from flexattn.kernels_triton.hopper import (
     store_rows,
     unpack_pairs,
 )
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
 from flexattn.kernels_triton.problem import Problem
@@ -68,6 +69,8 @@ class ForwardMeta(NamedTuple):
     HAS_RIGHT: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
+    HAS_DROPOUT: bool
+    HAS_MAX_LOGIT: bool
     HAS_PRE_SCALE_BIAS: bool
     HAS_POST_SCALE_BIAS: bool
     IS_BIAS_CONTIGUOUS: bool
@@ -188,22 +191,33 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, 
 
 
 @gluon.jit
-def _softmax(qk, row_max, row_sum, scale_log2, DTYPE: gl.constexpr, META: gl.constexpr):
+def _softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
     new_max = gl.maximum(row_max, gl.max(qk, 1) * scale_log2)
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
     p = gl.exp2(qk * scale_log2 - origin[:, None])
     decay = gl.exp2(row_max - origin)
     row_sum = row_sum * decay + gl.sum(p, 1)
+    p = kept(p, drawn, False, META)
     return pack_pairs(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
 
 
 @gluon.jit
 def _compute_partition(
-    common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+    common,
+    softmax_offset_ptr,
+    softmax_scale,
+    mods,
+    dropout,
+    outputs,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
 ):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
+    rng_state_ptr, dropout_threshold, keep_scale = dropout
+    lse_ptr, max_logit_ptr = outputs
     _, _, _, out_descriptor, _, _ = descriptors
     q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
@@ -220,6 +234,7 @@ def _compute_partition(
     PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    draws = dropout_state(rng_state_ptr, dropout_threshold, META)
     amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
     if META.TAKES_TURNS and CONSUMER == 1:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
@@ -234,15 +249,17 @@ def _compute_partition(
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-        rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
+        own_row = first_row + CONSUMER * _ROWS
+        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
                 sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
-            row_max = gl.maximum(row_max, sink)
-            row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
+            if not META.HAS_MAX_LOGIT:  # the sink is none
+                row_max = gl.maximum(row_max, sink)
+                row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         if num_blocks > 0:
@@ -253,14 +270,15 @@ def _compute_partition(
             product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
             if META.TAKES_TURNS:
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+            column, is_full = key_block(num_blocks - 1, found, META)
+            drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            column, is_full = key_block(num_blocks - 1, found, META)
             columns = column + block_columns
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             loaded += 1
             for t in range(1, num_blocks):
                 slot = loaded % META.STAGES
@@ -275,9 +293,10 @@ def _compute_partition(
                 sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
                 if META.TAKES_TURNS:
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
                 columns = column + block_columns
                 s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
                 if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
@@ -291,7 +310,7 @@ def _compute_partition(
                     if is_cut:
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
                 pairs = new_pairs
@@ -309,10 +328,21 @@ def _compute_partition(
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not META.OUT_IN_Q:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        if META.HAS_MAX_LOGIT:
+            of_head = max_logit_ptr + (gl.zeros_like(rows) + h)
+            gl.atomic_max(of_head, row_max * LN2, mask=rows < len_q, sem="relaxed")
+            if META.HAS_SINK:
+                seen = row_max
+                row_max = gl.maximum(row_max, sink)
+                origin = gl.where(row_max == float("-inf"), 0.0, row_max)
+                decay = gl.exp2(seen - origin)
+                row_sum = row_sum * decay + gl.exp2(sink - origin)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
-        acc = acc * gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
+        rescale = (keep_scale if META.HAS_DROPOUT else 1.0) / row_sum_or_1
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)
         out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
@@ -376,6 +406,10 @@ def _attn_fwd_hopper_kernel(
     stride_alibi_b,
     softcap,
     captures,
+    rng_state_ptr,
+    dropout_threshold,
+    keep_scale,
+    max_logit_ptr,  # or None; [h], -inf before
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -424,11 +458,13 @@ def _attn_fwd_hopper_kernel(
     common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
     mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
+    dropout = (rng_state_ptr, dropout_threshold, keep_scale)
+    outputs = (lse_ptr, max_logit_ptr)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
                 (_load_partition, (common, META)),
             ],
             [4, 1],
@@ -438,29 +474,24 @@ def _attn_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_load_partition, (common, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 2, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 2, MODS, META)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
         )
 
 
-def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> str | None:
+def refusal(problem: Problem, out: Tensor) -> str | None:
     """None if the kernel runs this problem, else why the portable one does."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
-    for has, name in (
-        (x.dropout_p > 0, "dropout"),
-        (return_max_logit, "max_logit"),
-        (x.softmax_scale == 0, "a softmax_scale of 0"),
-    ):
-        if has:
-            return f"it does not do {name} yet"
+    if x.softmax_scale == 0:
+        return "it does not do a softmax_scale of 0"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
@@ -502,7 +533,9 @@ def is_faster(problem: Problem) -> bool:
     return is_measured(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified))
 
 
-def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None) -> None:
+def hopper_forward(
+    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: HopperTile | None = None
+) -> None:
     """`forward.attention_forward` for a problem that `refusal` has no objection to."""
     x = problem
     tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
@@ -520,6 +553,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         HAS_RIGHT=x.window_right is not None,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
+        HAS_DROPOUT=x.dropout_p > 0,
+        HAS_MAX_LOGIT=max_logit is not None,
         **x.score_meta(),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -545,6 +580,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
+    if max_logit is not None:
+        max_logit.fill_(float("-inf"))
     launch(
         _attn_fwd_hopper_kernel,
         min(num_processors(out.device), blocks * x.batch * x.num_heads),
@@ -573,6 +610,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             int(x.bottom_right),
             *batch_steps_of(*tensors),
             *x.score_arguments(),
+            *x.dropout_arguments(),
+            max_logit,
             *x.list_arguments("kv"),
             x.mods,
             meta,

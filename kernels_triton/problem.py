@@ -272,6 +272,11 @@ class Problem:
         slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
         return (self.bias, *bias_strides, self.alibi_slopes, slopes_stride, float(self.softcap), self.captures)
 
+    def dropout_arguments(self) -> tuple[Any, ...]:
+        """The state of the random numbers, from what on one keeps its weight (32 bits, as an int32), what is kept times this."""
+        threshold = round(self.dropout_p * 2**32)
+        return self.rng_state, threshold - 2**32 if threshold >= 2**31 else threshold, 1.0 / (1.0 - self.dropout_p)
+
     @property
     def has_block_scales(self) -> bool:
         return any(descale.shape[2] > 1 for descale in self.descales)
@@ -292,7 +297,7 @@ class Problem:
         blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
         """
         bias, stride_b, stride_h, stride_m, stride_n, slopes, slopes_stride, softcap, captures = self.score_arguments()
-        threshold = round(self.dropout_p * 2**32)
+        rng_state, threshold, keep_scale = self.dropout_arguments()
         return (
             self.q,
             self.k,
@@ -300,15 +305,15 @@ class Problem:
             bias,
             slopes,
             self.softmax_offset,
-            self.rng_state,
+            rng_state,
             self.cu_seqlens_q,
             self.cu_seqlens_kv,
             self.cu_seqlens_q_padded,
             self.cu_seqlens_kv_padded,
             float(self.softmax_scale),
             softcap,
-            1.0 / (1.0 - self.dropout_p),
-            threshold - 2**32 if threshold >= 2**31 else threshold,  # the same 32 bits as an int32
+            keep_scale,
+            threshold,
             self.batch,
             self.num_heads,
             self.group_size,

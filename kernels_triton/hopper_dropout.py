@@ -1,0 +1,162 @@
+"""Dropout in the Gluon kernels for sm_90: what `primitives.dropout_keep` keeps, known where a product leaves its scores.
+
+One Philox call decides about four neighbouring keys. A product leaves these with two threads where keys are its columns, with four
+where they are its rows. So each thread makes the calls of its share, and shuffles hand them on: none is made twice.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_ROWS = gl.constexpr(64)
+# Philox4x32-10, as `tl.philox` has it
+_ROUNDS = gl.constexpr(10)
+_FACTOR0 = gl.constexpr(0xD2511F53)
+_FACTOR2 = gl.constexpr(0xCD9E8D57)
+_STEP0 = gl.constexpr(0x9E3779B9)
+_STEP1 = gl.constexpr(0xBB67AE85)
+
+
+# Calls are laid out as [rows, PACK, the rest]; along PACK a thread has all, and packs their four bits each into one number. Which rows
+# and columns a thread has is what the accumulator of a product says, but for the lanes that would make a call twice: these take
+# another row or column.
+
+
+@gluon.constexpr_function
+def _calls(columns, keys_are_rows):
+    pack = min(8, columns // 8)
+    packed = [[0, 1 << n, 0] for n in range(pack.bit_length() - 1)]
+    if keys_are_rows:  # [groups of four keys, PACK, rest of the queries]
+        rest = columns // pack
+        registers = [[0, 0, 8 << n] for n in range(rest.bit_length() - 4)]
+        lanes = [[0, 0, 2], [0, 0, 4], [2, 0, 0], [0, 0, 1], [1, 0, 0]]
+        return gl.DistributedLinearLayout(registers + packed, lanes, [[4, 0, 0], [8, 0, 0]], [], [16, pack, rest])
+    rest = columns // 4 // pack  # [queries, PACK, rest of the groups of four keys]
+    registers = [[0, 0, 2 << n] for n in range(rest.bit_length() - 2)]
+    lanes = [[8, 0, 0], [0, 0, 1], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers + packed, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, pack, rest])
+
+
+@gluon.constexpr_function
+def _half_way(columns):
+    # From keys that are rows: one lane's bit at a time is exchanged by shuffles, two would go through shared memory.
+    rest = columns // min(8, columns // 8)
+    registers = [[0, 1], *([0, 8 << n] for n in range(rest.bit_length() - 4))]
+    return gl.DistributedLinearLayout(registers, [[0, 2], [0, 4], [2, 0], [0, 0], [1, 0]], [[4, 0], [8, 0]], [], [16, rest])
+
+
+@gluon.constexpr_function
+def _weights(columns, keys_are_rows):
+    # Of the accumulator of a product: [groups, 4, PACK, rest] or [queries, PACK, rest, 4].
+    pack = min(8, columns // 8)
+    if keys_are_rows:
+        rest = columns // pack
+        registers = [[0, 0, 0, 1], [2, 0, 0, 0], *([0, 0, 0, 8 << n] for n in range(rest.bit_length() - 4))]
+        registers += [[0, 0, 1 << n, 0] for n in range(pack.bit_length() - 1)]
+        lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [[4, 0, 0, 0], [8, 0, 0, 0]], [], [16, 4, pack, rest])
+    rest = columns // 4 // pack
+    registers = [[0, 0, 0, 1], [8, 0, 0, 0], *([0, 0, 2 << n, 0] for n in range(rest.bit_length() - 2))]
+    registers += [[0, 1 << n, 0, 0] for n in range(pack.bit_length() - 1)]
+    lanes = [[0, 0, 0, 2], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, pack, rest, 4])
+
+
+@gluon.jit
+def _product(x, FACTOR: gl.constexpr):
+    # (lower, upper word), by one multiplication: as numbers of 64 bits the compiler makes it two.
+    assembly: gl.constexpr = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+    return gl.inline_asm_elementwise(assembly, "=r,=r,r,r", [x, FACTOR], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def _philox(key0, key1, c0, c1, c2, c3):
+    # Counters that differ along some dims alone have a size of 1 along the others, so that the first rounds are shared.
+    for _ in gl.static_range(_ROUNDS):
+        low0, high0 = _product(c0, _FACTOR0)
+        low2, high2 = _product(c2, _FACTOR2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
+        key0 += _STEP0
+        key1 += _STEP1
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def dropout_state(rng_state_ptr, dropout_threshold, META: gl.constexpr):
+    # What `drawn_weights` draws from; without dropout nothing is read.
+    if META.HAS_DROPOUT:
+        seed = gl.load(rng_state_ptr).to(gl.uint64)
+        return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), gl.load(rng_state_ptr + 1).to(gl.uint32), dropout_threshold.to(gl.uint32)
+    else:
+        return 0, 0, 0, 0
+
+
+@gluon.constexpr_function
+def _along(layout, dim):
+    for other in reversed(range(len(layout.shape))):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    # 0, 1, .. along one dim of a linear layout, whose others are 1.
+    x = gl.arange(0, LAYOUT.shape[DIM], layout=_along(LAYOUT, DIM))
+    RANK: gl.constexpr = len(LAYOUT.shape)
+    for other in gl.static_range(RANK):
+        if other != DIM:
+            x = gl.expand_dims(x, other)
+    return x
+
+
+@gluon.jit
+def drawn_weights(state, b_h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+    # Of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on: which weights are kept, in a few bits where `kept`
+    # needs them. To be called while a product runs.
+    if META.HAS_DROPOUT:
+        key0, key1, offset, threshold = state
+        CALLS: gl.constexpr = _calls(COLUMNS, KEYS_ARE_ROWS)
+        WEIGHTS: gl.constexpr = _weights(COLUMNS, KEYS_ARE_ROWS)
+        pack = _places(1, CALLS)
+        rows = _places(0, CALLS)
+        columns = pack * CALLS.shape[2] + _places(2, CALLS)
+        if KEYS_ARE_ROWS:
+            group, i = keys // 4 + rows, queries + columns
+        else:
+            group, i = keys // 4 + columns, queries + rows
+        w0, w1, w2, w3 = _philox(key0, key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), offset)
+        bits = gl.where(w0 >= threshold, 1, 0) | gl.where(w1 >= threshold, 2, 0)
+        bits = bits | gl.where(w2 >= threshold, 4, 0) | gl.where(w3 >= threshold, 8, 0)
+        packed = gl.sum(bits << (4 * pack), 1)  # [rows, REST]
+        if KEYS_ARE_ROWS:
+            packed = gl.convert_layout(packed, _half_way(COLUMNS))
+            return gl.convert_layout(packed, gl.SliceLayout(1, gl.SliceLayout(2, WEIGHTS)))
+        else:
+            return gl.convert_layout(packed, gl.SliceLayout(1, gl.SliceLayout(3, WEIGHTS)))
+    else:
+        return 0
+
+
+@gluon.jit
+def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+    # x with 0 for what is dropped.
+    if META.HAS_DROPOUT:
+        WEIGHTS: gl.constexpr = _weights(x.shape[1], KEYS_ARE_ROWS)
+        if KEYS_ARE_ROWS:
+            bits = drawn[:, None, :][:, :, None, :] >> _places(1, WEIGHTS) >> 4 * _places(2, WEIGHTS)
+        else:
+            bits = drawn[:, None, :][:, :, :, None] >> _places(3, WEIGHTS) >> 4 * _places(1, WEIGHTS)
+        keep = gl.convert_layout(gl.reshape(bits & 1, x.shape), x.type.layout)
+        return gl.where(keep != 0, x, 0.0)
+    else:
+        return x
+
+
+@gluon.jit
+def kept_gradient(dp, drawn, keep_scale, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+    # d loss / d weight, before the row's delta is taken from it.
+    if META.HAS_DROPOUT:
+        dp = kept(dp, drawn, KEYS_ARE_ROWS, META) * keep_scale
+    return dp
