@@ -112,9 +112,11 @@ def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def drawn_weights(state, b_h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+def drawn_weights(
+    state, b_h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
+):
     # Of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on: which weights are kept, in a few bits where `kept`
-    # needs them. To be called while a product runs.
+    # needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from b_h on, in turn.
     if META.HAS_DROPOUT:
         key0, key1, offset, threshold = state
         CALLS: gl.constexpr = _calls(COLUMNS, KEYS_ARE_ROWS)
@@ -125,7 +127,9 @@ def drawn_weights(state, b_h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROW
         if KEYS_ARE_ROWS:
             group, i = keys // 4 + rows, queries + columns
         else:
-            group, i = keys // 4 + columns, queries + rows
+            group, i = keys // 4 + columns, queries + rows // GROUP
+            if GROUP > 1:
+                b_h = b_h + rows % GROUP
         w0, w1, w2, w3 = _philox(key0, key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), offset)
         bits = gl.where(w0 >= threshold, 1, 0) | gl.where(w1 >= threshold, 2, 0)
         bits = bits | gl.where(w2 >= threshold, 4, 0) | gl.where(w3 >= threshold, 8, 0)

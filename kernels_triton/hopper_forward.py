@@ -81,6 +81,7 @@ class ForwardMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    GROUP: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
     BLOCK_M: int
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
@@ -119,6 +120,13 @@ def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, MET
 
 
 @gluon.jit
+def _tile_of(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
+    # (first query, first head, batch) of piece t
+    first_row, h, b = piece_of_work(t, table_ptr, batch, num_heads // META.GROUP, blocks, heads_per_section, META)
+    return first_row // META.GROUP, h * META.GROUP, b
+
+
+@gluon.jit
 def _load_partition(common, META: gl.constexpr):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
@@ -127,23 +135,24 @@ def _load_partition(common, META: gl.constexpr):
     batch, num_heads, group_size, blocks, heads_per_section = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, _, _ = steps
-    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QK0: gl.constexpr = META.QK0
+    GROUP: gl.constexpr = META.GROUP
+    amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP)
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
-            row = first_row + consumer * _ROWS
+            row = first_row + consumer * (_ROWS // GROUP)
             token, head = start_q + b * step_qs, h + b * step_qh
             full = q_full.index(consumer)
             mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
@@ -234,29 +243,36 @@ def _compute_partition(
     PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(rng_state_ptr, dropout_threshold, META)
-    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
     if META.TAKES_TURNS and CONSUMER == 1:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
-        place = (len_q, len_kv, shift, b, h)
-        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-        own_row = first_row + CONSUMER * _ROWS
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP)
+        own_row = first_row + CONSUMER * (_ROWS // GROUP)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
+        h_of_rows, h_of_scores = h, h
+        if GROUP > 1:
+            in_tile = gl.arange(0, _ROWS, layout=ROWS)
+            rows = own_row + in_tile // GROUP
+            h_of_rows = h + in_tile % GROUP
+            h_of_scores = h_of_rows[:, None]
+        head = load_head(bias_ptr, alibi_slopes_ptr, b, h_of_scores, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        place = (len_q, len_kv, shift, b, h_of_scores)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
-                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
+                sink = gl.load(softmax_offset_ptr + h_of_rows).to(gl.float32) * LOG2E
             if not META.HAS_MAX_LOGIT:  # the sink is none
                 row_max = gl.maximum(row_max, sink)
                 row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
@@ -271,7 +287,7 @@ def _compute_partition(
             if META.TAKES_TURNS:
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
             column, is_full = key_block(num_blocks - 1, found, META)
-            drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META)
+            drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
             columns = column + block_columns
@@ -294,7 +310,7 @@ def _compute_partition(
                 if META.TAKES_TURNS:
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
                 column, is_full = key_block(num_blocks - 1 - t, found, META)
-                drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META)
+                drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 columns = column + block_columns
@@ -306,7 +322,7 @@ def _compute_partition(
                     if META.HAS_RIGHT:
                         is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
                     if META.HAS_LEFT:
-                        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
+                        is_cut = is_cut | (column < first_row + META.BLOCK_M // GROUP - 1 + shift - window_left)
                     if is_cut:
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
@@ -329,7 +345,7 @@ def _compute_partition(
         elif not META.OUT_IN_Q:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         if META.HAS_MAX_LOGIT:
-            of_head = max_logit_ptr + (gl.zeros_like(rows) + h)
+            of_head = max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
             gl.atomic_max(of_head, row_max * LN2, mask=rows < len_q, sem="relaxed")
             if META.HAS_SINK:
                 seen = row_max
@@ -338,7 +354,7 @@ def _compute_partition(
                 decay = gl.exp2(seen - origin)
                 row_sum = row_sum * decay + gl.exp2(sink - origin)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
-        lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
+        lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
         rescale = (keep_scale if META.HAS_DROPOUT else 1.0) / row_sum_or_1
@@ -347,8 +363,7 @@ def _compute_partition(
         tma.store_wait(0)
         out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
         fence_async_shared()
-        row = first_row + CONSUMER * _ROWS
-        store_rows(out_descriptor, start_q + b * step_os, len_q, row, h + b * step_oh, 0, out_tile)
+        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -499,6 +514,14 @@ def refusal(problem: Problem, out: Tensor) -> str | None:
     return error or block_mask_error(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)[2:4])
 
 
+def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
+    """How many query heads that share a key head share a tile too: a power of two, above 1 where few queries leave it half empty."""
+    x = problem
+    if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
+        return 1
+    return min(x.group_size & -x.group_size, _ROWS.value)
+
+
 def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     """None if the blocks of the problem's block mask are multiples of a tile (queries, keys), else why it can't be used."""
     if problem.block_mask is None:
@@ -534,14 +557,24 @@ def is_faster(problem: Problem) -> bool:
 
 
 def hopper_forward(
-    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: HopperTile | None = None
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    max_logit: Tensor | None = None,
+    tile: HopperTile | None = None,
+    group: int | None = None,
 ) -> None:
-    """`forward.attention_forward` for a problem that `refusal` has no objection to."""
+    """`forward.attention_forward` for a problem that `refusal` has no objection to.
+
+    group: query heads of a tile; None: `heads_of_a_tile`.
+    """
     x = problem
     tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
-    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    group = heads_of_a_tile(x, tile) if group is None else group
+    queries = tile.block_m // group
+    blocks = triton.cdiv(x.longest_q, queries)
     group_bytes = x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * x.q.element_size()
     meta = ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
@@ -556,6 +589,7 @@ def hopper_forward(
         HAS_DROPOUT=x.dropout_p > 0,
         HAS_MAX_LOGIT=max_logit is not None,
         **x.score_meta(),
+        GROUP=group,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         QK0=qk0,
@@ -569,14 +603,15 @@ def hopper_forward(
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)
-    rows = (_ROWS.value, tile.block_n, tile.block_n, _ROWS.value)
-    descriptors = [ragged_descriptor(t, r, width) for t, r, width in zip(tensors, rows, widths, strict=True)]
+    own, keys = (_ROWS.value // group, group), (tile.block_n, 1)
+    boxes = (own, keys, keys, own)
+    descriptors = [ragged_descriptor(t, r, width, h) for t, (r, h), width in zip(tensors, boxes, widths, strict=True)]
     if qk1:
-        descriptors += [ragged_descriptor(t, r, qk1) for t, r in ((x.q, rows[0]), (x.k, rows[1]))]
+        descriptors += [ragged_descriptor(t, r, qk1, h) for t, (r, h) in ((x.q, own), (x.k, keys))]
     else:
         descriptors += descriptors[:2]
     if has_lengths:
-        table = work_table(x, tile.block_m, "q")
+        table = work_table(x, queries, "q")
         zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
@@ -584,7 +619,7 @@ def hopper_forward(
         max_logit.fill_(float("-inf"))
     launch(
         _attn_fwd_hopper_kernel,
-        min(num_processors(out.device), blocks * x.batch * x.num_heads),
+        min(num_processors(out.device), blocks * x.batch * x.num_heads // group),
         out.device,
         Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
         (
@@ -601,7 +636,7 @@ def hopper_forward(
             x.num_heads,
             x.group_size,
             blocks,
-            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size),
+            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size) // group,
             x.q.shape[-3],
             x.k.shape[-3],
             x.longest_q,
