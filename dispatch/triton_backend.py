@@ -6,7 +6,8 @@ import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.problem import Problem
 
 SUPPORT_IS_FINAL = True
+_PROCESSORS = 132  # of a GPU that is only asked about: an H200's
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -131,7 +133,8 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
         return _hopper_fp8_forward(spec, wish, problem, out, lse)
     from flexattn.kernels_triton import hopper_forward as hopper
 
-    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out) is not None:
+    objection = hopper.objection(problem) if wish == "auto" else None
+    if not _takes("sm_90", objection or hopper.refusal(problem, out)):
         return False
     hopper.hopper_forward(problem, out, lse, max_logit)
     return True
@@ -143,10 +146,10 @@ def _hopper_fp8_forward(spec: AttentionSpec, wish: str, problem: Problem, out: T
     from flexattn.kernels_triton.hopper_fp8_quantize import quantize
 
     if wish == "auto" and not hopper.is_faster(problem):
-        return False
+        return _takes("sm_90 FP8", "it was not measured to be faster")
     q, k, v = (Scale(descale, problem.scale_rows) for descale in problem.descales[:3])
     v_transposed = empty_transposed(problem.v, problem.batch, problem.v.dtype)
-    if hopper.refusal(problem, v_transposed, (q, k, v), out, spec.return_max_logit) is not None:
+    if not _takes("sm_90 FP8", hopper.refusal(problem, v_transposed, (q, k, v), out, spec.return_max_logit)):
         return False
     quantize(problem, "kv", problem.v, v, transposed=v_transposed)
     hopper.hopper_fp8_forward(problem, v_transposed, (q, k, v), out, lse)
@@ -167,12 +170,67 @@ def _hopper_backward(
         return False
     from flexattn.kernels_triton import hopper_backward, hopper_one_pass
 
-    kernels = ((hopper_one_pass, hopper_one_pass.one_pass_backward), (hopper_backward, hopper_backward.hopper_backward))
-    for module, run in kernels[1:] if spec.deterministic else kernels:
-        if (wish == "always" or module.is_faster(problem)) and module.refusal(problem, out, dout) is None:
+    one_pass = ("sm_90 one pass", hopper_one_pass, hopper_one_pass.one_pass_backward)
+    split = ("sm_90 split", hopper_backward, hopper_backward.hopper_backward)
+    for name, module, run in (one_pass, split):
+        reason = "its dq does not repeat to the bit" if spec.deterministic and module is hopper_one_pass else None
+        reason = reason or (module.objection(problem) if wish == "auto" else None)
+        if _takes(name, reason or module.refusal(problem, out, dout)):
             run(problem, out, lse, dout, dlse, *gradients, doffset)
             return True
     return False
+
+
+class Kernels(NamedTuple):
+    """Which of this backend's kernels run a call in one direction."""
+
+    family: str  # "portable", "sm_90", "sm_90 one pass", "sm_90 split", "sm_90 FP8"
+    why: str
+    rejected: tuple[tuple[str, str], ...]  # (family, reason) of each one that was asked first
+
+
+_considered: ContextVar[list[tuple[str, str | None]] | None] = ContextVar("considered", default=None)
+
+
+def _takes(family: str, objection: str | None) -> bool:
+    if (considered := _considered.get()) is not None:
+        considered.append((family, objection))
+    return objection is None
+
+
+def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernels | None:
+    """What `forward` or `backward` of these operands would launch; None where those of a backward are not known before it.
+
+    Found by going through the call with nothing allocated or launched. Only the tensors' addresses are not asked.
+    """
+    if direction == "backward" and spec.of_backward() is not spec:
+        return None
+    from flexattn.kernels_triton.launch import pretended_device, recorded_launches
+
+    capability, x = spec.capability or (0, 0), x.on_meta()
+    considered: list[tuple[str, str | None]] = []
+    token = _considered.set(considered)
+    try:
+        with torch.no_grad(), pretended_device(10 * capability[0] + capability[1], _PROCESSORS), recorded_launches():
+            out, lse, _ = forward(spec, x)
+            if direction == "backward":
+                considered.clear()
+                backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
+    finally:
+        _considered.reset(token)
+    rejected = tuple((family, reason) for family, reason in considered if reason is not None)
+    chosen = next((family for family, reason in considered if reason is None), None)
+    wish = _hopper_wish(spec)
+    if chosen is not None:
+        why = "FLEXATTN_HOPPER=always asks for them" if wish == "always" else "measured to be faster for such a call"
+        return Kernels(chosen, why, rejected)
+    if spec.capability != (9, 0):
+        why = "those of sm_90 need compute capability 9.0"
+    elif options.hopper() == "never":
+        why = "FLEXATTN_HOPPER=never asks for them"
+    else:
+        why = "no others run such a call" if not rejected else "no others run it, or were measured to be faster"
+    return Kernels("portable", why, rejected)
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:

@@ -307,7 +307,7 @@ def explain(
             raise TypeError(f"explain(spec) was given {', '.join(extra)}; accepted beside an AttentionSpec: backend")
         return explanations.explain(q, requested_backend(arguments.get("backend")))
     x, settings = bind_call(q, k, v, **arguments)
-    return explanations.explain(ops.spec_to_run(x, settings), settings.backend)
+    return explanations.explain(ops.spec_to_run(x, settings), settings.backend, x)
 
 
 def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:

@@ -260,6 +260,7 @@ class HopperTile(NamedTuple):
     # By bench/results/modified_scores_h200.json (192/128 as 128):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
+    dropout_from: int = NEVER  # with dropout, beside what else there is
 
 
 HOPPER_FORWARD = (
@@ -297,6 +298,7 @@ class HopperBackwardTile(NamedTuple):
     windowed_from: int
     modified_from: int
     loaded_from: int
+    dropout_from: int = NEVER
 
     @property
     def keys(self) -> int:
@@ -330,6 +332,7 @@ class HopperOnePassTile(NamedTuple):
     windowed_from: int
     modified_from: int  # bench/results/one_pass_modified_h200.json
     loaded_from: int  # with a block mask; a bias was not measured
+    dropout_from: int = NEVER
 
 
 HOPPER_ONE_PASS = (

@@ -820,13 +820,19 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     return error
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the portable kernels."""
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those that were measured to be faster here than with the portable kernels, else why not."""
     x = problem
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
-    tokens_kv = x.k.numel() // x.k.shape[-1]
-    return tokens_kv >= tile.keys * num_processors(x.device) and hopper_forward.is_measured(x, tile)
+    return too_few_keys(x, tile.keys) or hopper_forward.objection_by_row(x, tile)
+
+
+def too_few_keys(problem: Problem, keys: int) -> str | None:
+    """None if programs of so many keys each are at least as many as the device has multiprocessors."""
+    x = problem
+    programs = x.k.numel() // x.k.shape[-1] // keys
+    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
 
 
 def hopper_backward(

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexattn.kernels_triton.configs import (
     HOPPER_FLOPS,
+    NEVER,
     HopperBackwardTile,
     HopperOnePassTile,
     HopperTile,
@@ -511,7 +512,7 @@ def refusal(problem: Problem, out: Tensor) -> str | None:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
     error = next((error for error in errors if error), None)
-    return error or block_mask_error(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)[2:4])
+    return error or block_mask_error(x, tile_of(x)[2:4])
 
 
 def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
@@ -532,28 +533,39 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
-    """Whether the problem is long enough for its row, and for what the launch costs the host."""
+def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
+    """None if the problem is long enough for its row, and for what the launch costs the host, else what it lacks."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
-        shortest, share = tile.loaded_from, 1.0
+        field, share = "loaded_from", 1.0
     elif x.is_modified:
-        shortest, share = tile.modified_from, 1.0 if x.window_right is None else 0.5
+        field, share = "modified_from", 1.0 if x.window_right is None else 0.5
     elif x.window_left is not None:
-        shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
+        field, share = "windowed_from", min(1.0, (x.window_left + 1) / x.longest_kv)
     elif x.window_right is not None:
-        shortest, share = tile.causal_from, 0.5
+        field, share = "causal_from", 0.5
     else:
-        shortest, share = tile.open_from, 1.0
+        field, share = "open_from", 1.0
+    longest = max(x.longest_q, x.longest_kv)
+    for name in (field, "dropout_from") if x.dropout_p > 0 else (field,):
+        shortest = getattr(tile, name)
+        if longest < shortest:
+            needed = "no length" if shortest == NEVER else f"{shortest} tokens"
+            return f"{name} of its row is {needed}, and the longest sequence has {longest}"
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
-    return max(x.longest_q, x.longest_kv) >= shortest and flops >= HOPPER_FLOPS
+    return None if flops >= HOPPER_FLOPS else "there is too little work for what the launch costs the host"
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those that were measured to be faster here than with the portable kernel, else why not."""
+    return objection_by_row(problem, tile_of(problem))
+
+
+def tile_of(problem: Problem) -> HopperTile:
+    """The committed one; what is drawn for dropout needs registers as modified scores do."""
     x = problem
-    return is_measured(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified))
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified or x.dropout_p > 0)
 
 
 def hopper_forward(
@@ -569,7 +581,7 @@ def hopper_forward(
     group: query heads of a tile; None: `heads_of_a_tile`.
     """
     x = problem
-    tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
     group = heads_of_a_tile(x, tile) if group is None else group

@@ -41,7 +41,7 @@ from flexattn.kernels_triton.hopper import (
     store_rows,
 )
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient
-from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
+from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch
 from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
@@ -56,6 +56,7 @@ _LAST = gl.constexpr(13)
 _STAGES = gl.constexpr(2)  # of q, of dout and of dq in shared memory
 _FAR = gl.constexpr(2**30)
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
+_TOO_WIDE = "its accumulators hold head dims up to 128"
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
 
@@ -498,19 +499,21 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """None if the kernel runs this problem's backward, else why others do."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return "its accumulators hold head dims up to 128"
+        return _TOO_WIDE
     return hopper_backward.refusal(x, out, dout)
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the other kernels."""
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those that were measured to be faster here than with the other kernels, else why not."""
     x = problem
-    is_narrow = x.window_left is not None and x.window_left < _NARROWEST - 1
-    if x.bias is not None or is_narrow or max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return False
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return _TOO_WIDE
+    if x.bias is not None:
+        return "it was not measured with a bias"
+    if x.window_left is not None and x.window_left < _NARROWEST - 1:
+        return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
     tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
-    tokens_kv = x.k.numel() // x.k.shape[-1]
-    return tokens_kv >= _KEYS * num_processors(x.device) and hopper_forward.is_measured(x, tile)
+    return hopper_backward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
 
 
 def one_pass_backward(
