@@ -226,8 +226,8 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
         return Kernels(chosen, why, rejected)
     if spec.capability != (9, 0):
         why = "those of sm_90 need compute capability 9.0"
-    elif options.hopper() == "never":
-        why = "FLEXATTN_HOPPER=never asks for them"
+    elif wish == "never":
+        why = "FLEXATTN_HOPPER=never asks for them" if options.hopper() == "never" else "Triton's interpreter runs no others"
     else:
         why = "no others run such a call" if not rejected else "no others run it, or were measured to be faster"
     return Kernels("portable", why, rejected)
