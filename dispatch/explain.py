@@ -43,11 +43,12 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
     """
     forward = select(spec, "forward", request)
     backward = select(spec.of_backward(), "backward", request) if spec.needs_grad else None
-    kernels = [
-        kernels_of(spec, x, direction) if x is not None and decision is not None and decision.backend == "triton" else None
-        for direction, decision in (("forward", forward), ("backward", backward))
-    ]
-    return Explanation(spec, request, forward, backward, *kernels)
+
+    def kernels(direction: Direction, decision: Decision | None) -> Kernels | None:
+        is_triton = decision is not None and decision.backend == "triton"
+        return kernels_of(spec, x, direction) if x is not None and is_triton else None
+
+    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward))
 
 
 def _section(spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Kernels | None) -> list[str]:

@@ -25,8 +25,9 @@ FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5
 
 
 def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
-    """Tiles of `rows` tokens and `width` columns of one head of x, or of `heads` neighbouring ones, [b, s, h, d] or [total, h, d] in a half type or FP8.
+    """Tiles of `rows` tokens and `width` columns of one head, or `heads` neighbouring ones, of x, in a half type or FP8.
 
+    x: [b, s, h, d] or [total, h, d].
     The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
     """
     stride_s = x.stride(-3) if x.shape[-3] > 1 else 16
@@ -245,9 +246,7 @@ def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_keys(
-    first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr, QUERIES: gl.constexpr = 0
-):
+def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
     # (how many blocks of keys some of BLOCK_M queries from first_row on see, what `key_block` finds them by)
     begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META, QUERIES)
     if META.BLOCK_SIZE_Q > 0:

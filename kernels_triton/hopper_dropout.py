@@ -18,9 +18,9 @@ _STEP0 = gl.constexpr(0x9E3779B9)
 _STEP1 = gl.constexpr(0xBB67AE85)
 
 
-# Calls are laid out as [rows, PACK, the rest]; along PACK a thread has all, and packs their four bits each into one number. Which rows
-# and columns a thread has is what the accumulator of a product says, but for the lanes that would make a call twice: these take
-# another row or column.
+# Calls are laid out as [rows, PACK, the rest]; along PACK a thread has all, and packs their four bits each into one number. Which
+# rows and columns a thread has is what the accumulator of a product says, but for the lanes that would make a call twice: these
+# take another row or column.
 
 
 @gluon.constexpr_function
@@ -87,7 +87,12 @@ def dropout_state(rng_state_ptr, dropout_threshold, META: gl.constexpr):
     # What `drawn_weights` draws from; without dropout nothing is read.
     if META.HAS_DROPOUT:
         seed = gl.load(rng_state_ptr).to(gl.uint64)
-        return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), gl.load(rng_state_ptr + 1).to(gl.uint32), dropout_threshold.to(gl.uint32)
+        return (
+            seed.to(gl.uint32),
+            (seed >> 32).to(gl.uint32),
+            gl.load(rng_state_ptr + 1).to(gl.uint32),
+            dropout_threshold.to(gl.uint32),
+        )
     else:
         return 0, 0, 0, 0
 

@@ -150,7 +150,9 @@ def _load_partition(common, META: gl.constexpr):
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP)
+        num_blocks, found = blocks_of_keys(
+            first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+        )
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * (_ROWS // GROUP)
@@ -256,7 +258,9 @@ def _compute_partition(
         first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP)
+        num_blocks, found = blocks_of_keys(
+            first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+        )
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         h_of_rows, h_of_scores = h, h
@@ -516,7 +520,7 @@ def refusal(problem: Problem, out: Tensor) -> str | None:
 
 
 def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
-    """How many query heads that share a key head share a tile too: a power of two, above 1 where few queries leave it half empty."""
+    """How many query heads of one key head share a tile: a power of two, above 1 where the queries leave half of it empty."""
     x = problem
     if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
         return 1
