@@ -1,9 +1,8 @@
 """Backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable, as `backward` is.
 
-`hopper_one_pass` is faster, but its dq does not repeat to the bit.
-
-In both a warp loads by TMA and two warpgroups compute, 64 rows of the gradient each (of dk and dv at head dim 256: half of the
-columns of 64 rows each). What `refusal` names runs on the portable kernels.
+`hopper_one_pass` is faster, but its dq does not repeat to the bit. In both a warp loads by TMA and two warpgroups compute, 64 rows
+of the gradient each (of dk and dv at head dim 256: half of the columns of 64 rows each). What `refusal` names runs on the portable
+kernels.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient
-from flexattn.kernels_triton.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.launch import hopper_kernel, launch
 from flexattn.kernels_triton.primitives import load_head, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
@@ -161,7 +160,6 @@ def _dq_compute(
     first_row, window_left, window_right, scores, head, dropout, place = common
     len_q, len_kv, shift, b, h = place
     softmax_scale, _, _, _, captures = scores
-    rng_state_ptr, dropout_threshold, keep_scale, first_b_h = dropout
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
@@ -185,7 +183,7 @@ def _dq_compute(
     last_seen_by_all = len_kv  # blocks that end past it need the mask
     if META.HAS_RIGHT:
         last_seen_by_all = gl.minimum(len_kv, own_row + shift + window_right + 1)
-    draws = dropout_state(rng_state_ptr, dropout_threshold, META)
+    draws = dropout_state(dropout, META)
     mbarrier.wait(q_full.index(0), 0)
     for turn in range(num_blocks):
         column, is_full = key_block(turn, found, META)
@@ -202,7 +200,7 @@ def _dq_compute(
         mbarrier.wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
         v0 = v_tiles.index(v_slot).reshape([BLOCK_N, V0])
         dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        drawn = drawn_weights(draws, first_b_h + h, own_row, column, BLOCK_N, False, META)
+        drawn = drawn_weights(draws, h, own_row, column, BLOCK_N, False, META)
         qk = warpgroup_mma_wait(1, deps=[qk])
         s, factor, cap_tanh, score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
         is_cut = column + BLOCK_N > last_seen_by_all
@@ -214,7 +212,7 @@ def _dq_compute(
         p = gl.exp2(s * factor + minus_lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_slot), count=1)
-        dlogit = p * (kept_gradient(dp, drawn, keep_scale, False, META) + minus_delta[:, None])
+        dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + minus_delta[:, None])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, rows[:, None], columns[None, :], captures, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
@@ -441,7 +439,6 @@ def _dkdv_compute(
     first_row, window_left, window_right, scores, bias, dropout, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
-    rng_state_ptr, dropout_threshold, keep_scale, first_b_h = dropout
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     QK0: gl.constexpr = META.QK0
@@ -462,10 +459,9 @@ def _dkdv_compute(
     own_row = first_row + CONSUMER * _ROWS
     rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-    draws = dropout_state(rng_state_ptr, dropout_threshold, META)
+    draws = dropout_state(dropout, META)
     mbarrier.wait(kv_full.index(0), 0)
-    t = 0
-    h = first_head
+    t, h = 0, first_head
     head = head_of(bias, b, h, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
@@ -482,7 +478,7 @@ def _dkdv_compute(
             kq = warpgroup_mma(k1_tiles.index(own).reshape([_ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
         mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        drawn = drawn_weights(draws, first_b_h + h, row, own_row, BLOCK_M, True, META)
+        drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
@@ -500,7 +496,7 @@ def _dkdv_compute(
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        dlogit = p * (kept_gradient(dp, drawn, keep_scale, True, META) + minus_delta[None, :])
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
@@ -524,9 +520,7 @@ def _dkdv_compute(
     k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
-    if META.HAS_DROPOUT:
-        dv = dv * keep_scale
-    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -551,7 +545,6 @@ def _dkdv_compute_columns(
     first_row, window_left, window_right, scores, bias, dropout, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
-    rng_state_ptr, dropout_threshold, keep_scale, first_b_h = dropout
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HALF: gl.constexpr = META.BLOCK_M // 2
@@ -568,10 +561,9 @@ def _dkdv_compute_columns(
     dv = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
     rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
-    draws = dropout_state(rng_state_ptr, dropout_threshold, META)
+    draws = dropout_state(dropout, META)
     mbarrier.wait(kv_full.index(0), 0)
-    t = 0
-    h = first_head
+    t, h = 0, first_head
     head = head_of(bias, b, h, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
@@ -588,7 +580,7 @@ def _dkdv_compute_columns(
         own_dout = dout0.slice(FIRST, HALF, 0).permute([1, 0])
         dp = warpgroup_mma(v_tiles.index(zero).reshape([_ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
         minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
-        drawn = drawn_weights(draws, first_b_h + h, row + FIRST, first_row, HALF, True, META)
+        drawn = drawn_weights(draws, h, row + FIRST, first_row, HALF, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
@@ -613,7 +605,7 @@ def _dkdv_compute_columns(
         for half in gl.static_range(2):
             part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
-        dlogit = p * (kept_gradient(dp, drawn, keep_scale, True, META) + minus_delta[None, :])
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
@@ -632,9 +624,7 @@ def _dkdv_compute_columns(
             h += 1
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
-    if META.HAS_DROPOUT:
-        dv = dv * keep_scale
-    v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
+    v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -825,14 +815,7 @@ def objection(problem: Problem) -> str | None:
     x = problem
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
-    return too_few_keys(x, tile.keys) or hopper_forward.objection_by_row(x, tile)
-
-
-def too_few_keys(problem: Problem, keys: int) -> str | None:
-    """None if programs of so many keys each are at least as many as the device has multiprocessors."""
-    x = problem
-    programs = x.k.numel() // x.k.shape[-1] // keys
-    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
+    return hopper_forward.too_few_keys(x, tile.keys) or hopper_forward.objection_by_row(x, tile)
 
 
 def hopper_backward(

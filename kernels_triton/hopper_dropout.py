@@ -83,18 +83,15 @@ def _philox(key0, key1, c0, c1, c2, c3):
 
 
 @gluon.jit
-def dropout_state(rng_state_ptr, dropout_threshold, META: gl.constexpr):
-    # What `drawn_weights` draws from; without dropout nothing is read.
+def dropout_state(dropout, META: gl.constexpr):
+    # What the functions below draw from, whose head h is then the batch's first_head + h; without dropout nothing is read.
+    rng_state_ptr, dropout_threshold, keep_scale, first_head = dropout
     if META.HAS_DROPOUT:
         seed = gl.load(rng_state_ptr).to(gl.uint64)
-        return (
-            seed.to(gl.uint32),
-            (seed >> 32).to(gl.uint32),
-            gl.load(rng_state_ptr + 1).to(gl.uint32),
-            dropout_threshold.to(gl.uint32),
-        )
+        offset = gl.load(rng_state_ptr + 1).to(gl.uint32)
+        return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset, dropout_threshold.to(gl.uint32), keep_scale, first_head
     else:
-        return 0, 0, 0, 0
+        return dropout
 
 
 @gluon.constexpr_function
@@ -118,12 +115,13 @@ def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def drawn_weights(
-    state, b_h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
+    state, h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
 ):
     # Of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on: which weights are kept, in a few bits where `kept`
-    # needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from b_h on, in turn.
+    # needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from h on, in turn.
     if META.HAS_DROPOUT:
-        key0, key1, offset, threshold = state
+        key0, key1, offset, threshold, _, first_head = state
+        b_h = first_head + h
         CALLS: gl.constexpr = _calls(COLUMNS, KEYS_ARE_ROWS)
         WEIGHTS: gl.constexpr = _weights(COLUMNS, KEYS_ARE_ROWS)
         pack = _places(1, CALLS)
@@ -164,8 +162,14 @@ def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
 
 
 @gluon.jit
-def kept_gradient(dp, drawn, keep_scale, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+def kept_gradient(dp, drawn, state, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
     # d loss / d weight, before the row's delta is taken from it.
+    return scaled(kept(dp, drawn, KEYS_ARE_ROWS, META), state, META)
+
+
+@gluon.jit
+def scaled(x, state, META: gl.constexpr):
+    # What was summed over kept weights, by what makes up for the others.
     if META.HAS_DROPOUT:
-        dp = kept(dp, drawn, KEYS_ARE_ROWS, META) * keep_scale
-    return dp
+        x = x * state[4]
+    return x

@@ -47,7 +47,7 @@ from flexattn.kernels_triton.hopper import (
     store_rows,
     unpack_pairs,
 )
-from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, scaled
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
 from flexattn.kernels_triton.problem import Problem
@@ -228,7 +228,6 @@ def _compute_partition(
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
-    rng_state_ptr, dropout_threshold, keep_scale = dropout
     lse_ptr, max_logit_ptr = outputs
     _, _, _, out_descriptor, _, _ = descriptors
     q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
@@ -247,7 +246,7 @@ def _compute_partition(
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     GROUP: gl.constexpr = META.GROUP
-    draws = dropout_state(rng_state_ptr, dropout_threshold, META)
+    draws = dropout_state(dropout, META)
     amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
     if META.TAKES_TURNS and CONSUMER == 1:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
@@ -362,7 +361,7 @@ def _compute_partition(
         lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
-        rescale = (keep_scale if META.HAS_DROPOUT else 1.0) / row_sum_or_1
+        rescale = scaled(1.0 / row_sum_or_1, draws, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)
@@ -478,7 +477,7 @@ def _attn_fwd_hopper_kernel(
     common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
     mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
-    dropout = (rng_state_ptr, dropout_threshold, keep_scale)
+    dropout = (rng_state_ptr, dropout_threshold, keep_scale, 0)
     outputs = (lse_ptr, max_logit_ptr)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
@@ -564,6 +563,13 @@ def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | H
 def objection(problem: Problem) -> str | None:
     """None if a problem is one of those that were measured to be faster here than with the portable kernel, else why not."""
     return objection_by_row(problem, tile_of(problem))
+
+
+def too_few_keys(problem: Problem, keys: int) -> str | None:
+    """None if programs of so many keys each are at least as many as the device has multiprocessors."""
+    x = problem
+    programs = x.k.numel() // x.k.shape[-1] // keys
+    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
 
 
 def tile_of(problem: Problem) -> HopperTile:

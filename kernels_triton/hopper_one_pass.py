@@ -40,7 +40,7 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch
 from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -221,7 +221,6 @@ def _compute(
     first_row, window_left, window_right, scores, bias, dropout, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
-    rng_state_ptr, dropout_threshold, keep_scale, first_b_h = dropout
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
@@ -240,7 +239,7 @@ def _compute(
         uncut_from = own_row + _ROWS - 1 - shift - window_right
     uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
     # dq of a turn is computed in the next one, so that its product runs under that one's exp; before the first there is none.
-    draws = dropout_state(rng_state_ptr, dropout_threshold, META)
+    draws = dropout_state(dropout, META)
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
@@ -264,7 +263,7 @@ def _compute(
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
-        drawn = drawn_weights(draws, first_b_h + h, row, own_row, BLOCK_M, True, META)
+        drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
@@ -290,7 +289,7 @@ def _compute(
         dp = warpgroup_mma_wait(0, deps=[dp])
         if META.DOUT_APART:
             mbarrier.arrive(dout_empty.index(slot), count=1)
-        dlogit = p * (kept_gradient(dp, drawn, keep_scale, True, META) + minus_delta[None, :])
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
@@ -313,9 +312,7 @@ def _compute(
         _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    if META.HAS_DROPOUT:
-        dv = dv * keep_scale
-    v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -513,7 +510,7 @@ def objection(problem: Problem) -> str | None:
     if x.window_left is not None and x.window_left < _NARROWEST - 1:
         return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
     tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
-    return hopper_backward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
+    return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
 
 
 def one_pass_backward(

@@ -192,7 +192,7 @@ def test_which_tensors_the_copy_engine_takes() -> None:
 
 
 def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_kernels, "num_processors", lambda device: 132)
+    monkeypatch.setattr(forward_kernels, "num_processors", lambda device: 132)
 
     def faster(kernels: Any, problem: Problem) -> bool:
         return kernels.objection(problem) is None

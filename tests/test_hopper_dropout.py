@@ -54,7 +54,7 @@ def _keep_kernel(
     out_ptr,
     rng_state_ptr,
     dropout_threshold,
-    b_h,
+    h,
     first_query,
     first_key,
     COLUMNS: gl.constexpr,
@@ -63,8 +63,8 @@ def _keep_kernel(
     META: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    state = dropout_state(rng_state_ptr, dropout_threshold, META)
-    drawn = drawn_weights(state, b_h, first_query, first_key, COLUMNS, KEYS_ARE_ROWS, META, GROUP)
+    state = dropout_state((rng_state_ptr, dropout_threshold, 1.0, 3), META)
+    drawn = drawn_weights(state, h, first_query, first_key, COLUMNS, KEYS_ARE_ROWS, META, GROUP)
     ones = gl.full([64, COLUMNS], 1.0, gl.float32, layout=LAYOUT)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -83,7 +83,7 @@ def test_drawn_weights(columns: int, keys_are_rows: bool, group: int, p: float, 
     out = torch.full((64, columns), float("nan"), device=device)
     _, threshold, _ = Problem(out, out, out, softmax_scale=1.0, dropout_p=p).dropout_arguments()
     rng_state = dropped(device)["rng_state"]
-    arguments = (out, rng_state, threshold, 5, 192, 320, columns, keys_are_rows, group, DropoutMeta())
+    arguments = (out, rng_state, threshold, 2, 192, 320, columns, keys_are_rows, group, DropoutMeta())
     if device == "cuda":
         _keep_kernel[(1,)](*arguments, num_warps=4)
     else:
