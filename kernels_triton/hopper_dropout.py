@@ -91,7 +91,7 @@ def dropout_state(dropout, META: gl.constexpr):
         offset = gl.load(rng_state_ptr + 1).to(gl.uint32)
         return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset, dropout_threshold.to(gl.uint32), keep_scale, first_head
     else:
-        return dropout
+        return 0, 0, 0, 0, keep_scale, first_head
 
 
 @gluon.constexpr_function
