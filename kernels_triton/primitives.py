@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+DROPOUT_ROUNDS = tl.constexpr(7)  # of Philox4x32: the fewest that pass BigCrush (Salmon and others, SC 2011, table 2)
 FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
 
 
@@ -543,17 +544,19 @@ def logits(
 
 @triton.jit
 def dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META: tl.constexpr):
-    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 4, i, b_h, offset), its four words for four neighbouring columns.
+    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 8, i, b_h, offset), a half of its four words for each of eight neighbouring
+    # columns. A lower half is shifted up; an upper one is compared with what is below it, which changes nothing.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     seed = tl.load(rng_state_ptr)
     offset = tl.load(rng_state_ptr + 1)
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    c0 = zero + (first_column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
+    c0 = zero + (first_column // 8 + tl.arange(0, BLOCK_N // 8))[None, :]
     c1 = zero + (first_row + tl.arange(0, BLOCK_M))[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32))
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 4, 2, 2], the last two in column order
-    return tl.reshape(words, [BLOCK_M, BLOCK_N]) >= dropout_threshold.to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32), n_rounds=DROPOUT_ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 8, 2, 2], the last two in column order
+    halves = tl.join(words << 16, words)
+    return tl.reshape(halves, [BLOCK_M, BLOCK_N]) >= dropout_threshold.to(tl.uint32, bitcast=True)
 
 
 @triton.jit

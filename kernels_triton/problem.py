@@ -274,7 +274,7 @@ class Problem:
 
     def dropout_arguments(self) -> tuple[Any, ...]:
         """The state of the random numbers, from what on one keeps its weight (32 bits, as an int32), what is kept times this."""
-        threshold = round(self.dropout_p * 2**32)
+        threshold = min(round(self.dropout_p * 2**16) << 16, 2**32 - 1)
         return self.rng_state, threshold - 2**32 if threshold >= 2**31 else threshold, 1.0 / (1.0 - self.dropout_p)
 
     @property

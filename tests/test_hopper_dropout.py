@@ -215,7 +215,7 @@ def check_compiled(launches: dict[str, Launch]) -> None:
         assert set(report.matrix_instructions) == {"HGMMA"}, name
         for loop in (loop for loop in report.loops if "HGMMA" in loop):
             # Calls of Philox are handed on by shuffles: shared memory is read for statistics alone, and there is no barrier for it.
-            assert name == "shared" or 0 < loop["SHFL"] <= 12, f"{name}: {loop}"
+            assert name == "shared" or 0 < loop["SHFL"] <= 16, f"{name}: {loop}"
 
 
 @on_hopper

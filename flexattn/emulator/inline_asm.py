@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import _layouts as layouts
 from flexattn.emulator import context
 from flexattn.emulator.dtypes import Array, DType, round_to, to_bits
 from flexattn.emulator.report import GluonError
-from flexattn.emulator.values import Tensor, common_layout, scalar, unary
+from flexattn.emulator.values import Tensor, binary, common_layout, scalar, unary, where
 
 _BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 
@@ -44,6 +44,10 @@ def _wide_product(a: Any, b: Any) -> tuple[Any, Any]:
     return product.to(tl.uint32), (product >> 32).to(tl.uint32)
 
 
+def _choice(x: Tensor, bits: Tensor, mask: Tensor) -> Any:
+    return where(binary("ne", binary("and", bits, mask), 0), x, 0.0)
+
+
 def _cvt_to_fp8(name: str) -> re.Pattern[str]:
     cvt = rf"cvt\.rn\.satfinite\.{name}x2\.f32"
     return re.compile(
@@ -61,6 +65,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (_cvt_to_fp8("e4m3"), _packed_cvt(tl.float8e4nv)),
     (_cvt_to_fp8("e5m2"), _packed_cvt(tl.float8e5)),
     (re.compile(r"^\{ \.reg \.b64 p; mul\.wide\.u32 p, \$2, \$3; mov\.b64 \{\$0, \$1\}, p; \}$"), _wide_product),
+    (re.compile(r"and\.b32 b, \$2, \$3; setp\.ne\.b32 p, b, 0; selp\.f32 \$0, \$1, 0f00000000, p; \}$"), _choice),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
     (re.compile(r"^\s*mov\.[bf]32 \$0, \$1;\s*$"), lambda x: x),
 ]
