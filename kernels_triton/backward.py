@@ -892,4 +892,4 @@ def attention_backward(
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
-    score_gradients(x, statistics, dout, dbias, dcaptures, deterministic)
+    score_gradients(x, statistics, dout, dlse, dbias, dcaptures, deterministic)
