@@ -169,10 +169,13 @@ def _hopper_backward(
     if (wish := _hopper_wish(spec)) == "never" or spec.fp8 is not None:
         return False
     from flexattn.kernels_triton import hopper_backward, hopper_one_pass
+    from flexattn.kernels_triton.mask_blocks import with_key_lists
 
     one_pass = ("sm_90 one pass", hopper_one_pass, hopper_one_pass.one_pass_backward)
     split = ("sm_90 split", hopper_backward, hopper_backward.hopper_backward)
     for name, module, run in (one_pass, split):
+        if module is hopper_backward:
+            problem = with_key_lists(problem)
         reason = "its dq does not repeat to the bit" if spec.deterministic and module is hopper_one_pass else None
         reason = reason or (module.objection(problem) if wish == "auto" else None)
         if _takes(name, reason or module.refusal(problem, out, dout)):
@@ -235,7 +238,7 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.backward import attention_backward
-    from flexattn.kernels_triton.mask_blocks import with_mask_blocks
+    from flexattn.kernels_triton.mask_blocks import with_key_lists, with_mask_blocks
     from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
 
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
@@ -245,7 +248,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
     # A capture that the derivative does not reach keeps its zeros.
     dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
-    problem = with_mask_blocks(_problem(spec, x), "backward")
+    needs_all = dbias is not None or bool(dcaptures) or spec.deterministic
+    problem = with_mask_blocks(_problem(spec, x), "backward" if needs_all else "one pass")
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
@@ -253,7 +257,9 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         bias_and_capture_gradients(problem, out, lse, dout, dlse, dbias, dcaptures, spec.deterministic)
     else:
         own = (dbias, doffset)
-        attention_backward(problem, out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic)
+        attention_backward(
+            with_key_lists(problem), out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic
+        )
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)

@@ -104,8 +104,8 @@ def _attn_bwd_dbias_kernel(
     split = pid // blocks_n // blocks_m % num_splits
     tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
     tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
-    # A number that is added to all scores of a row adds itself to its lse and leaves out as it is, but for a sink. Taken from that, and
-    # not summed up, such a bias has a gradient without the error of a sum that is all but 0.
+    # A number that is added to all scores of a row adds itself to its lse and leaves out as it is, but for a sink. Taken from
+    # that, and not summed up, such a bias has a gradient without the error of a sum that is all but 0.
     BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
     # what this tile was broadcast over: (batch, head, query block, key block), each 1 where the bias spans that dim
     over_b = batch // bias_b

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.primitives import listed_tile, load_block_list, load_head, load_sequence, logits
+from flexattn.kernels_triton.block_lists import listed_tile, load_block_list
+from flexattn.kernels_triton.primitives import load_head, load_sequence, logits
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third

@@ -795,7 +795,7 @@ def block_mask_error(problem: Problem) -> str | None:
     x = problem
     if x.block_mask is None:
         return None
-    if x.group_size > 1 and x.block_mask.kv_num_blocks.shape[1] > 1:
+    if x.group_size > 1 and x.block_mask.heads > 1:
         return "query heads that share a key head have each a block mask of its own"
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
     tiles = ((_QUERIES, tile.block_n), (tile.block_m, tile.keys))

@@ -36,16 +36,23 @@ class BlockLists(NamedTuple):
     block in the full lists is seen whole, one in the others as far as the mask_mod says; in neither, not at all.
     """
 
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
+    kv_num_blocks: Tensor | None  # None: not made, as a backward in one pass reads the others alone
+    kv_indices: Tensor | None
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
     q_num_blocks: Tensor | None  # the other way round, which only a backward reads
     q_indices: Tensor | None
     full_q_num_blocks: Tensor | None
     full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
+
+    @property
+    def heads(self) -> int:
+        """That have lists of their own, or 1."""
+        counts = self.q_num_blocks if self.kv_num_blocks is None else self.kv_num_blocks
+        assert counts is not None
+        return counts.shape[1]
 
     def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
@@ -57,10 +64,12 @@ class BlockLists(NamedTuple):
 
     def kinds(self) -> Tensor:
         """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        assert self.kv_indices is not None
         columns = self.kv_indices.shape[-1]
         kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
         place = torch.arange(columns, device=kinds.device)
         for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
+            assert counts is not None
             kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
         return kinds[..., :columns].contiguous()
 
