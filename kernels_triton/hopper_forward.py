@@ -18,7 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.configs import (
+    HOPPER_BYTES,
+    HOPPER_DROPOUT_FROM,
     HOPPER_FLOPS,
+    HOPPER_SHARED_FROM,
     NEVER,
     HopperBackwardTile,
     HopperOnePassTile,
@@ -550,11 +553,15 @@ def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | H
     else:
         field, share = "open_from", 1.0
     longest = max(x.longest_q, x.longest_kv)
-    for name in (field, "dropout_from") if x.dropout_p > 0 else (field,):
-        shortest = getattr(tile, name)
+    needed = {field: getattr(tile, field)}
+    if x.dropout_p > 0:
+        head_dim = tile.head_dim if isinstance(tile, HopperOnePassTile) else tile.head_dim_qk
+        own = needed if field not in ("open_from", "causal_from") else {}
+        needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
+    for name, shortest in needed.items():
         if longest < shortest:
-            needed = "no length" if shortest == NEVER else f"{shortest} tokens"
-            return f"{name} of its row is {needed}, and the longest sequence has {longest}"
+            least = "no length" if shortest == NEVER else f"{shortest} tokens"
+            return f"{name} of its row is {least}, and the longest sequence has {longest}"
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
     return None if flops >= HOPPER_FLOPS else "there is too little work for what the launch costs the host"
@@ -562,7 +569,14 @@ def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | H
 
 def objection(problem: Problem) -> str | None:
     """None if a problem is one of those that were measured to be faster here than with the portable kernel, else why not."""
-    return objection_by_row(problem, tile_of(problem))
+    x, tile = problem, tile_of(problem)
+    if heads_of_a_tile(x, tile) == 1 or x.is_modified or x.dropout_p > 0:
+        return objection_by_row(x, tile)
+    shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
+    if x.longest_kv < shortest:
+        return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
+    size = (x.k.numel() + x.v.numel()) * x.k.element_size()
+    return None if size >= HOPPER_BYTES else "there is too little to load for what the launch costs the host"
 
 
 def too_few_keys(problem: Problem, keys: int) -> str | None:

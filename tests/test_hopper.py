@@ -224,6 +224,17 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
             assert faster(forward_kernels, modified) == in_forward
             assert faster(backward_kernels, modified)
             assert faster(one_pass_kernels, modified) == ("bias" not in more)
+    dropout = {"dropout_p": 0.1, "window_right": 0}
+    assert faster(forward_kernels, problem_of((8, 2048, 32, 64), **dropout))  # which is not faster without
+    assert one_pass_kernels.objection(problem_of((8, 2048, 32, 64), **dropout)) is None
+    assert not faster(forward_kernels, problem_of((64, 256, 16, 128), **dropout))
+    assert not faster(backward_kernels, problem_of((8, 2048, 16, 256), **dropout))
+    assert not faster(forward_kernels, problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
+    k = torch.empty((64, 2048, 8, 128), dtype=torch.bfloat16, device="meta")
+    for queries, heads, keys, share in ((1, 32, 2048, True), (64, 32, 2048, True), (1, 8, 2048, False), (1, 32, 512, False)):
+        q = torch.empty((64, queries, heads, 128), dtype=torch.bfloat16, device="meta")
+        assert faster(forward_kernels, Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
+    assert not faster(forward_kernels, Problem(q[:2], k[:2], k[:2], softmax_scale=0.1))  # too little to load
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
