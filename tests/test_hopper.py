@@ -49,8 +49,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
-    """The kernels' launches by name, as they would be on the device."""
+def launches_of(
+    head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16, others: bool = False
+) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device; or those of the kernels beside them."""
     d_qk, d_v = head_dims
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 128, 4)
@@ -66,6 +68,8 @@ def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = 
         backward_kernels.hopper_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
         if max(head_dims) <= 128:
             one_pass_kernels.one_pass_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+    if others:
+        return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
     names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
     short = [name.removesuffix("_hopper_kernel").split("_", 3)[-1] for name in names]
     return {s: x for s, name, x in zip(short, names, launches, strict=True) if "hopper" in name}
@@ -139,6 +143,13 @@ def check_compiled(cases: list[tuple[str, int, str]], dtype: torch.dtype = torch
 
 def test_compiled() -> None:
     check_compiled(SOME)
+
+
+def test_what_is_launched_beside_them_compiled() -> None:
+    launches = launches_of((128, 128), "everything", others=True)
+    assert {"_work_table_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
+    for name, report in zip(launches, compile_many([request_for(x, 90) for x in launches.values()]), strict=True):
+        assert report.spill_store_bytes == report.stack_bytes == 0, f"{name}: {report}"
 
 
 @pytest.mark.exhaustive
