@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from flexattn.bench.check import Checker
 from flexattn.bench.implementations import problem_of
-from flexattn.bench.inputs import make_tensors
+from flexattn.bench.inputs import Tensors, make_tensors
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
@@ -24,7 +26,11 @@ KERNELS = {
     "forward": "_attn_fwd_hopper_kernel",
     "dq": "_attn_bwd_dq_hopper_kernel",
     "dkdv": "_attn_bwd_dkdv_hopper_kernel",
+    "one-pass": "_attn_bwd_one_pass_hopper_kernel",
+    "fp8-forward": "_attn_fwd_fp8_hopper_kernel",
+    "fp8-one-pass": "_attn_bwd_one_pass_fp8_hopper_kernel",
 }
+"""Every Gluon kernel, by what `play --emulate` calls it."""
 
 
 @contextmanager
@@ -52,32 +58,60 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
 
 
 def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
-    """What the emulator says of "forward", "dq" or "dkdv" on the workload, shortened; results are held to the reference."""
+    """What the emulator says of one of KERNELS on the workload, shortened; results are held to the reference.
+
+    Raises ValueError for a workload that the kernel does not take.
+    """
     from flexattn import emulator
-    from flexattn.kernels_triton import hopper_backward, hopper_forward
 
     small = workload.shortened(LONGEST)
     tensors = make_tensors(small, "cpu")
+    prepare = _prepare_fp8 if kernel.startswith("fp8-") else _prepare
+    modules, launch, check = prepare(kernel, small, tensors)
+
+    def run(seed: int) -> Report:
+        with emulated(seed, *modules) as reports:
+            results = launch()
+        report = reports[KERNELS[kernel]]
+        if not report.bugs:
+            check(results)
+        return report
+
+    return emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+
+
+Results = dict[str, Tensor]
+Prepared = tuple[tuple[ModuleType, ...], Callable[[], Results], Callable[[Results], None]]
+
+
+def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
+    from flexattn.bench.emulated_fp8 import prepare
+    from flexattn.kernels_triton import hopper_fp8_forward, hopper_fp8_one_pass
+
+    return (hopper_fp8_forward, hopper_fp8_one_pass), *prepare(kernel, small, tensors)
+
+
+def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
+    from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass
+
+    if kernel == "one-pass" and max(small.head_dim_qk, small.head_dim_v) > 128:
+        raise ValueError(f"one-pass takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
     checker = Checker(small, tensors)
     problem = problem_of(small, tensors)
     q, k, v, dout = tensors[:4]
 
-    def run(seed: int) -> Report:
+    def launch() -> Results:
         out = torch.full_like(dout, float("nan"))
         shape = (small.num_heads, q.shape[0]) if small.is_ragged else (small.batch, small.num_heads, q.shape[1])
         lse = torch.full(shape, float("nan"))
-        with emulated(seed, hopper_forward, hopper_backward) as reports:
-            hopper_forward.hopper_forward(problem, out, lse)
-            if kernel != "forward":
-                dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
-                doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
-                hopper_backward.hopper_backward(problem, out, lse, dout, None, dq, dk, dv, doffset)
-        report = reports[KERNELS[kernel]]
-        if not report.bugs:
-            if kernel == "forward":
-                checker.check("forward", {"out": out})
-            else:
-                checker.check("backward", {"dq": dq, "dk": dk, "dv": dv})
-        return report
+        hopper_forward.hopper_forward(problem, out, lse)
+        if kernel == "forward":
+            return {"out": out}
+        dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
+        doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
+        backward = hopper_one_pass.one_pass_backward if kernel == "one-pass" else hopper_backward.hopper_backward
+        backward(problem, out, lse, dout, None, dq, dk, dv, doffset)
+        return {"dq": dq, "dk": dk, "dv": dv}
 
-    return emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+    direction = "forward" if kernel == "forward" else "backward"
+    return (hopper_forward, hopper_backward, hopper_one_pass), launch, functools.partial(checker.check, direction)

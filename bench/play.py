@@ -18,6 +18,7 @@ import torch
 import flexattn
 from flexattn.bench import compiled, counts, record
 from flexattn.bench.check import Checker, Error
+from flexattn.bench.emulated import KERNELS as EMULATED
 from flexattn.bench.implementations import (
     KERNELS,
     TRITON,
@@ -60,7 +61,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flexattn play", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kernel", choices=KERNELS, nargs="?")
+    parser.add_argument(
+        "kernel",
+        choices=[*KERNELS, *(k for k in EMULATED if k not in KERNELS)],
+        nargs="?",
+        help="the last four with --emulate alone",
+    )
     parser.add_argument(
         "--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several"
     )
@@ -126,8 +132,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--dump {','.join(sorted(unknown))}; accepted: {','.join(compiled.DUMPS)}")
     if args.emulate is not None:
         return emulate(parser, args)
-    if args.kernel is None:
-        parser.error(f"name a kernel: {', '.join(KERNELS)}")
+    if args.kernel not in KERNELS:
+        parser.error(f"name a kernel: {', '.join(KERNELS)}" + (f"; {args.kernel} is for --emulate" if args.kernel else ""))
     if args.watch:
         return watch([a for a in arguments if a != "--watch"], args.kernel_file)
     if not torch.cuda.is_available() and "triton" not in sys.modules:

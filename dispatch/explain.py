@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.select import Decision, reasons, select
-from flexattn.dispatch.spec import AttentionSpec, Direction
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+from flexattn.dispatch.triton_backend import Kernels, kernels_of
 
 
 class Explanation(NamedTuple):
@@ -16,15 +17,18 @@ class Explanation(NamedTuple):
     request: str
     forward: Decision
     backward: Decision | None  # None: the call asks for no gradient
+    # Of the Triton backend, where it runs a direction of a call whose tensors are known: which of its kernels.
+    forward_kernels: Kernels | None = None
+    backward_kernels: Kernels | None = None
 
     def __str__(self) -> str:
         return "\n".join(
             [
                 f"{describe(self.spec)}; backend={self.request!r}",
                 f"with {versions()}",
-                *_section(self.spec, "forward", self.forward),
+                *_section(self.spec, "forward", self.forward, self.forward_kernels),
                 *(
-                    _section(self.spec.of_backward(), "backward", self.backward)
+                    _section(self.spec.of_backward(), "backward", self.backward, self.backward_kernels)
                     if self.backward
                     else ["backward: not needed, no input requires a gradient"]
                 ),
@@ -32,15 +36,25 @@ class Explanation(NamedTuple):
         )
 
 
-def explain(spec: AttentionSpec, request: str) -> Explanation:
-    """What `select` decides for a spec in each direction; raises the BackendError that the call would raise."""
-    return Explanation(
-        spec,
-        request,
-        select(spec, "forward", request),
-        select(spec.of_backward(), "backward", request) if spec.needs_grad else None,
-    )
+def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:
+    """What `select` decides for a spec in each direction, and, of operands, the kernels that run them.
+
+    Raises the BackendError that the call would raise.
+    """
+    forward = select(spec, "forward", request)
+    backward = select(spec.of_backward(), "backward", request) if spec.needs_grad else None
+
+    def kernels(direction: Direction, decision: Decision | None) -> Kernels | None:
+        is_triton = decision is not None and decision.backend == "triton"
+        return kernels_of(spec, x, direction) if x is not None and is_triton else None
+
+    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward))
 
 
-def _section(spec: AttentionSpec, direction: Direction, decision: Decision) -> list[str]:
-    return [f"{direction}: {decision.backend}", *(f"  {line}" for line in reasons(spec, direction, decision))]
+def _section(spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Kernels | None) -> list[str]:
+    lines = reasons(spec, direction, decision)
+    if kernels is None:
+        return [f"{direction}: {decision.backend}", *(f"  {line}" for line in lines)]
+    others = [f"not {family}: {reason}" for family, reason in kernels.rejected]
+    lines[1:1] = [f"{kernels.family}: {kernels.why}", *others]
+    return [f"{direction}: {decision.backend} ({kernels.family})", *(f"  {line}" for line in lines)]

@@ -1,4 +1,4 @@
-"""Philox4x32-10 on torch tensors: the random numbers of dropout, the same in every backend and every format.
+"""Philox4x32 on torch tensors: the random numbers of dropout, the same in every backend and every format.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011) and its Random123 library; Triton's
 `tl.philox` is the same function.
@@ -11,15 +11,18 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 ROUNDS = 10
+DROPOUT_ROUNDS = 7  # the fewest that pass BigCrush (table 2 of that paper)
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox4x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox4x32(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four 32-bit output words for `key` and `counter`, each an int64 tensor of values below 2**32; all broadcast together."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         # The int64 product wraps modulo 2**64, which keeps all 64 bits of the unsigned product of two words.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = _high(product1) ^ c1 ^ k0, product1 & WORD, _high(product0) ^ c3 ^ k1, product0 & WORD
@@ -34,17 +37,19 @@ def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: 
     head_index: int64 [...], batch index * number of query heads + head.
     rows, cols: query and key positions within their sequence, step 1.
 
-    The key is the seed's low and high word, the counter (j // 4, i, head_index, offset mod 2**32), and key position j takes
-    word j % 4; it is kept iff that word >= round(dropout_p * 2**32).
+    The key is the seed's low and high word, the counter (j // 8, i, head_index, offset mod 2**32), and key position j takes
+    word j % 8 // 2, of which an even j takes the lower half alone, shifted up. It is kept iff that is at least
+    round(dropout_p * 2**16) * 2**16, or 2**32 - 1 where that is less.
     """
     device = head_index.device
     seed, offset = rng_state
-    groups = torch.arange(cols.start // 4, -(-cols.stop // 4), device=device)
+    groups = torch.arange(cols.start // 8, -(-cols.stop // 8), device=device)
     i = torch.arange(rows.start, rows.stop, device=device)
-    words = philox4x32((seed & WORD, _high(seed)), (groups, i[:, None], head_index[..., None, None], offset & WORD))
-    threshold = round(dropout_p * 2**32)
-    keep = torch.stack([word >= threshold for word in words], dim=-1).flatten(-2)
-    skipped = cols.start % 4
+    counter = (groups, i[:, None], head_index[..., None, None], offset & WORD)
+    words = philox4x32((seed & WORD, _high(seed)), counter, DROPOUT_ROUNDS)
+    threshold = min(round(dropout_p * 2**16) << 16, WORD)
+    keep = torch.stack([half >= threshold for word in words for half in ((word << 16) & WORD, word)], dim=-1).flatten(-2)
+    skipped = cols.start % 8
     return keep[..., skipped : skipped + len(cols)]
 
 

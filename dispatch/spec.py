@@ -6,7 +6,7 @@ Here mask types, windows and alignments become one thing, a `Band`, and lengths;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,6 +181,10 @@ class Operands(NamedTuple):
     block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
     descales: Sequence[Tensor] = ()  # of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
 
+    def on_meta(self) -> Operands:
+        """The same with tensors that have no memory, strides included."""
+        return Operands._make(map(_on_meta, self))
+
 
 class Gradients(NamedTuple):
     dq: Tensor
@@ -189,6 +193,12 @@ class Gradients(NamedTuple):
     dbias: Tensor | None
     dsoftmax_offset: Tensor | None
     dmod_tensors: tuple[Tensor, ...] | None = None  # of the captures that need one; None where none does
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return tuple(map(_on_meta, value)) if isinstance(value, (tuple, list)) else value
 
 
 def as_bshd(x: Tensor, fmt: str) -> Tensor:

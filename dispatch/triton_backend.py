@@ -6,7 +6,8 @@ import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.problem import Problem
 
 SUPPORT_IS_FINAL = True
+_PROCESSORS = 132  # of a GPU that is only asked about: an H200's
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -115,8 +117,9 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     out, lse, max_logit = empty_outputs(spec, x)
     problem, rows = with_mask_blocks(_problem(spec, x), "forward"), as_bshd(out, spec.q_format)
-    if not _hopper_forward(spec, problem, rows, lse):
-        attention_forward(problem, rows, lse, max_logit if spec.return_max_logit else None)
+    wanted = max_logit if spec.return_max_logit else None
+    if not _hopper_forward(spec, problem, rows, lse, wanted):
+        attention_forward(problem, rows, lse, wanted)
     return out, lse, max_logit
 
 
@@ -129,7 +132,7 @@ def _hopper_wish(spec: AttentionSpec) -> str:
     return "never" if INTERPRETED else options.hopper()
 
 
-def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor) -> bool:
+def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> bool:
     """Whether the kernels of sm_90 did it."""
     if (wish := _hopper_wish(spec)) == "never":
         return False
@@ -137,9 +140,10 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
         return _hopper_fp8_forward(spec, wish, problem, out, lse)
     from flexattn.kernels_triton import hopper_forward as hopper
 
-    if (wish == "auto" and not hopper.is_faster(problem)) or hopper.refusal(problem, out, spec.return_max_logit) is not None:
+    objection = hopper.objection(problem) if wish == "auto" else None
+    if not _takes("sm_90", objection or hopper.refusal(problem, out)):
         return False
-    hopper.hopper_forward(problem, out, lse)
+    hopper.hopper_forward(problem, out, lse, max_logit)
     return True
 
 
@@ -149,10 +153,10 @@ def _hopper_fp8_forward(spec: AttentionSpec, wish: str, problem: Problem, out: T
     from flexattn.kernels_triton.hopper_fp8_quantize import quantize
 
     if wish == "auto" and not hopper.is_faster(problem):
-        return False
+        return _takes("sm_90 FP8", "it was not measured to be faster")
     q, k, v = (Scale(descale, problem.scale_rows) for descale in problem.descales[:3])
     v_transposed = empty_transposed(problem.v, problem.batch, problem.v.dtype)
-    if hopper.refusal(problem, v_transposed, (q, k, v), out, spec.return_max_logit) is not None:
+    if not _takes("sm_90 FP8", hopper.refusal(problem, v_transposed, (q, k, v), out, spec.return_max_logit)):
         return False
     quantize(problem, "kv", problem.v, v, transposed=v_transposed)
     hopper.hopper_fp8_forward(problem, v_transposed, (q, k, v), out, lse)
@@ -173,14 +177,32 @@ def _hopper_backward(
         return False
     if spec.fp8 is not None:
         return _hopper_fp8_backward(spec, wish, problem, out, lse, dout, dlse, gradients, doffset)
-    from flexattn.kernels_triton import hopper_backward, hopper_one_pass
+    found = _hopper_kernels(spec, wish, problem, out, dout)
+    if found is None:
+        return False
+    run, problem = found
+    run(problem, out, lse, dout, dlse, *gradients, doffset)
+    return True
 
-    kernels = ((hopper_one_pass, hopper_one_pass.one_pass_backward), (hopper_backward, hopper_backward.hopper_backward))
-    for module, run in kernels[1:] if spec.deterministic else kernels:
-        if (wish == "always" or module.is_faster(problem)) and module.refusal(problem, out, dout) is None:
-            run(problem, out, lse, dout, dlse, *gradients, doffset)
-            return True
-    return False
+
+_NOT_REPEATED = "its dq does not repeat to the bit"
+
+
+def _hopper_kernels(
+    spec: AttentionSpec, wish: str, problem: Problem, out: Tensor, dout: Tensor
+) -> tuple[Callable[..., None], Problem] | None:
+    """The backward of sm_90 for q, k and v in a half type, and the problem with the lists of blocks that it reads."""
+    from flexattn.kernels_triton import hopper_backward, hopper_one_pass
+    from flexattn.kernels_triton.mask_blocks import with_key_lists
+
+    reason = _NOT_REPEATED if spec.deterministic else hopper_one_pass.objection(problem) if wish == "auto" else None
+    if _takes("sm_90 one pass", reason or hopper_one_pass.refusal(problem, out, dout)):
+        return hopper_one_pass.one_pass_backward, problem
+    problem = with_key_lists(problem)
+    reason = hopper_backward.objection(problem) if wish == "auto" else None
+    if _takes("sm_90 split", reason or hopper_backward.refusal(problem, out, dout)):
+        return hopper_backward.hopper_backward, problem
+    return None
 
 
 def _hopper_fp8_backward(
@@ -195,28 +217,80 @@ def _hopper_fp8_backward(
     doffset: Tensor | None,
 ) -> bool:
     """On the FP8 kernel, or on those of a half type after a pass that undoes the scales: both are faster than the portable ones."""
-    from flexattn.kernels_triton import hopper_backward, hopper_fp8_one_pass, hopper_one_pass
+    from flexattn.kernels_triton import hopper_fp8_one_pass as fp8
 
+    name = "sm_90 FP8 one pass"
     if spec.needs_bias_grad or (spec.mods is not None and any(spec.mods.is_reached)):
-        return False  # those gradients' kernels take what the portable backward writes on its way
-    fp8 = hopper_fp8_one_pass
-    is_wanted = not spec.deterministic and (wish == "always" or fp8.is_faster(problem))
-    if is_wanted and fp8.refusal(problem, out, dout) is None:
+        return _takes(name, "the gradients of a bias and of captures read what the portable backward writes on its way")
+    reason = _NOT_REPEATED if spec.deterministic else fp8.objection(problem) if wish == "auto" else None
+    if _takes(name, reason or fp8.refusal(problem, out, dout)):
         fp8.fp8_one_pass_backward(problem, out, lse, dout, dlse, *gradients, doffset)
         return True
     half, half_dout = fp8.in_half(problem, dout, gradients[0].dtype)
-    kernels = ((hopper_one_pass, hopper_one_pass.one_pass_backward), (hopper_backward, hopper_backward.hopper_backward))
-    for module, run in kernels[1:] if spec.deterministic else kernels:
-        if (wish == "always" or module.is_faster(half)) and module.refusal(half, out, half_dout) is None:
-            fp8.fill_half(problem, dout, half, half_dout)
-            run(half, out, lse, half_dout, dlse, *gradients, doffset)
-            return True
-    return False
+    found = _hopper_kernels(spec, wish, half, out, half_dout)
+    if found is None:
+        return False
+    run, half = found
+    fp8.fill_half(problem, dout, half, half_dout)
+    run(half, out, lse, half_dout, dlse, *gradients, doffset)
+    return True
+
+
+class Kernels(NamedTuple):
+    """Which of this backend's kernels run a call in one direction."""
+
+    family: str  # "portable", "sm_90", "sm_90 one pass", "sm_90 split", "sm_90 FP8", "sm_90 FP8 one pass"
+    why: str
+    rejected: tuple[tuple[str, str], ...]  # (family, reason) of each one that was asked first
+
+
+_considered: ContextVar[list[tuple[str, str | None]] | None] = ContextVar("considered", default=None)
+
+
+def _takes(family: str, objection: str | None) -> bool:
+    if (considered := _considered.get()) is not None:
+        considered.append((family, objection))
+    return objection is None
+
+
+def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernels | None:
+    """What `forward` or `backward` of these operands would launch; None where those of a backward are not known before it.
+
+    Found by going through the call with nothing allocated or launched. Only the tensors' addresses are not asked.
+    """
+    if direction == "backward" and spec.of_backward() is not spec:
+        return None
+    from flexattn.kernels_triton.launch import pretended_device, recorded_launches
+
+    capability, x = spec.capability or (0, 0), x.on_meta()
+    considered: list[tuple[str, str | None]] = []
+    token = _considered.set(considered)
+    try:
+        with torch.no_grad(), pretended_device(10 * capability[0] + capability[1], _PROCESSORS), recorded_launches():
+            out, lse, _ = forward(spec, x)
+            if direction == "backward":
+                considered.clear()
+                backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
+    finally:
+        _considered.reset(token)
+    rejected = tuple((family, reason) for family, reason in considered if reason is not None)
+    chosen = next((family for family, reason in considered if reason is None), None)
+    wish = _hopper_wish(spec)
+    if chosen is not None:
+        why = "FLEXATTN_HOPPER=always asks for them" if wish == "always" else "measured to be faster for such a call"
+        return Kernels(chosen, why, rejected)
+    if spec.capability != (9, 0):
+        why = "those of sm_90 need compute capability 9.0"
+    elif wish == "never":
+        why = "FLEXATTN_HOPPER=never asks for them" if options.hopper() == "never" else "Triton's interpreter runs no others"
+    else:
+        why = "no others run such a call" if not rejected else "no others run it, or were measured to be faster"
+    return Kernels("portable", why, rejected)
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.backward import attention_backward
-    from flexattn.kernels_triton.mask_blocks import with_mask_blocks
+    from flexattn.kernels_triton.mask_blocks import with_key_lists, with_mask_blocks
     from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
 
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
@@ -226,7 +300,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
     # A capture that the derivative does not reach keeps its zeros.
     dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
-    problem = with_mask_blocks(_problem(spec, x), "backward")
+    needs_all = dbias is not None or bool(dcaptures) or spec.deterministic
+    problem = with_mask_blocks(_problem(spec, x), "backward" if needs_all else "one pass")
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
@@ -234,7 +309,9 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         bias_and_capture_gradients(problem, out, lse, dout, dlse, dbias, dcaptures, spec.deterministic)
     else:
         own = (dbias, doffset)
-        attention_backward(problem, out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic)
+        attention_backward(
+            with_key_lists(problem), out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic
+        )
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)

@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def answer(args: argparse.Namespace) -> explanations.Explanation:
     """What `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
-    _, settings, spec = parse(args)
-    return explanations.explain(spec, settings.backend)
+    x, settings, spec = parse(args)
+    return explanations.explain(spec, settings.backend, x)
 
 
 def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSpec]:

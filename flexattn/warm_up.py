@@ -56,7 +56,7 @@ def warmup(
         for spec, request, x in todo:
             for direction in _directions(spec):
                 _prepare(spec, direction, request, x)
-            explained.append(explanations.explain(spec, request))
+            explained.append(explanations.explain(spec, request, x))
             advance()
     return explained
 

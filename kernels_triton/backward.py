@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.block_lists import listed_tile, load_block_lists
 from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     add_fp8_product,
     descaled_products,
     dropout_keep,
-    listed_tile,
-    load_block_lists,
     load_descale,
     load_head,
     load_row_statistics,
@@ -892,4 +891,4 @@ def attention_backward(
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
-    score_gradients(x, statistics, dout, dbias, dcaptures, deterministic)
+    score_gradients(x, statistics, dout, dlse, dbias, dcaptures, deterministic)

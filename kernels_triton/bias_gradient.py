@@ -15,6 +15,7 @@ from flexattn.kernels_triton.primitives import (
     load_head,
     load_row_statistics,
     load_sequence,
+    load_sink,
     load_tile,
     row_pointer,
     row_steps,
@@ -78,6 +79,7 @@ def _attn_bwd_dbias_kernel(
     stride_dob,
     stride_dos,
     stride_doh,
+    dlse_ptr,  # or None: 0
     dbias_ptr,  # fp32 [num_splits, bias_b, bias_h, bias_q, bias_kv], contiguous
     bias_b,
     bias_h,
@@ -102,11 +104,14 @@ def _attn_bwd_dbias_kernel(
     split = pid // blocks_n // blocks_m % num_splits
     tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
     tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
+    # A number that is added to all scores of a row adds itself to its lse and leaves out as it is, but for a sink. Taken from
+    # that, and not summed up, such a bias has a gradient without the error of a sum that is all but 0.
+    BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
     # what this tile was broadcast over: (batch, head, query block, key block), each 1 where the bias spans that dim
     over_b = batch // bias_b
     over_h = num_heads // bias_h
     over_m = 1 if SPANS_Q else tl.cdiv(max_seqlen_q, BLOCK_M)
-    over_n = 1 if SPANS_KV else tl.cdiv(max_seqlen_kv, BLOCK_N)
+    over_n = 1 if SPANS_KV or BY_ROWS else tl.cdiv(max_seqlen_kv, BLOCK_N)
     over = tl.cast(over_b * over_h, tl.int64) * over_m * over_n
 
     _q_step, q_offsets = row_steps(stride_qs, BLOCK_M, META)
@@ -114,6 +119,7 @@ def _attn_bwd_dbias_kernel(
     _k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
     _v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total_of_rows = tl.zeros([BLOCK_M], tl.float32)
     for t in range(split, over, num_splits):
         n = tile_n + tl.cast(t % over_n, tl.int32)
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
@@ -149,7 +155,21 @@ def _attn_bwd_dbias_kernel(
             )
             is_visible = is_visible & (kind > 0)
             is_full = kind == 2
-        if is_visible:
+        if BY_ROWS:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+            lse_log2, delta, _ = load_row_statistics(
+                lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
+            )
+            of_rows = tl.zeros([BLOCK_M], tl.float32)
+            if META.HAS_SINK:
+                of_rows = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2) * delta
+            if dlse_ptr is not None:
+                row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
+                of_rows += tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+            of_rows = tl.where(lse_log2 == float("inf"), 0.0, of_rows)  # of a row that sees nothing, or is none
+            total_of_rows += of_rows * softmax_scale if META.HAS_PRE_SCALE_BIAS else of_rows
+        elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
             b_h = b * num_heads + h
@@ -220,14 +240,16 @@ def _attn_bwd_dbias_kernel(
         inside = (row < bias_q)[:, None] & (column < bias_kv)[None, :]
         tl.store(base + row.to(tl.int64)[:, None] * bias_kv + column[None, :], total, mask=inside)
     elif SPANS_Q:
-        tl.store(base + row, tl.sum(total, 1), mask=row < bias_q)
+        tl.store(base + row, tl.sum(total, 1) + total_of_rows, mask=row < bias_q)
     elif SPANS_KV:
         tl.store(base + column, tl.sum(total, 0), mask=column < bias_kv)
     else:
-        tl.store(base, tl.sum(tl.sum(total, 1), 0))
+        tl.store(base, tl.sum(tl.sum(total, 1) + total_of_rows, 0))
 
 
-def bias_gradient(problem: Problem, statistics: Tensor, dout: Tensor, dbias: Tensor, tile: Tile | None = None) -> None:
+def bias_gradient(
+    problem: Problem, statistics: Tensor, dout: Tensor, dlse: Tensor | None, dbias: Tensor, tile: Tile | None = None
+) -> None:
     """Write `dbias`, shaped as the bias. `statistics` is what the dq kernel wrote; deterministic whatever the bias spans."""
     x = problem
     if x.bias is None:
@@ -245,7 +267,7 @@ def bias_gradient(problem: Problem, statistics: Tensor, dout: Tensor, dbias: Ten
     arguments = (
         *x.arguments(meta, "kinds"),
         *(dout, *row_strides(dout, meta)),
-        *(parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
+        *(dlse, parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
         *(*statistics, bias_q > 1, bias_kv > 1, x.mods, meta),
     )
     launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)

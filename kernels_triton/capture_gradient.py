@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.block_lists import listed_tile, load_block_lists
 from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     descaled_products,
     dropout_keep,
-    listed_tile,
-    load_block_lists,
     load_head,
     load_row_statistics,
     load_sequence,

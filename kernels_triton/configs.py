@@ -273,6 +273,15 @@ HOPPER_FORWARD = (
 HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used: below, their launch costs the host more time than they save the device."""
 
+HOPPER_BYTES = 2**26
+"""Of k and v, likewise, where few queries make loading them all there is to do."""
+
+# As `open_from` and the like, by a row's head dim of q and k, in runs that were not kept.
+HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}
+"""With dropout, forward and backward, whatever the band; a window and modified scores need their own length too."""
+HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}
+"""Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
+
 
 def select_hopper_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperTile:
     """The narrowest row that serves the head dims, which are at most 256; scores that are modified need a row with registers."""

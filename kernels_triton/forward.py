@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.block_lists import listed_tile, load_block_lists
 from flexattn.kernels_triton.configs import FORWARD, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
@@ -14,8 +15,6 @@ from flexattn.kernels_triton.primitives import (
     LN2,
     descaled,
     dropout_keep,
-    listed_tile,
-    load_block_lists,
     load_columns,
     load_descale,
     load_head,

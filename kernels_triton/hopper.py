@@ -11,7 +11,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.primitives import listed_tile, load_block_list, load_head, load_sequence, logits
+from flexattn.kernels_triton.block_lists import listed_tile, load_block_list
+from flexattn.kernels_triton.primitives import load_head, load_sequence, logits
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -24,16 +25,17 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
 
-def ragged_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Tiles of `rows` tokens and `width` columns of one head of x, [b, s, h, d] or [total, h, d] in a half type or FP8.
+def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
+    """Tiles of `rows` tokens and `width` columns of one head, or `heads` neighbouring ones, of x, in a half type or FP8.
 
+    x: [b, s, h, d] or [total, h, d].
     The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
     """
     stride_s = x.stride(-3) if x.shape[-3] > 1 else 16
     stride_h = x.stride(-2) if x.shape[-2] > 1 else 16
     if x.dim() == 4 and batch_steps(x) == (0, 1):
         stride_h = x.stride(0)
-    block = [1, 1, rows, 1, width]
+    block = [1, 1, rows, heads, width]
     layout = gl.NVMMASharedLayout.get_default_for(block, (DTYPES | FP8_DTYPES)[x.dtype])
     shape = [_FAR, _FAR, _RAGGED.value, _FAR, x.shape[-1]]
     return TensorDescriptor(x, shape, [_WRAP - stride_s, stride_s, stride_s, stride_h, 1], block, layout)
@@ -189,12 +191,13 @@ def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, m
 
 
 @gluon.jit
-def key_blocks(first_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    # Blocks of keys that some of BLOCK_M queries from first_row on may see: begin <= end.
+def key_blocks(first_row, len_kv, shift, window_left, window_right, META: gl.constexpr, QUERIES: gl.constexpr = 0):
+    # Blocks of keys that some of BLOCK_M (or QUERIES) queries from first_row on may see: begin <= end.
+    NUM_QUERIES: gl.constexpr = META.BLOCK_M if QUERIES == 0 else QUERIES
     begin = 0
     end = gl.cdiv(len_kv, META.BLOCK_N)
     if META.HAS_RIGHT:
-        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + META.BLOCK_M + shift + window_right, 0), META.BLOCK_N))
+        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + NUM_QUERIES + shift + window_right, 0), META.BLOCK_N))
     if META.HAS_LEFT:
         begin = gl.minimum(gl.maximum(first_row + shift - window_left, 0) // META.BLOCK_N, end)
     return begin, end
@@ -244,9 +247,9 @@ def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr):
+def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
     # (how many blocks of keys some of BLOCK_M queries from first_row on see, what `key_block` finds them by)
-    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
+    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META, QUERIES)
     if META.BLOCK_SIZE_Q > 0:
         band = (begin * META.BLOCK_N, gl.minimum(end * META.BLOCK_N, len_kv), META.HAS_LEFT)
         return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)

@@ -1,9 +1,8 @@
 """Backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable, as `backward` is.
 
-`hopper_one_pass` is faster, but its dq does not repeat to the bit.
-
-In both a warp loads by TMA and two warpgroups compute, 64 rows of the gradient each (of dk and dv at head dim 256: half of the
-columns of 64 rows each). What `refusal` names runs on the portable kernels.
+`hopper_one_pass` is faster, but its dq does not repeat to the bit. In both a warp loads by TMA and two warpgroups compute, 64 rows
+of the gradient each (of dk and dv at head dim 256: half of the columns of 64 rows each). What `refusal` names runs on the portable
+kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.launch import hopper_kernel, launch
 from flexattn.kernels_triton.primitives import load_head, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
@@ -69,6 +69,7 @@ class BackwardMeta(NamedTuple):
     IS_FP32: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
+    HAS_DROPOUT: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
     BLOCK_M: int
@@ -156,7 +157,7 @@ def _dq_compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, q1_tiles, k1_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty, dq_full = barriers
-    first_row, window_left, window_right, scores, head, place = common
+    first_row, window_left, window_right, scores, head, dropout, place = common
     len_q, len_kv, shift, b, h = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -182,6 +183,7 @@ def _dq_compute(
     last_seen_by_all = len_kv  # blocks that end past it need the mask
     if META.HAS_RIGHT:
         last_seen_by_all = gl.minimum(len_kv, own_row + shift + window_right + 1)
+    draws = dropout_state(dropout, META)
     mbarrier.wait(q_full.index(0), 0)
     for turn in range(num_blocks):
         column, is_full = key_block(turn, found, META)
@@ -198,6 +200,7 @@ def _dq_compute(
         mbarrier.wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
         v0 = v_tiles.index(v_slot).reshape([BLOCK_N, V0])
         dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        drawn = drawn_weights(draws, h, own_row, column, BLOCK_N, False, META)
         qk = warpgroup_mma_wait(1, deps=[qk])
         s, factor, cap_tanh, score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
         is_cut = column + BLOCK_N > last_seen_by_all
@@ -209,7 +212,7 @@ def _dq_compute(
         p = gl.exp2(s * factor + minus_lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_slot), count=1)
-        dlogit = p * (dp + minus_delta[:, None])
+        dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + minus_delta[:, None])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, rows[:, None], columns[None, :], captures, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
@@ -274,6 +277,9 @@ def _attn_bwd_dq_hopper_kernel(
     stride_alibi_b,
     softcap,
     captures,
+    rng_state_ptr,
+    dropout_threshold,
+    keep_scale,
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -340,7 +346,8 @@ def _attn_bwd_dq_hopper_kernel(
     )
     head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-    common = (first_row, window_left, window_right, scores, head, (len_q, len_kv, shift, b, h))
+    dropout = (rng_state_ptr, dropout_threshold, keep_scale, b * num_heads)
+    common = (first_row, window_left, window_right, scores, head, dropout, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
             (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 0, MODS, META)),
@@ -429,7 +436,7 @@ def _dkdv_compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, dropout, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -452,9 +459,9 @@ def _dkdv_compute(
     own_row = first_row + CONSUMER * _ROWS
     rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
+    draws = dropout_state(dropout, META)
     mbarrier.wait(kv_full.index(0), 0)
-    t = 0
-    h = first_head
+    t, h = 0, first_head
     head = head_of(bias, b, h, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
@@ -471,6 +478,7 @@ def _dkdv_compute(
             kq = warpgroup_mma(k1_tiles.index(own).reshape([_ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
         mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
@@ -488,10 +496,10 @@ def _dkdv_compute(
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        dlogit = p * (dp + minus_delta[None, :])
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
-        p16 = gl.convert_layout(p.to(DTYPE), P)
+        p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
         sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
         sum_of_q = warpgroup_mma(ds, q0, dk, is_async=True)
         if QK1 > 0:
@@ -512,7 +520,7 @@ def _dkdv_compute(
     k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
-    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -534,7 +542,7 @@ def _dkdv_compute_columns(
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
     shared_p, shared_ds = exchanges
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, dropout, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -553,9 +561,9 @@ def _dkdv_compute_columns(
     dv = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
     rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
+    draws = dropout_state(dropout, META)
     mbarrier.wait(kv_full.index(0), 0)
-    t = 0
-    h = first_head
+    t, h = 0, first_head
     head = head_of(bias, b, h, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
@@ -572,6 +580,7 @@ def _dkdv_compute_columns(
         own_dout = dout0.slice(FIRST, HALF, 0).permute([1, 0])
         dp = warpgroup_mma(v_tiles.index(zero).reshape([_ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
         minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
+        drawn = drawn_weights(draws, h, row + FIRST, first_row, HALF, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
@@ -587,7 +596,7 @@ def _dkdv_compute_columns(
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
         buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
-        shared_p.index(buffer + CONSUMER).store(p.to(DTYPE))
+        shared_p.index(buffer + CONSUMER).store(kept(p, drawn, True, META).to(DTYPE))
         fence_async_shared()
         named_barrier_sync(9, BOTH)
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
@@ -596,7 +605,7 @@ def _dkdv_compute_columns(
         for half in gl.static_range(2):
             part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
-        dlogit = p * (dp + minus_delta[None, :])
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
@@ -615,7 +624,7 @@ def _dkdv_compute_columns(
             h += 1
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
-    v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
+    v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -671,6 +680,9 @@ def _attn_bwd_dkdv_hopper_kernel(
     stride_alibi_b,
     softcap,
     captures,
+    rng_state_ptr,
+    dropout_threshold,
+    keep_scale,
     block_counts_ptr,  # of the block mask, the lists of query blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -743,7 +755,8 @@ def _attn_bwd_dkdv_hopper_kernel(
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    dropout = (rng_state_ptr, dropout_threshold, keep_scale, b * num_heads)
+    common = (first_row, window_left, window_right, scores, bias, dropout, (len_q, len_kv, shift, b, h))
     if META.SPLITS_COLUMNS:
         HALF: gl.constexpr = META.BLOCK_M // 2
         EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], DTYPE)
@@ -782,7 +795,7 @@ def block_mask_error(problem: Problem) -> str | None:
     x = problem
     if x.block_mask is None:
         return None
-    if x.group_size > 1 and x.block_mask.kv_num_blocks.shape[1] > 1:
+    if x.group_size > 1 and x.block_mask.heads > 1:
         return "query heads that share a key head have each a block mask of its own"
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
     tiles = ((_QUERIES, tile.block_n), (tile.block_m, tile.keys))
@@ -797,13 +810,12 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     return error
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the portable kernels."""
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those that were measured to be faster here than with the portable kernels, else why not."""
     x = problem
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
     # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
-    tokens_kv = x.k.numel() // x.k.shape[-1]
-    return tokens_kv >= tile.keys * num_processors(x.device) and hopper_forward.is_measured(x, tile)
+    return hopper_forward.too_few_keys(x, tile.keys) or hopper_forward.objection_by_row(x, tile)
 
 
 def hopper_backward(
@@ -841,6 +853,7 @@ def hopper_backward(
             HAS_LEFT=x.window_left is not None,
             HAS_RIGHT=x.window_right is not None,
             **x.score_meta(),
+            HAS_DROPOUT=x.dropout_p > 0,
             STATISTICS=size,
             QK0=qk0,
             QK1=qk1,
@@ -860,7 +873,7 @@ def hopper_backward(
         table = work_table(x, rows, side) if has_lengths else None
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
         head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, *sizes)
-        inlined = (*x.score_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
+        inlined = (*x.score_arguments(), *x.dropout_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
         if side == "q":
             own = descriptors(64, (x.q, qk0), (dout, v0)) + descriptors(tile.block_n, (x.k, qk0), (x.v, v0))
             second = [ragged_descriptor(x.q, 64, qk1), ragged_descriptor(x.k, tile.block_n, qk1)] if qk1 else own[:2]

@@ -18,7 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.configs import (
+    HOPPER_BYTES,
+    HOPPER_DROPOUT_FROM,
     HOPPER_FLOPS,
+    HOPPER_SHARED_FROM,
+    NEVER,
     HopperBackwardTile,
     HopperOnePassTile,
     HopperTile,
@@ -46,6 +50,7 @@ from flexattn.kernels_triton.hopper import (
     store_rows,
     unpack_pairs,
 )
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, scaled
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
 from flexattn.kernels_triton.problem import Problem
@@ -68,6 +73,8 @@ class ForwardMeta(NamedTuple):
     HAS_RIGHT: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
+    HAS_DROPOUT: bool
+    HAS_MAX_LOGIT: bool
     HAS_PRE_SCALE_BIAS: bool
     HAS_POST_SCALE_BIAS: bool
     IS_BIAS_CONTIGUOUS: bool
@@ -78,6 +85,7 @@ class ForwardMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    GROUP: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
     BLOCK_M: int
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
@@ -116,6 +124,13 @@ def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, MET
 
 
 @gluon.jit
+def _tile_of(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
+    # (first query, first head, batch) of piece t
+    first_row, h, b = piece_of_work(t, table_ptr, batch, num_heads // META.GROUP, blocks, heads_per_section, META)
+    return first_row // META.GROUP, h * META.GROUP, b
+
+
+@gluon.jit
 def _load_partition(common, META: gl.constexpr):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
@@ -124,23 +139,26 @@ def _load_partition(common, META: gl.constexpr):
     batch, num_heads, group_size, blocks, heads_per_section = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, _, _ = steps
-    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QK0: gl.constexpr = META.QK0
+    GROUP: gl.constexpr = META.GROUP
+    amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        num_blocks, found = blocks_of_keys(
+            first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+        )
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
-            row = first_row + consumer * _ROWS
+            row = first_row + consumer * (_ROWS // GROUP)
             token, head = start_q + b * step_qs, h + b * step_qh
             full = q_full.index(consumer)
             mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
@@ -188,22 +206,32 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, 
 
 
 @gluon.jit
-def _softmax(qk, row_max, row_sum, scale_log2, DTYPE: gl.constexpr, META: gl.constexpr):
+def _softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
     new_max = gl.maximum(row_max, gl.max(qk, 1) * scale_log2)
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
     p = gl.exp2(qk * scale_log2 - origin[:, None])
     decay = gl.exp2(row_max - origin)
     row_sum = row_sum * decay + gl.sum(p, 1)
+    p = kept(p, drawn, False, META)
     return pack_pairs(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
 
 
 @gluon.jit
 def _compute_partition(
-    common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+    common,
+    softmax_offset_ptr,
+    softmax_scale,
+    mods,
+    dropout,
+    outputs,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
 ):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
+    lse_ptr, max_logit_ptr = outputs
     _, _, _, out_descriptor, _, _ = descriptors
     q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
@@ -220,29 +248,41 @@ def _compute_partition(
     PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    GROUP: gl.constexpr = META.GROUP
+    draws = dropout_state(dropout, META)
+    amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
     if META.TAKES_TURNS and CONSUMER == 1:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
-        place = (len_q, len_kv, shift, b, h)
+        num_blocks, found = blocks_of_keys(
+            first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+        )
+        own_row = first_row + CONSUMER * (_ROWS // GROUP)
+        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
+        h_of_rows, h_of_scores = h, h
+        if GROUP > 1:
+            in_tile = gl.arange(0, _ROWS, layout=ROWS)
+            rows = own_row + in_tile // GROUP
+            h_of_rows = h + in_tile % GROUP
+            h_of_scores = h_of_rows[:, None]
+        head = load_head(bias_ptr, alibi_slopes_ptr, b, h_of_scores, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        place = (len_q, len_kv, shift, b, h_of_scores)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-        rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
-                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
-            row_max = gl.maximum(row_max, sink)
-            row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
+                sink = gl.load(softmax_offset_ptr + h_of_rows).to(gl.float32) * LOG2E
+            if not META.HAS_MAX_LOGIT:  # the sink is none
+                row_max = gl.maximum(row_max, sink)
+                row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         if num_blocks > 0:
@@ -253,14 +293,15 @@ def _compute_partition(
             product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
             if META.TAKES_TURNS:
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+            column, is_full = key_block(num_blocks - 1, found, META)
+            drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            column, is_full = key_block(num_blocks - 1, found, META)
             columns = column + block_columns
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             loaded += 1
             for t in range(1, num_blocks):
                 slot = loaded % META.STAGES
@@ -275,9 +316,10 @@ def _compute_partition(
                 sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
                 if META.TAKES_TURNS:
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
                 columns = column + block_columns
                 s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
                 if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
@@ -287,11 +329,11 @@ def _compute_partition(
                     if META.HAS_RIGHT:
                         is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
                     if META.HAS_LEFT:
-                        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
+                        is_cut = is_cut | (column < first_row + META.BLOCK_M // GROUP - 1 + shift - window_left)
                     if is_cut:
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
                 pairs = new_pairs
@@ -309,16 +351,26 @@ def _compute_partition(
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not META.OUT_IN_Q:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
+        if META.HAS_MAX_LOGIT:
+            of_head = max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
+            gl.atomic_max(of_head, row_max * LN2, mask=rows < len_q, sem="relaxed")
+            if META.HAS_SINK:
+                seen = row_max
+                row_max = gl.maximum(row_max, sink)
+                origin = gl.where(row_max == float("-inf"), 0.0, row_max)
+                decay = gl.exp2(seen - origin)
+                row_sum = row_sum * decay + gl.exp2(sink - origin)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+        lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
-        acc = acc * gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
+        rescale = scaled(1.0 / row_sum_or_1, draws, META)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)
         out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
         fence_async_shared()
-        row = first_row + CONSUMER * _ROWS
-        store_rows(out_descriptor, start_q + b * step_os, len_q, row, h + b * step_oh, 0, out_tile)
+        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -376,6 +428,10 @@ def _attn_fwd_hopper_kernel(
     stride_alibi_b,
     softcap,
     captures,
+    rng_state_ptr,
+    dropout_threshold,
+    keep_scale,
+    max_logit_ptr,  # or None; [h], -inf before
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -424,11 +480,13 @@ def _attn_fwd_hopper_kernel(
     common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
     mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
+    dropout = (rng_state_ptr, dropout_threshold, keep_scale, 0)
+    outputs = (lse_ptr, max_logit_ptr)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
                 (_load_partition, (common, META)),
             ],
             [4, 1],
@@ -438,34 +496,37 @@ def _attn_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_load_partition, (common, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 2, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 2, MODS, META)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
         )
 
 
-def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> str | None:
+def refusal(problem: Problem, out: Tensor) -> str | None:
     """None if the kernel runs this problem, else why the portable one does."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
-    for has, name in (
-        (x.dropout_p > 0, "dropout"),
-        (return_max_logit, "max_logit"),
-        (x.softmax_scale == 0, "a softmax_scale of 0"),
-    ):
-        if has:
-            return f"it does not do {name} yet"
+    if x.softmax_scale == 0:
+        return "it does not do a softmax_scale of 0"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
     error = next((error for error in errors if error), None)
-    return error or block_mask_error(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)[2:4])
+    return error or block_mask_error(x, tile_of(x)[2:4])
+
+
+def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
+    """How many query heads of one key head share a tile: a power of two, above 1 where the queries leave half of it empty."""
+    x = problem
+    if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
+        return 1
+    return min(x.group_size & -x.group_size, _ROWS.value)
 
 
 def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
@@ -478,37 +539,78 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
-    """Whether the problem is long enough for its row, and for what the launch costs the host."""
+def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
+    """None if the problem is long enough for its row, and for what the launch costs the host, else what it lacks."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
-        shortest, share = tile.loaded_from, 1.0
+        field, share = "loaded_from", 1.0
     elif x.is_modified:
-        shortest, share = tile.modified_from, 1.0 if x.window_right is None else 0.5
+        field, share = "modified_from", 1.0 if x.window_right is None else 0.5
     elif x.window_left is not None:
-        shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
+        field, share = "windowed_from", min(1.0, (x.window_left + 1) / x.longest_kv)
     elif x.window_right is not None:
-        shortest, share = tile.causal_from, 0.5
+        field, share = "causal_from", 0.5
     else:
-        shortest, share = tile.open_from, 1.0
+        field, share = "open_from", 1.0
+    longest = max(x.longest_q, x.longest_kv)
+    needed = {field: getattr(tile, field)}
+    if x.dropout_p > 0:
+        head_dim = tile.head_dim if isinstance(tile, HopperOnePassTile) else tile.head_dim_qk
+        own = needed if field not in ("open_from", "causal_from") else {}
+        needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
+    for name, shortest in needed.items():
+        if longest < shortest:
+            least = "no length" if shortest == NEVER else f"{shortest} tokens"
+            return f"{name} of its row is {least}, and the longest sequence has {longest}"
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
-    return max(x.longest_q, x.longest_kv) >= shortest and flops >= HOPPER_FLOPS
+    return None if flops >= HOPPER_FLOPS else "there is too little work for what the launch costs the host"
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those that were measured to be faster here than with the portable kernel, else why not."""
+    x, tile = problem, tile_of(problem)
+    if heads_of_a_tile(x, tile) == 1 or x.is_modified or x.dropout_p > 0:
+        return objection_by_row(x, tile)
+    shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
+    if x.longest_kv < shortest:
+        return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
+    size = (x.k.numel() + x.v.numel()) * x.k.element_size()
+    return None if size >= HOPPER_BYTES else "there is too little to load for what the launch costs the host"
+
+
+def too_few_keys(problem: Problem, keys: int) -> str | None:
+    """None if programs of so many keys each are at least as many as the device has multiprocessors."""
     x = problem
-    return is_measured(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified))
+    programs = x.k.numel() // x.k.shape[-1] // keys
+    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
 
 
-def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None) -> None:
-    """`forward.attention_forward` for a problem that `refusal` has no objection to."""
+def tile_of(problem: Problem) -> HopperTile:
+    """The committed one; what is drawn for dropout needs registers as modified scores do."""
     x = problem
-    tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified or x.dropout_p > 0)
+
+
+def hopper_forward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    max_logit: Tensor | None = None,
+    tile: HopperTile | None = None,
+    group: int | None = None,
+) -> None:
+    """`forward.attention_forward` for a problem that `refusal` has no objection to.
+
+    group: query heads of a tile; None: `heads_of_a_tile`.
+    """
+    x = problem
+    tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
-    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    group = heads_of_a_tile(x, tile) if group is None else group
+    queries = tile.block_m // group
+    blocks = triton.cdiv(x.longest_q, queries)
     group_bytes = x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * x.q.element_size()
     meta = ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
@@ -520,7 +622,10 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         HAS_RIGHT=x.window_right is not None,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
+        HAS_DROPOUT=x.dropout_p > 0,
+        HAS_MAX_LOGIT=max_logit is not None,
         **x.score_meta(),
+        GROUP=group,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         QK0=qk0,
@@ -534,20 +639,23 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)
-    rows = (_ROWS.value, tile.block_n, tile.block_n, _ROWS.value)
-    descriptors = [ragged_descriptor(t, r, width) for t, r, width in zip(tensors, rows, widths, strict=True)]
+    own, keys = (_ROWS.value // group, group), (tile.block_n, 1)
+    boxes = (own, keys, keys, own)
+    descriptors = [ragged_descriptor(t, r, width, h) for t, (r, h), width in zip(tensors, boxes, widths, strict=True)]
     if qk1:
-        descriptors += [ragged_descriptor(t, r, qk1) for t, r in ((x.q, rows[0]), (x.k, rows[1]))]
+        descriptors += [ragged_descriptor(t, r, qk1, h) for t, (r, h) in ((x.q, own), (x.k, keys))]
     else:
         descriptors += descriptors[:2]
     if has_lengths:
-        table = work_table(x, tile.block_m, "q")
+        table = work_table(x, queries, "q")
         zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
+    if max_logit is not None:
+        max_logit.fill_(float("-inf"))
     launch(
         _attn_fwd_hopper_kernel,
-        min(num_processors(out.device), blocks * x.batch * x.num_heads),
+        min(num_processors(out.device), blocks * x.batch * x.num_heads // group),
         out.device,
         Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
         (
@@ -564,7 +672,7 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             x.num_heads,
             x.group_size,
             blocks,
-            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size),
+            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size) // group,
             x.q.shape[-3],
             x.k.shape[-3],
             x.longest_q,
@@ -573,6 +681,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             int(x.bottom_right),
             *batch_steps_of(*tensors),
             *x.score_arguments(),
+            *x.dropout_arguments(),
+            max_logit,
             *x.list_arguments("kv"),
             x.mods,
             meta,

@@ -683,10 +683,10 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     return descriptor_error("out", out) or block_mask_error(x, (_QUERIES, _KEYS))
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those where this is faster than others: where `hopper_one_pass` is in a half type, which after a
-    dequantisation is slower than this."""
-    return hopper_one_pass.is_faster(problem)
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those where this is faster than others, else why not: where `hopper_one_pass` is in a half type,
+    which after a dequantisation is slower than this."""
+    return hopper_one_pass.objection(problem)
 
 
 def fp8_one_pass_backward(

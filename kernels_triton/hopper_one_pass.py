@@ -40,7 +40,8 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch
 from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
@@ -55,6 +56,7 @@ _LAST = gl.constexpr(13)
 _STAGES = gl.constexpr(2)  # of q, of dout and of dq in shared memory
 _FAR = gl.constexpr(2**30)
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
+_TOO_WIDE = "its accumulators hold head dims up to 128"
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
 
@@ -76,6 +78,7 @@ class OnePassMeta(NamedTuple):
     IS_FP32: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
+    HAS_DROPOUT: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
     BLOCK_M: int
@@ -215,7 +218,7 @@ def _compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, dropout, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -236,6 +239,7 @@ def _compute(
         uncut_from = own_row + _ROWS - 1 - shift - window_right
     uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
     # dq of a turn is computed in the next one, so that its product runs under that one's exp; before the first there is none.
+    draws = dropout_state(dropout, META)
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
@@ -259,6 +263,7 @@ def _compute(
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
+        drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
@@ -271,7 +276,7 @@ def _compute(
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
-        p16 = gl.convert_layout(p.to(DTYPE), LEFT)
+        p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
@@ -284,7 +289,7 @@ def _compute(
         dp = warpgroup_mma_wait(0, deps=[dp])
         if META.DOUT_APART:
             mbarrier.arrive(dout_empty.index(slot), count=1)
-        dlogit = p * (dp + minus_delta[None, :])
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
@@ -307,7 +312,7 @@ def _compute(
         _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -361,6 +366,9 @@ def _attn_bwd_one_pass_hopper_kernel(
     stride_alibi_b,
     softcap,
     captures,
+    rng_state_ptr,
+    dropout_threshold,
+    keep_scale,
     block_counts_ptr,  # of the block mask, the lists of query blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -428,7 +436,8 @@ def _attn_bwd_one_pass_hopper_kernel(
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    dropout = (rng_state_ptr, dropout_threshold, keep_scale, b * num_heads)
+    common = (first_row, window_left, window_right, scores, bias, dropout, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
             (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
@@ -487,19 +496,21 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """None if the kernel runs this problem's backward, else why others do."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return "its accumulators hold head dims up to 128"
+        return _TOO_WIDE
     return hopper_backward.refusal(x, out, dout)
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured to be faster here than with the other kernels."""
+def objection(problem: Problem) -> str | None:
+    """None if a problem is one of those that were measured to be faster here than with the other kernels, else why not."""
     x = problem
-    is_narrow = x.window_left is not None and x.window_left < _NARROWEST - 1
-    if x.bias is not None or is_narrow or max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return False
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return _TOO_WIDE
+    if x.bias is not None:
+        return "it was not measured with a bias"
+    if x.window_left is not None and x.window_left < _NARROWEST - 1:
+        return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
     tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
-    tokens_kv = x.k.numel() // x.k.shape[-1]
-    return tokens_kv >= _KEYS * num_processors(x.device) and hopper_forward.is_measured(x, tile)
+    return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
 
 
 def one_pass_backward(
@@ -537,6 +548,7 @@ def one_pass_backward(
         HAS_LEFT=x.window_left is not None,
         HAS_RIGHT=x.window_right is not None,
         **x.score_meta(),
+        HAS_DROPOUT=x.dropout_p > 0,
         BLOCK_M=size,
         BLOCK_N=_KEYS,
         DIM=dim,
@@ -558,6 +570,7 @@ def one_pass_backward(
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
             *batch_steps_of(x.q, dout, x.k, x.v, dk, dv),
             *x.score_arguments(),
+            *x.dropout_arguments(),
             *x.list_arguments("q"),
             x.mods,
             meta,

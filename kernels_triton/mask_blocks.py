@@ -88,8 +88,11 @@ def _mask_blocks_kernel(
     tl.store(full_counts_ptr + pid, full_count)
 
 
-def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward"]) -> Problem:
-    """The problem with the block mask that its mask_mod says, where that can hide blocks; else the problem."""
+def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
+    """The problem with the block mask that its mask_mod says, where that can hide blocks; else the problem.
+
+    direction: what reads the lists: a backward in one pass needs those of queries alone (`with_key_lists` adds the others).
+    """
     x = problem
     if x.mods is None or x.mods.mask_of_block is None or x.block_mask is not None or x.batch == 0:
         return problem
@@ -101,11 +104,24 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward"]
     rows, columns = triton.cdiv(x.longest_q, BLOCK), triton.cdiv(x.longest_kv, BLOCK)
     if 4 * batch * heads * rows * columns > _MOST_ENTRIES:
         return problem
-    of_keys = _lists(x, batch, heads, rows, columns, of_queries=False)
+    of_keys: tuple[Any, ...] = (None, None, None, None)
     of_queries: tuple[Any, ...] = (None, None, None, None)
-    if direction == "backward":
+    if direction != "one pass":
+        of_keys = _lists(x, batch, heads, rows, columns, of_queries=False)
+    if direction != "forward":
         of_queries = _lists(x, batch, heads, columns, rows, of_queries=True)
     return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK))
+
+
+def with_key_lists(problem: Problem) -> Problem:
+    """The problem with the lists of keys too, where it has a block mask without them."""
+    mask = problem.block_mask
+    if mask is None or mask.kv_num_blocks is not None:
+        return problem
+    assert mask.q_num_blocks is not None
+    batch, heads, columns = mask.q_num_blocks.shape
+    of_keys = _lists(problem, batch, heads, triton.cdiv(problem.longest_q, BLOCK), columns, of_queries=False)
+    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *mask[4:]))
 
 
 def _lists(x: Problem, batch: int, heads: int, rows: int, columns: int, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

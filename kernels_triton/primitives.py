@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+DROPOUT_ROUNDS = tl.constexpr(7)  # of Philox4x32: the fewest that pass BigCrush (Salmon and others, SC 2011, table 2)
 FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
 
 
@@ -378,73 +379,6 @@ def visible_range(
 
 
 @triton.jit
-def blocks_before(pointer, count, bound, SIZE: tl.constexpr):
-    # How many of `count` ascending blocks of SIZE begin before `bound`, which most often is after all of them.
-    low = count * 0
-    high = count
-    while low < high:
-        middle = tl.where((low == 0) & (high == count), high - 1, (low + high) // 2)
-        is_before = tl.load(pointer + middle) * SIZE < bound
-        low = tl.where(is_before, middle + 1, low)
-        high = tl.where(is_before, high, middle)
-    return low
-
-
-@triton.jit
-def load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr):
-    # (where the blocks of a row's list begin that have something of begin .. end, how many they are); end is at most the length
-    pointer = indices_ptr + tl.cast(row, tl.int64) * list_length
-    count = blocks_before(pointer, tl.load(counts_ptr + row), end, SIZE)
-    if HAS_BEFORE:
-        skipped = blocks_before(pointer, count, begin - SIZE + 1, SIZE)
-        pointer += skipped
-        count -= skipped
-    return pointer, count
-
-
-@triton.jit
-def load_block_lists(
-    counts_ptr,
-    indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    row,
-    list_length,
-    begin,
-    full_begin,
-    full_end,
-    end,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-):
-    # With what `visible_range` says: the list of masked blocks and their number, the list of the full ones and which of these,
-    # from the first to the last, neither the band nor the end cuts; and the number of tiles in all others, and in these.
-    sides = (row, list_length, begin, end)
-    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE)
-    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE)
-    last = blocks_before(full_ptr, num_full, full_end - SIZE + 1, SIZE)
-    first = last * 0
-    if HAS_BEFORE:
-        first = blocks_before(full_ptr, last, full_begin, SIZE)
-    tiles: tl.constexpr = SIZE // BLOCK
-    return masked_ptr, num_masked, full_ptr, first, last, (num_masked + num_full - last + first) * tiles, (last - first) * tiles
-
-
-@triton.jit
-def listed_tile(t, masked_ptr, num_masked, full_ptr, skip_from, skipped, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # (where tile t begins, whether its block is full), counting first the masked blocks, then the full ones but `skipped` of them
-    # from skip_from on.
-    tiles: tl.constexpr = SIZE // BLOCK
-    block = t // tiles
-    is_full = block >= num_masked
-    place = block - num_masked
-    place += tl.where(place >= skip_from, skipped, 0)
-    pointer = tl.where(is_full, full_ptr + place, masked_ptr + block)
-    return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full
-
-
-@triton.jit
 def visible_keys(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
     # For a tile [queries, keys]. The bounds are found per query, so that an element costs one comparison a side.
     last = len_kv - 1
@@ -541,17 +475,19 @@ def logits(
 
 @triton.jit
 def dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META: tl.constexpr):
-    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 4, i, b_h, offset), its four words for four neighbouring columns.
+    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 8, i, b_h, offset), a half of its four words for each of eight neighbouring
+    # columns. A lower half is shifted up; an upper one is compared with what is below it, which changes nothing.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     seed = tl.load(rng_state_ptr)
     offset = tl.load(rng_state_ptr + 1)
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    c0 = zero + (first_column // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
+    c0 = zero + (first_column // 8 + tl.arange(0, BLOCK_N // 8))[None, :]
     c1 = zero + (first_row + tl.arange(0, BLOCK_M))[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32))
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 4, 2, 2], the last two in column order
-    return tl.reshape(words, [BLOCK_M, BLOCK_N]) >= dropout_threshold.to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32), n_rounds=DROPOUT_ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 8, 2, 2], the last two in column order
+    halves = tl.join(words << 16, words)
+    return tl.reshape(halves, [BLOCK_M, BLOCK_N]) >= dropout_threshold.to(tl.uint32, bitcast=True)
 
 
 @triton.jit

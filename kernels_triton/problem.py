@@ -36,16 +36,23 @@ class BlockLists(NamedTuple):
     block in the full lists is seen whole, one in the others as far as the mask_mod says; in neither, not at all.
     """
 
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
+    kv_num_blocks: Tensor | None  # None: not made, as a backward in one pass reads the others alone
+    kv_indices: Tensor | None
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
     q_num_blocks: Tensor | None  # the other way round, which only a backward reads
     q_indices: Tensor | None
     full_q_num_blocks: Tensor | None
     full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
+
+    @property
+    def heads(self) -> int:
+        """That have lists of their own, or 1."""
+        counts = self.q_num_blocks if self.kv_num_blocks is None else self.kv_num_blocks
+        assert counts is not None
+        return counts.shape[1]
 
     def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
@@ -57,10 +64,12 @@ class BlockLists(NamedTuple):
 
     def kinds(self) -> Tensor:
         """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        assert self.kv_indices is not None
         columns = self.kv_indices.shape[-1]
         kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
         place = torch.arange(columns, device=kinds.device)
         for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
+            assert counts is not None
             kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
         return kinds[..., :columns].contiguous()
 
@@ -272,6 +281,11 @@ class Problem:
         slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
         return (self.bias, *bias_strides, self.alibi_slopes, slopes_stride, float(self.softcap), self.captures)
 
+    def dropout_arguments(self) -> tuple[Any, ...]:
+        """The state of the random numbers, from what on one keeps its weight (32 bits, as an int32), what is kept times this."""
+        threshold = min(round(self.dropout_p * 2**16) << 16, 2**32 - 1)
+        return self.rng_state, threshold - 2**32 if threshold >= 2**31 else threshold, 1.0 / (1.0 - self.dropout_p)
+
     @property
     def has_block_scales(self) -> bool:
         return any(descale.shape[2] > 1 for descale in self.descales)
@@ -292,7 +306,7 @@ class Problem:
         blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
         """
         bias, stride_b, stride_h, stride_m, stride_n, slopes, slopes_stride, softcap, captures = self.score_arguments()
-        threshold = round(self.dropout_p * 2**32)
+        rng_state, threshold, keep_scale = self.dropout_arguments()
         return (
             self.q,
             self.k,
@@ -300,15 +314,15 @@ class Problem:
             bias,
             slopes,
             self.softmax_offset,
-            self.rng_state,
+            rng_state,
             self.cu_seqlens_q,
             self.cu_seqlens_kv,
             self.cu_seqlens_q_padded,
             self.cu_seqlens_kv_padded,
             float(self.softmax_scale),
             softcap,
-            1.0 / (1.0 - self.dropout_p),
-            threshold - 2**32 if threshold >= 2**31 else threshold,  # the same 32 bits as an int32
+            keep_scale,
+            threshold,
             self.batch,
             self.num_heads,
             self.group_size,

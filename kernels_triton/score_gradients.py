@@ -25,14 +25,20 @@ def bias_and_capture_gradients(
     """The part of `backward.attention_backward` that is left where other kernels made dq, dk and dv; not for fp32."""
     if dbias is not None or dcaptures:
         statistics = row_statistics(problem, out, lse, dout, dlse, None)
-        score_gradients(problem, statistics, dout, dbias, dcaptures, deterministic)
+        score_gradients(problem, statistics, dout, dlse, dbias, dcaptures, deterministic)
 
 
 def score_gradients(
-    problem: Problem, statistics: Tensor, dout: Tensor, dbias: Tensor | None, dcaptures: Sequence[Tensor], deterministic: bool
+    problem: Problem,
+    statistics: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dbias: Tensor | None,
+    dcaptures: Sequence[Tensor],
+    deterministic: bool,
 ) -> None:
     """Write dbias, unless it is None, and dcaptures, from the statistics that the dq kernel wrote."""
     if dbias is not None:
-        bias_gradient(problem, statistics, dout, dbias)
+        bias_gradient(problem, statistics, dout, dlse, dbias)
     if dcaptures:
         capture_gradients(problem, statistics, dout, dcaptures, deterministic)

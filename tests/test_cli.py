@@ -40,7 +40,7 @@ def test_explain_describes_the_call_that_was_asked_about(capsys):
         "bshd, bfloat16, 32 heads over 8, head dim 128, up to 4096 x 4096 tokens, band (128, 0) on the top-left diagonal, "
         "cuda sm_90; backend='auto'"
     )
-    assert [line for line in rest[1:] if not line.startswith(" ")] == ["forward: triton", "backward: triton"]
+    assert [line for line in rest[1:] if not line.startswith(" ")] == ["forward: triton (portable)", "backward: triton (portable)"]
     assert rest[0].startswith("with torch ")
 
 
@@ -223,3 +223,32 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
     with pytest.raises(SystemExit):
         command_line.main(["explain", "--q", "2,64,4,32", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--q 2,16384,16,128 --mask causal", ["forward: triton (sm_90)", "backward: triton (sm_90 one pass)", "  sm_90: measured"]),
+        (
+            "--q 2,16384,16,128 --mask causal --deterministic",
+            ["backward: triton (sm_90 split)", "one pass: its dq does not repeat"],
+        ),
+        ("--q 2,16384,16,128 --window 99,0", ["forward: triton (portable)", "  not sm_90 one pass: windows of fewer than 1024"]),
+        ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),
+        ("--q 2,64,16,128", ["not sm_90: open_from of its row is 512 tokens, and the longest sequence has 64", "too few for this"]),
+        ("--q 2,16384,16,128 --capability 8.0", ["(portable)", "portable: those of sm_90 need compute capability 9.0"]),
+    ],
+)
+def test_explain_names_the_kernels(arguments: str, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flexattn.kernels_triton import interpreter
+
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    text = explained(capsys, "--capability", "9.0", "--backend", "triton", *arguments.split())
+    for part in said:
+        assert part in text
+
+
+def test_explain_of_a_spec_names_no_kernels() -> None:
+    explanation = flexattn.explain(**calls()[0])
+    assert flexattn.explain(explanation.spec, backend="triton").forward_kernels is None

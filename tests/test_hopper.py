@@ -49,8 +49,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
-    """The kernels' launches by name, as they would be on the device."""
+def launches_of(
+    head_dims: tuple[int, int], features: str, dtype: torch.dtype = torch.bfloat16, others: bool = False
+) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device; or those of the kernels beside them."""
     d_qk, d_v = head_dims
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 128, 4)
@@ -66,6 +68,8 @@ def launches_of(head_dims: tuple[int, int], features: str, dtype: torch.dtype = 
         backward_kernels.hopper_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
         if max(head_dims) <= 128:
             one_pass_kernels.one_pass_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+    if others:
+        return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
     names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
     short = [name.removesuffix("_hopper_kernel").split("_", 3)[-1] for name in names]
     return {s: x for s, name, x in zip(short, names, launches, strict=True) if "hopper" in name}
@@ -141,6 +145,13 @@ def test_compiled() -> None:
     check_compiled(SOME)
 
 
+def test_what_is_launched_beside_them_compiled() -> None:
+    launches = launches_of((128, 128), "everything", others=True)
+    assert {"_work_table_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
+    for name, report in zip(launches, compile_many([request_for(x, 90) for x in launches.values()]), strict=True):
+        assert report.spill_store_bytes == report.stack_bytes == 0, f"{name}: {report}"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_row_compiled(dtype: torch.dtype) -> None:
@@ -156,7 +167,6 @@ def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype =
     ("more", "reason"),
     [
         ({"dtype": torch.float32}, "bf16 and fp16, not float32"),
-        ({"dropout_p": 0.1}, "dropout"),
         ({"softmax_scale": 0.0}, "softmax_scale of 0"),
         ({"shape": (2, 0, 16, 128)}, "nothing to load"),
     ],
@@ -169,7 +179,6 @@ def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkey
     assert refusal is not None
     assert reason in refusal
     assert forward_kernels.refusal(problem_of(), problem_of().q) is None
-    assert "max_logit" in str(forward_kernels.refusal(problem_of(), problem_of().q, return_max_logit=True))
     monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 100)
     assert "sm_90" in str(forward_kernels.refusal(problem_of(), problem_of().q))
 
@@ -194,35 +203,49 @@ def test_which_tensors_the_copy_engine_takes() -> None:
 
 
 def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backward_kernels, one_pass_kernels):
-        monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    assert forward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
-    assert forward_kernels.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
-    assert not forward_kernels.is_faster(problem_of((1, 1024, 2, 128)))  # too little work for what its launch costs
-    assert not forward_kernels.is_faster(problem_of((64, 256, 16, 128)))
-    assert forward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
-    assert not forward_kernels.is_faster(problem_of((8, 2048, 32, 64), window_right=0))
+    monkeypatch.setattr(forward_kernels, "num_processors", lambda device: 132)
+
+    def faster(kernels: Any, problem: Problem) -> bool:
+        return kernels.objection(problem) is None
+
+    assert faster(forward_kernels, problem_of((16, 1024, 16, 128)))
+    assert faster(forward_kernels, problem_of((16, 1024, 16, 128), window_right=0))
+    assert not faster(forward_kernels, problem_of((1, 1024, 2, 128)))  # too little work for what its launch costs
+    assert not faster(forward_kernels, problem_of((64, 256, 16, 128)))
+    assert faster(forward_kernels, problem_of((8, 2048, 32, 64)))
+    assert not faster(forward_kernels, problem_of((8, 2048, 32, 64), window_right=0))
     window = {"window_left": 1023, "window_right": 0}
-    assert forward_kernels.is_faster(problem_of((2, 8192, 16, 128), **window))
-    assert not forward_kernels.is_faster(problem_of((2, 4096, 16, 128), **window))
-    assert not forward_kernels.is_faster(problem_of((4, 8192, 32, 64), **window))
-    assert backward_kernels.is_faster(problem_of((16, 1024, 16, 128)))
-    assert not backward_kernels.is_faster(problem_of((1, 65536, 1, 32)))
-    assert not backward_kernels.is_faster(problem_of((8, 2048, 32, 64)))
-    assert one_pass_kernels.is_faster(problem_of((4, 4096, 32, 64)))
-    assert not one_pass_kernels.is_faster(problem_of((8, 2048, 32, 64)))
-    assert one_pass_kernels.is_faster(problem_of((16, 1024, 16, 128), window_right=0))
-    assert not one_pass_kernels.is_faster(problem_of((64, 256, 16, 128)))
-    assert not one_pass_kernels.is_faster(problem_of((1, 8192, 2, 128)))  # too few programs
-    assert not one_pass_kernels.is_faster(problem_of((2, 4096, 16, 136)))
-    assert one_pass_kernels.is_faster(problem_of((2, 4096, 16, 128), **window))
-    assert not one_pass_kernels.is_faster(problem_of((2, 4096, 16, 128), window_left=255, window_right=0))
+    assert faster(forward_kernels, problem_of((2, 8192, 16, 128), **window))
+    assert not faster(forward_kernels, problem_of((2, 4096, 16, 128), **window))
+    assert not faster(forward_kernels, problem_of((4, 8192, 32, 64), **window))
+    assert faster(backward_kernels, problem_of((16, 1024, 16, 128)))
+    assert not faster(backward_kernels, problem_of((1, 65536, 1, 32)))
+    assert not faster(backward_kernels, problem_of((8, 2048, 32, 64)))
+    assert faster(one_pass_kernels, problem_of((4, 4096, 32, 64)))
+    assert not faster(one_pass_kernels, problem_of((8, 2048, 32, 64)))
+    assert faster(one_pass_kernels, problem_of((16, 1024, 16, 128), window_right=0))
+    assert not faster(one_pass_kernels, problem_of((64, 256, 16, 128)))
+    assert not faster(one_pass_kernels, problem_of((1, 8192, 2, 128)))  # too few programs
+    assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 136)))
+    assert faster(one_pass_kernels, problem_of((2, 4096, 16, 128), **window))
+    assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 128), window_left=255, window_right=0))
     for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
         for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
             modified = problem_of((8, 4096, 16, dim), window_right=0, **more)
-            assert forward_kernels.is_faster(modified) == in_forward
-            assert backward_kernels.is_faster(modified)
-            assert one_pass_kernels.is_faster(modified) == ("bias" not in more)
+            assert faster(forward_kernels, modified) == in_forward
+            assert faster(backward_kernels, modified)
+            assert faster(one_pass_kernels, modified) == ("bias" not in more)
+    dropout = {"dropout_p": 0.1, "window_right": 0}
+    assert faster(forward_kernels, problem_of((8, 2048, 32, 64), **dropout))  # which is not faster without
+    assert one_pass_kernels.objection(problem_of((8, 2048, 32, 64), **dropout)) is None
+    assert not faster(forward_kernels, problem_of((64, 256, 16, 128), **dropout))
+    assert not faster(backward_kernels, problem_of((8, 2048, 16, 256), **dropout))
+    assert not faster(forward_kernels, problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
+    k = torch.empty((64, 2048, 8, 128), dtype=torch.bfloat16, device="meta")
+    for queries, heads, keys, share in ((1, 32, 2048, True), (64, 32, 2048, True), (1, 8, 2048, False), (1, 32, 512, False)):
+        q = torch.empty((64, queries, heads, 128), dtype=torch.bfloat16, device="meta")
+        assert faster(forward_kernels, Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
+    assert not faster(forward_kernels, Problem(q[:2], k[:2], k[:2], softmax_scale=0.1))  # too little to load
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
@@ -236,9 +259,9 @@ def test_one_pass_is_for_what_need_not_repeat(wish: str, deterministic: bool, ch
     """Where both kernels are refused nothing, and the split ones alone are measured to be faster."""
     seen = []
     monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: wish)
-    for module, name, is_faster in ((one_pass_kernels, "one_pass", False), (backward_kernels, "hopper", True)):
+    for module, name, objection in ((one_pass_kernels, "one_pass", "it is slower"), (backward_kernels, "hopper", None)):
         monkeypatch.setattr(module, "refusal", lambda *_: None)
-        monkeypatch.setattr(module, "is_faster", lambda *_, is_faster=is_faster: is_faster)
+        monkeypatch.setattr(module, "objection", lambda *_, objection=objection: objection)
         label = name.replace("hopper", "split").replace("_", " ")
         monkeypatch.setattr(module, f"{name}_backward", lambda *_, label=label: seen.append(label))
     spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)

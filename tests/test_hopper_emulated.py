@@ -15,6 +15,7 @@ import torch
 
 from flexattn import emulator
 from flexattn.bench import play
+from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
@@ -143,8 +144,8 @@ PLANTED = {
     ),
     "forward: out is stored without a fence": (
         "hopper_forward",
-        "        fence_async_shared()\n        row = first_row + CONSUMER * _ROWS\n",
-        "        row = first_row + CONSUMER * _ROWS\n",
+        "        fence_async_shared()\n        store_rows(out_descriptor",
+        "        store_rows(out_descriptor",
     ),
     "forward: the loader waits for the wrong phase of k": (
         "hopper_forward",
@@ -174,8 +175,8 @@ PLANTED = {
     ),
     "dk and dv: the gradients are stored without a fence": (
         "hopper_backward",
-        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))\n    fence_async_shared()\n",
-        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))\n",
+        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n    fence_async_shared()\n",
+        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n",
     ),
     "one pass: q is read before it has come": (
         "hopper_one_pass",
@@ -251,11 +252,15 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
 
 @without_gpu
 def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    for kernel in ("forward", "dkdv"):
+    for kernel in KERNELS_PLAYED:
         assert play.main([kernel, "--emulate", "--shape", "gpt-oss-window-s8192", "--seeds", "2"]) == 0
         said = capsys.readouterr().out
-        assert "hopper_kernel on " in said
+        assert f"{KERNELS_PLAYED[kernel]} on " in said
         assert said.rstrip().endswith("clean")
+    with pytest.raises(SystemExit):
+        play.main(["one-pass", "--emulate", "--shape", "sweep-d256-causal-s512"])
+    with pytest.raises(SystemExit):
+        play.main(["one-pass"])
 
 
 def test_play_emulates_ones_own_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

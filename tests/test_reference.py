@@ -73,13 +73,14 @@ def test_philox_is_tritons(device: str) -> None:
 
 def test_dropout_keep_follows_its_definition(device: str) -> None:
     seed, offset, dropout_p, heads = -3, 2**32 + 9, 0.4, 3
-    rows, cols = range(2, 5), range(6, 13)  # ends that are no multiples of the four words of a counter
+    rows, cols = range(2, 5), range(6, 21)  # ends that are no multiples of the eight halves of a counter's words
     keep = dropout_keep(torch.tensor([seed, offset], device=device), dropout_p, torch.arange(heads, device=device), rows, cols)
     assert keep.shape == (heads, len(rows), len(cols))
     key = (torch.tensor(seed % 2**32), torch.tensor((seed % 2**64) >> 32))
     for bh, i, j in product(range(heads), rows, cols):
-        words = philox4x32(key, (torch.tensor(j // 4), torch.tensor(i), torch.tensor(bh), torch.tensor(offset % 2**32)))
-        assert bool(keep[bh, i - rows.start, j - cols.start]) == (int(words[j % 4]) >= round(dropout_p * 2**32))
+        words = philox4x32(key, (torch.tensor(j // 8), torch.tensor(i), torch.tensor(bh), torch.tensor(offset % 2**32)), 7)
+        half = int(words[j % 8 // 2]) >> 16 * (j % 2) & 0xFFFF
+        assert bool(keep[bh, i - rows.start, j - cols.start]) == (half >= round(dropout_p * 2**16))
 
 
 def test_dropout_keeps_the_right_share() -> None:

@@ -141,6 +141,16 @@ def test_bias(spans: tuple[bool, ...], kind: str, device: str) -> None:
     check({"bias_type": kind, "bias": bias, "softcap": 5.0}, device, lengths_q=[sq, sq], lengths_kv=[skv, skv])
 
 
+@pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 4, 40, 1)], ids=str)
+def test_bias_that_is_one_number_a_row(shape: tuple[int, ...], softmax_type: str, kind: str, device: str) -> None:
+    """Its gradient is all but 0, and what plain sums of half types make of it is no measure."""
+    bias = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(3)).bfloat16()
+    call = {"bias_type": kind, "bias": bias, "attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type}
+    check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(40, 9), lengths_kv=lengths(7, 60), dtype=torch.bfloat16)
+
+
 def test_bias_of_ragged_sequences_in_a_view(device: str) -> None:
     q_lengths, kv_lengths = lengths(40, 9), lengths(7, 60)
     larger = torch.full((1, 4, max(kv_lengths), 2 * max(q_lengths)), float("nan"), dtype=torch.bfloat16, device=device)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import _layouts as layouts
 from flexattn.emulator import context
 from flexattn.emulator.dtypes import Array, DType, round_to, to_bits
 from flexattn.emulator.report import GluonError
-from flexattn.emulator.values import Tensor, common_layout, scalar, unary
+from flexattn.emulator.values import Tensor, binary, common_layout, scalar, unary, where
 
 _BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 
@@ -38,6 +38,16 @@ def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: unary(function, x)
 
 
+def _wide_product(a: Any, b: Any) -> tuple[Any, Any]:
+    """The lower and the upper word of a product of two uint32."""
+    product = (a if isinstance(a, Tensor) else scalar(a)).to(tl.uint64) * scalar(b).to(tl.uint64)
+    return product.to(tl.uint32), (product >> 32).to(tl.uint32)
+
+
+def _choice(x: Tensor, bits: Tensor, mask: Tensor) -> Any:
+    return where(binary("ne", binary("and", bits, mask), 0), x, 0.0)
+
+
 def _cvt_to_fp8(name: str) -> re.Pattern[str]:
     cvt = rf"cvt\.rn\.satfinite\.{name}x2\.f32"
     return re.compile(
@@ -54,6 +64,8 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"^\s*cvt\.rn\.f16x2\.f32 \$0, \$2, \$1;\s*$"), _packed_cvt(tl.float16)),
     (_cvt_to_fp8("e4m3"), _packed_cvt(tl.float8e4nv)),
     (_cvt_to_fp8("e5m2"), _packed_cvt(tl.float8e5)),
+    (re.compile(r"^\{ \.reg \.b64 p; mul\.wide\.u32 p, \$2, \$3; mov\.b64 \{\$0, \$1\}, p; \}$"), _wide_product),
+    (re.compile(r"and\.b32 b, \$2, \$3; setp\.ne\.b32 p, b, 0; selp\.f32 \$0, \$1, 0f00000000, p; \}$"), _choice),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
     (re.compile(r"^\s*mov\.[bf]32 \$0, \$1;\s*$"), lambda x: x),
 ]
