@@ -11,7 +11,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.primitives import listed_tile, load_block_list, load_head, load_sequence, logits
+from flexattn.kernels_triton.primitives import behind, listed_tile, load_block_list, load_head, load_sequence, logits
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -318,6 +318,13 @@ def modified(qk, i, j, place, scores, head, MODS: gl.constexpr, META: gl.constex
         MODS,
         META,
     )
+
+
+@gluon.jit
+def scores_of_head(scores, values, META: gl.constexpr):
+    # `scores` with what the mods read of a head, `head_values`
+    softmax_scale, softcap, stride_bias_m, stride_bias_n, captures = scores
+    return softmax_scale, softcap, stride_bias_m, stride_bias_n, behind(captures, values, META)
 
 
 @gluon.jit

@@ -38,11 +38,12 @@ from flexattn.kernels_triton.hopper import (
     opaque_zero,
     query_block,
     ragged_descriptor,
+    scores_of_head,
     sequences,
     store_rows,
 )
 from flexattn.kernels_triton.launch import hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import load_head, through_mods
+from flexattn.kernels_triton.primitives import captures_of_head, head_values, load_head, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -339,6 +340,7 @@ def _attn_bwd_dq_hopper_kernel(
         (start_q + b * step_dqs, h + b * step_dqh),
     )
     head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    captures = captures_of_head(b, h, captures, MODS, META)
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     common = (first_row, window_left, window_right, scores, head, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
@@ -456,6 +458,7 @@ def _dkdv_compute(
     t = 0
     h = first_head
     head = head_of(bias, b, h, META)
+    values = head_values(b, h, captures, MODS, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -473,7 +476,8 @@ def _dkdv_compute(
         dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        own_scores = scores_of_head(scores, values, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -482,14 +486,14 @@ def _dkdv_compute(
                 is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         p16 = gl.convert_layout(p.to(DTYPE), P)
         sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
@@ -508,7 +512,9 @@ def _dkdv_compute(
         if t == num_blocks:
             t = 0
             h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            next_h = gl.minimum(h, first_head + group_size - 1)
+            head = head_of(bias, b, next_h, META)
+            values = head_values(b, next_h, captures, MODS, META)
     k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
@@ -557,6 +563,7 @@ def _dkdv_compute_columns(
     t = 0
     h = first_head
     head = head_of(bias, b, h, META)
+    values = head_values(b, h, captures, MODS, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -574,7 +581,8 @@ def _dkdv_compute_columns(
         minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        own_scores = scores_of_head(scores, values, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -583,7 +591,7 @@ def _dkdv_compute_columns(
                 is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
         buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
@@ -597,7 +605,7 @@ def _dkdv_compute_columns(
             part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
         dlogit = p * (dp + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(10, BOTH)
@@ -613,7 +621,9 @@ def _dkdv_compute_columns(
         if t == num_blocks:
             t = 0
             h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            next_h = gl.minimum(h, first_head + group_size - 1)
+            head = head_of(bias, b, next_h, META)
+            values = head_values(b, next_h, captures, MODS, META)
     k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
     fence_async_shared()

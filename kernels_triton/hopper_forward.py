@@ -47,7 +47,7 @@ from flexattn.kernels_triton.hopper import (
     unpack_pairs,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
+from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
@@ -233,7 +233,8 @@ def _compute_partition(
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h)
-        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+        own_captures = captures_of_head(b, h, captures, MODS, META)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
         rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
@@ -259,7 +260,7 @@ def _compute_partition(
             columns = column + block_columns
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
             pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
             loaded += 1
             for t in range(1, num_blocks):
@@ -290,7 +291,7 @@ def _compute_partition(
                         is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
                     if is_cut:
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
                 new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)

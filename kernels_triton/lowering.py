@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import linecache
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from flexattn.kernels_triton import interval_math, mod_math, primitives
+from flexattn.kernels_triton.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
@@ -36,7 +37,7 @@ _BOUNDS = {
     torch.int32: INT32,
     torch.bool: (0, 1),
 }
-_VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
+TABLE_ENTRIES = 7  # of the tuple of captures, behind them, for all tables of a mod: what `mod_math.diagonals_of_head` takes
 _RESERVED = {"tl", "triton", "mod_math", "interval_math", "captures"}
 
 
@@ -83,26 +84,75 @@ def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequenc
 def reads_tiles(graph: Graph | None) -> bool:
     """Whether a graph reads a capture once for each query and key, so that a tile of it lies beside the scores."""
     nodes = [] if graph is None else [node for node in graph.nodes if node.target is torch.ops.aten.index]
-    return any({"q_idx", "kv_idx"} <= _dependencies(node) for node in nodes)
+    return any({"q_idx", "kv_idx"} <= inputs_of(node) for node in nodes)
 
 
 def dependencies(graph: Graph | None) -> set[str]:
     """The names of the inputs that a graph's output depends on."""
-    return set() if graph is None else _dependencies(next(node for node in graph.nodes if node.op == "output"))
+    return set() if graph is None else inputs_of(next(node for node in graph.nodes if node.op == "output"))
 
 
-def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+def num_outputs(graph: Graph | None) -> int:
+    """Of a graph that has a list of them."""
+    return 0 if graph is None else len(next(node.args[0] for node in graph.nodes if node.op == "output"))
+
+
+def lower(
+    graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, behind: Behind | None = None
+) -> Any:
     """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
 
-    is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. Raises NotImplementedError
-    for an op that is not in `OPS`.
+    is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. behind: what the tuple of
+    captures has beside them. Raises NotImplementedError for an op that is not in `OPS`.
     """
-    return compile_named(name, _Lowering(graph, captures, is_fp32).source(name, arguments))
+    return compile_named(name, _Lowering(graph, captures, is_fp32, behind).source(name, arguments))
 
 
-def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+def lower_accumulation(
+    graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, behind: Behind | None = None
+) -> Any:
     """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
-    return compile_named("accumulate", _Lowering(graph, captures, is_fp32).source("accumulate", arguments, accumulates=True))
+    return compile_named("accumulate", _Lowering(graph, captures, is_fp32, behind).source("accumulate", arguments, accumulates=True))
+
+
+class Behind(NamedTuple):
+    """What lies behind the captures in the tuple that a mod's functions get, in this order: its tables, and values of the head."""
+
+    of_head: Any  # the Triton function (b, h, captures) -> the values, a tuple; None: there are none
+    inputs: dict[str, _Value]  # by the names that `hoisting` gave them
+
+
+def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layout], is_fp32: bool = True) -> Behind:
+    """From what `hoist` found for a head, and how many tables the functions read."""
+    start = sum(1 if layout.ndim < 0 else 1 + 2 * layout.ndim for layout in captures)
+    lowering = _Lowering(graph or Graph(), captures, is_fp32)
+    values = lowering.values()
+    inputs = {f"{HEAD}{n}": value for n, value in enumerate(values)}
+    results = [value.text for value in values]
+    for n in range(num_tables):
+        table = ", ".join(f"captures[{start + i}]" for i in range(TABLE_ENTRIES))
+        lowering.lines.append(f"keys{n}, queries{n} = mod_math.diagonals_of_head({n}, b, h, {table})")
+        inputs[f"{DIAGONAL}{n}"] = _Value(f"{len(results)}", "float")
+        results += [f"keys{n}", f"queries{n}"]
+    if not results:
+        return Behind(None, {})
+    first = start + (TABLE_ENTRIES if num_tables else 0)
+    for name, value in inputs.items():
+        if name.startswith(HEAD):
+            inputs[name] = value._replace(text=f"captures[{first + int(name.removeprefix(HEAD))}]")
+        else:
+            n = first + int(value.text)
+            inputs[name] = value._replace(text=f"mod_math.read_diagonal(captures[{n}], captures[{n + 1}], q_idx, kv_idx)")
+    source = lowering.function("of_head", ("b", "h"), [f"({', '.join(results)},)"])
+    return Behind(compile_named("of_head", source), inputs)
+
+
+def lower_of_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+    """A Triton function (b, h, distance, captures) -> a tuple of fp32 tiles: what `hoist` found to differ with the distance alone."""
+    lowering = _Lowering(graph, captures, is_fp32)
+    results = [lowering._as(value, "float", INT64).text for value in lowering.values()]
+    source = lowering.function("of_distance", ("b", "h", DISTANCE), [f"({', '.join(results)},)"])
+    return compile_named("of_distance", source)
 
 
 def compile_named(name: str, source: str) -> Any:
@@ -161,12 +211,13 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool) -> None:
+    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool, behind: Behind | None = None) -> None:
         self.graph = graph
+        self.behind = {} if behind is None else behind.inputs
         self.is_fp32 = is_fp32
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
-        self.values: dict[Node, _Value] = {}
+        self.values_of: dict[Node, _Value] = {}
         self.unpacked: set[str] = set()
         self.accumulated: set[str] = set()
         self.needed: set[Node] = set()
@@ -186,22 +237,36 @@ class _Lowering:
         if accumulates:
             self.accumulated = {[*self.captures][position] for position, _, _ in outputs[1:]}
         wanted = outputs[1:] if accumulates else (outputs[:1] if isinstance(outputs, (list, tuple)) else [outputs])
-        self.needed = _ancestors(x for x in tree_leaves(wanted) if isinstance(x, Node))
+        self.needed = ancestors(x for x in tree_leaves(wanted) if isinstance(x, Node))
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self.needed:
                 continue
             if node.op == "placeholder":
-                self.values[node] = self._input(node)
+                self.values_of[node] = self._input(node)
             elif node.op == "call_function":
-                self.values[node] = self._call(node)
+                self.values_of[node] = self._call(node)
             else:
                 if accumulates:
                     self._accumulate(outputs[1:])
                 else:
                     results.append(self._guarded(outputs[0]) if isinstance(outputs, (list, tuple)) else self._result(outputs))
+        return self.function(name, arguments, results, ("sums", "scales", "MODE: tl.constexpr") if accumulates else ())
+
+    def values(self) -> list[_Value]:
+        """The outputs of a graph that has a list of them; none of an empty graph."""
+        self.needed = set(self.graph.nodes)
+        outputs: Sequence[Node] = ()
+        for node in self.graph.nodes:
+            if node.op == "output":
+                outputs = node.args[0]
+            else:
+                self.values_of[node] = self._input(node) if node.op == "placeholder" else self._call(node)
+        return [self.values_of[node] for node in outputs]
+
+    def function(self, name: str, arguments: Sequence[str], results: Sequence[str], more: Sequence[str] = ()) -> str:
+        """The source of a function that has this one's lines."""
         given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
-        parameters = [given.get(argument, argument) for argument in arguments]
-        parameters += ["captures", *(("sums", "scales", "MODE: tl.constexpr") if accumulates else ())]
+        parameters = [*(given.get(argument, argument) for argument in arguments), "captures", *more]
         body = [*self.lines, *(f"return {result}" for result in results)]
         return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
 
@@ -220,7 +285,12 @@ class _Lowering:
                         self.lines.append(f"{part} = mod_math.read_size(captures[{layout.start + 1 + i}])")
             return _Value(text, "float" if layout.ndim < 0 else "pointer")
         kind = _kind(node.meta["dtype"])
-        return _Value(text, kind, POSITION)
+        if target in self.behind:
+            given = self.behind[target]
+            if node in self.needed:
+                self.lines.append(f"{text} = {given.text}" + (" != 0.0" if kind != given.kind else ""))
+            return _Value(text, kind, given.bounds)
+        return _Value(text, kind, (-POSITION[1], POSITION[1]) if target == DISTANCE else POSITION)
 
     def _result(self, first: Any) -> str:
         """The one output, as a tile of its own even where the graph ignores the score."""
@@ -229,7 +299,7 @@ class _Lowering:
         value = self._operand(first)
         if value.kind == "bool":
             return value.text
-        depends = _dependencies(first)
+        depends = inputs_of(first)
         return value.text if depends & {"score", "dscore"} else _whole_tile(value.text)
 
     def _guarded(self, gradient: Any) -> str:
@@ -239,7 +309,7 @@ class _Lowering:
 
     def _operand(self, x: Any) -> _Value:
         if isinstance(x, Node):
-            return self.values[x]
+            return self.values_of[x]
         if isinstance(x, bool):
             return _Value(str(int(x)), "bool", (int(x), int(x)), True)
         if isinstance(x, int):
@@ -275,7 +345,7 @@ class _Lowering:
         operands = self._promoted(op, kind, bounds, operands)
         if op == "tanh" and not self.is_fp32:
             lowered = _function("mod_math.tanh_in_half")
-        if op == "div" and isinstance(node.args[1], Node) and not _dependencies(node.args[1]) & _VARYING:
+        if op == "div" and isinstance(node.args[1], Node) and not inputs_of(node.args[1]) & VARYING:
             operands[1] = operands[1]._replace(text=f"(1.0 / {operands[1].text})")  # once for a whole tile, outside the loop
             op, lowered = "mul", OPS["mul"]
         text = lowered(kind, *operands)
@@ -353,7 +423,7 @@ class _Lowering:
             for dim, (text, _) in enumerate(texts):
                 wide = f"tl.cast({text}, tl.int64)" if layout.is_wide else text
                 offset = wide if dim == 0 else f"({offset}) * {pointer}_size{dim} + {wide}"
-            depends = set().union(*(_dependencies(i) for i in indices if isinstance(i, Node)))
+            depends = set().union(*(inputs_of(i) for i in indices if isinstance(i, Node)))
             over = f"{'q_idx' not in depends}, {'kv_idx' not in depends}"
             sums = wanted.index(position)
             addend = f"tl.where(dscore == 0.0, 0.0, {self._operand(value).text})"
@@ -403,18 +473,8 @@ class _Lowering:
         return self._assign(node, text, kind, bounds)
 
 
-def op_of(node: Node) -> str:
-    """The name of a node's op, of any overload."""
-    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dependencies(node: Node) -> set[str]:
-    """The names of the inputs that a node's value depends on."""
-    return {str(x.target) for x in _ancestors([node]) if x.op == "placeholder"}
 
 
 def is_finite(graph: Graph | None) -> bool:
@@ -427,7 +487,9 @@ def is_finite(graph: Graph | None) -> bool:
 
 
 def _is_finite(result: Node) -> bool:
-    for node in _ancestors([result]):
+    for node in ancestors([result]):
+        if node.op == "placeholder" and str(node.target).startswith(DIAGONAL):
+            return False
         op = None if node.op == "placeholder" else op_of(node)
         divisor = node.args[1] if op == "div" else None
         if op is None or op in _FINITE or not node.meta["dtype"].is_floating_point or _is_same_for_a_head(node):
@@ -438,19 +500,7 @@ def _is_finite(result: Node) -> bool:
 
 
 def _is_same_for_a_head(node: Any) -> bool:
-    return isinstance(node, Node) and not _dependencies(node) & _VARYING
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from."""
-    todo = list(nodes)
-    seen = set(todo)
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in seen:
-                seen.add(x)
-                todo.append(x)
-    return seen
+    return isinstance(node, Node) and not inputs_of(node) & VARYING
 
 
 def _bounds(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:

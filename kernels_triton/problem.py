@@ -17,12 +17,19 @@ _OPEN = 2**30  # a window side is cut to this, so that position + window stays i
 
 
 class Mods(NamedTuple):
-    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last."""
+    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last.
+
+    Those of a tile find behind the captures what `of_head` gives.
+    """
 
     score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
     gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
     accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
+    of_head: Any = None  # (b, h) -> a tuple of what the others read once for a head; None: nothing
+    of_distance: Any = None  # (b, h, distance) -> a tuple of what `diagonals` can tabulate; None: nothing, or it is tabulated
+    distance_depends_on: tuple[bool, bool] = (True, True)  # whether it differs by (b, h)
+    num_tables: int = 0
     mask_of_block: Any = None  # the same of all queries and keys of a block: (all are visible, any may be), as `intervals` makes it
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
     score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
@@ -137,6 +144,7 @@ class Problem:
     max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
     max_seqlen_kv: int = 0
     mods: Mods | None = None
+    mods_of_tables: Mods | None = None  # the same mods, reading tables; None: there is nothing to tabulate
     captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
     block_mask: BlockLists | None = None
     # Of q, k and v, and for a backward dout, in FP8: what they are to be multiplied with, fp32 [b | 1, h | 1, blocks | 1].
