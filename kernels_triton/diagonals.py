@@ -19,7 +19,7 @@ from flexattn.kernels_triton.problem import Problem
 
 _PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
 _FEWEST_SCORES = 2**24  # below, a launch more costs the host what the device saves
-_SCORES_OF_ENTRY = 64
+_SCORES_OF_ENTRY = 32
 _BLOCK = 1024
 _TILE = Tile(block_m=_BLOCK, block_n=1, num_warps=4, num_stages=1)
 
@@ -34,7 +34,7 @@ class DiagonalMeta(NamedTuple):
 @kernel
 def _diagonals_kernel(
     captures,
-    tables_ptr,  # fp32 [tables, 2, batch, heads, length]: as keys follow one another, and as queries do
+    tables_ptr,  # fp32 [tables, 2, batch, heads, 2, length]: as keys follow one another, and as queries do; two copies of each
     batch,
     heads,
     blocks,
@@ -52,8 +52,9 @@ def _diagonals_kernel(
     distance = tl.where(side == 0, middle_of_keys - at, at - middle_of_queries)
     values = MODS.of_distance(b, h, distance, captures)
     for n in tl.static_range(META.TABLES):
-        row = ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * length
-        tl.store(tables_ptr + row + at, values[n], mask=at < length)
+        row = tables_ptr + ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * (2 * length)
+        tl.store(row + at, values[n], mask=at < length)
+        tl.store(row + length + at - 1, values[n], mask=(at > 0) & (at < length))
 
 
 def with_diagonals(problem: Problem) -> Problem:
@@ -66,19 +67,19 @@ def with_diagonals(problem: Problem) -> Problem:
     heads = x.num_heads if by_head else 1
     block_mask = x.block_mask  # of which a block may begin before a sequence's end and have tiles past it
     past = _PAST_THE_END + (0 if block_mask is None else max(block_mask.block_size_q, block_mask.block_size_kv))
-    length = x.longest_q + x.longest_kv + 2 * past + 1
+    middles = tuple(2 * triton.cdiv(longest + past, 2) for longest in (x.longest_q, x.longest_kv))
+    length = sum(middles)
     count = x.mods_of_tables.num_tables
-    entries = 2 * count * batch * heads * length
+    entries = 4 * count * batch * heads * length
     scores = x.q.numel() // x.q.shape[-1] * x.longest_kv
     if scores < max(_FEWEST_SCORES, _SCORES_OF_ENTRY * entries):
         return problem
-    tables = torch.empty((count, 2, batch, heads, length), dtype=torch.float32, device=x.device)
-    middles = (x.longest_q + past, x.longest_kv + past)
+    tables = torch.empty((count, 2, batch, heads, 2, length), dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(length, _BLOCK)
     arguments = (x.captures, tables, batch, heads, blocks, length, *middles, x.mods, DiagonalMeta(count, _BLOCK))
     launch(_diagonals_kernel, 2 * batch * heads * blocks, x.device, _TILE, arguments)
     stride_b, stride_h = (tables.stride(dim) if size > 1 else 0 for dim, size in ((2, batch), (3, heads)))
-    sizes = (*tables.stride()[:2], stride_b, stride_h, *middles)
+    sizes = (length, *tables.stride()[:2], stride_b, stride_h, *middles)
     assert x.captures is not None
     captures = (*x.captures, tables, *(2 * n + 3 for n in sizes))
     return dataclasses.replace(problem, mods=x.mods_of_tables, mods_of_tables=None, captures=captures)

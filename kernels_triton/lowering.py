@@ -37,7 +37,7 @@ _BOUNDS = {
     torch.int32: INT32,
     torch.bool: (0, 1),
 }
-TABLE_ENTRIES = 7  # of the tuple of captures, behind them, for all tables of a mod: what `mod_math.diagonals_of_head` takes
+TABLE_ENTRIES = 8  # of the tuple of captures, behind them, for all tables of a mod: what `mod_math.diagonals_of_head` takes
 _RESERVED = {"tl", "triton", "mod_math", "interval_math", "captures"}
 
 
@@ -142,7 +142,7 @@ def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layou
             inputs[name] = value._replace(text=f"captures[{first + int(name.removeprefix(HEAD))}]")
         else:
             n = first + int(value.text)
-            inputs[name] = value._replace(text=f"mod_math.read_diagonal(captures[{n}], captures[{n + 1}], q_idx, kv_idx)")
+            inputs[name] = value._replace(text=f"mod_math.read_diagonal(captures[{n}], captures[{n + 1}], captures[{start + 1}], q_idx, kv_idx)")
     source = lowering.function("of_head", ("b", "h"), [f"({', '.join(results)},)"])
     return Behind(compile_named("of_head", source), inputs)
 
