@@ -332,6 +332,7 @@ def _attn_bwd_dq_kernel(
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
             META.HAS_LEFT,
+            META,
         )
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
         first = 0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end))
@@ -736,6 +737,7 @@ def _attn_bwd_dkdv_kernel(
                 META.BLOCK_SIZE_Q,
                 META.BLOCK_M,
                 META.HAS_RIGHT,
+                META,
             )
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the one that is cut
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1

@@ -163,6 +163,7 @@ def _attn_bwd_captures_kernel(
             META.BLOCK_SIZE_KV,
             BLOCK_N,
             META.HAS_LEFT,
+            META,
         )
         begin = 0
         end = num_cut + num_uncut

@@ -307,6 +307,7 @@ def _attn_fwd_kernel(
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
             META.HAS_LEFT,
+            META,
         )
     # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
     # With a block mask 1: blocks that are seen whole; 2: all others.

@@ -225,14 +225,24 @@ def mask_keys(qk, rows, columns, len_kv, shift, window_left, window_right, META:
 
 @gluon.jit
 def _listed_blocks(
-    lists, b, h, first, begin, end, HAS_BEFORE: gl.constexpr, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr
+    lists,
+    b,
+    h,
+    first,
+    begin,
+    end,
+    HAS_BEFORE: gl.constexpr,
+    SIZE: gl.constexpr,
+    OTHER: gl.constexpr,
+    BLOCK: gl.constexpr,
+    META: gl.constexpr,
 ):
     # Of a block mask with blocks of SIZE tokens, of which `first` is one: (how many tiles of BLOCK tokens of the other side, whose
     # blocks have OTHER and of which begin .. end is in the band, they see; what `_listed_block` finds them by).
     counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, stride_b, stride_h, list_length = lists
     row = b * stride_b + h * stride_h + first // SIZE
-    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE)
-    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE)
+    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
+    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
     return (num_masked + num_full) * (OTHER // BLOCK), (masked_ptr, num_masked, full_ptr)
 
 
@@ -249,7 +259,7 @@ def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, li
     begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META)
     if META.BLOCK_SIZE_Q > 0:
         band = (begin * META.BLOCK_N, gl.minimum(end * META.BLOCK_N, len_kv), META.HAS_LEFT)
-        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N, META)
     else:
         return end - begin, begin
 
@@ -269,7 +279,7 @@ def blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, 
     begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
     if META.BLOCK_SIZE_Q > 0:
         band = (begin * META.BLOCK_M, gl.minimum(end * META.BLOCK_M, len_q), META.HAS_RIGHT)
-        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M)
+        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M, META)
     else:
         return end - begin, begin
 

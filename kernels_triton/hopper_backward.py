@@ -72,6 +72,7 @@ class BackwardMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     STATISTICS: int  # queries of a tile of statistics

@@ -78,6 +78,7 @@ class ForwardMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
@@ -264,6 +265,7 @@ def _compute_partition(
             pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
             loaded += 1
             for t in range(1, num_blocks):
+                column, is_full = key_block(num_blocks - 1 - t, found, META)  # read from a list while the products run
                 slot = loaded % META.STAGES
                 last_slot = (loaded - 1) % META.STAGES
                 # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
@@ -278,7 +280,6 @@ def _compute_partition(
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
                 columns = column + block_columns
                 s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
                 if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks

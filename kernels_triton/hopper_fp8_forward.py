@@ -108,6 +108,7 @@ class Fp8ForwardMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     IS_MODIFIED: bool  # a logit is more than a scaled score
     Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
     K_BLOCKWISE: bool

@@ -79,6 +79,7 @@ class OnePassMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     DIM: int

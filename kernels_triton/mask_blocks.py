@@ -105,7 +105,7 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward"]
     of_queries: tuple[Any, ...] = (None, None, None, None)
     if direction == "backward":
         of_queries = _lists(x, batch, heads, columns, rows, of_queries=True)
-    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK))
+    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK, x.cu_seqlens_q is None))
 
 
 def _lists(x: Problem, batch: int, heads: int, rows: int, columns: int, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -114,7 +114,8 @@ def _lists(x: Problem, batch: int, heads: int, rows: int, columns: int, of_queri
     number = batch * heads * rows
     memory = torch.empty(2 * number * (1 + columns), dtype=torch.int32, device=x.device)
     counts, full_counts, indices, full_indices = memory.split([number, number, number * columns, number * columns])
-    # What the band hides is left out where the host knows its diagonal; the kernels that read the lists see to the rest.
+    # What the band hides is left out where the host knows its diagonal; the kernels that read the lists see to the rest, and to
+    # what is past the end of a sequence.
     is_known = not x.bottom_right or x.cu_seqlens_q is None
     meta = ListMeta(
         HAS_LEFT=is_known and x.window_left is not None,

@@ -53,6 +53,7 @@ class BlockLists(NamedTuple):
     full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
+    is_cut: bool = False  # no block in them is past the end or out of the problem's band
 
     def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
@@ -99,6 +100,7 @@ class Meta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -272,6 +274,7 @@ class Problem:
             "HAS_MASK_MOD": self.mods is not None and self.mods.mask is not None,
             "BLOCK_SIZE_Q": 0 if self.block_mask is None else self.block_mask.block_size_q,
             "BLOCK_SIZE_KV": 0 if self.block_mask is None else self.block_mask.block_size_kv,
+            "LISTS_ARE_CUT": self.block_mask is not None and self.block_mask.is_cut,
         }
 
     def score_arguments(self) -> tuple[Any, ...]:
