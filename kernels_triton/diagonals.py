@@ -1,7 +1,10 @@
 """Tables of what a mod computes from q_idx - kv_idx: made in each call, so that a score costs one load of consecutive words.
 
-A relative position bias reads a capture at an index that is computed for each score, or at one that is itself read. There are as many
-distances as tokens, and tokens times as many scores.
+A relative position bias reads a capture at an index that is computed for each score, or at one that is itself read. There are no
+more distances than queries and keys, and scores for each pair of these.
+
+A table lies there four times: as keys follow one another and as queries do, for tiles either way, and both with a second copy one
+word earlier, so that a row of a tile begins at an even word whatever its position (`mod_math.diagonal_pointers`).
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ def _diagonals_kernel(
     side = pid // blocks // heads // batch
     distance = tl.where(side == 0, middle_of_keys - at, at - middle_of_queries)
     values = MODS.of_distance(b, h, distance, captures)
-    for n in tl.static_range(META.TABLES):
+    TABLES: tl.constexpr = META.TABLES
+    for n in tl.static_range(TABLES):
         row = tables_ptr + ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * (2 * length)
         tl.store(row + at, values[n], mask=at < length)
         tl.store(row + length + at - 1, values[n], mask=(at > 0) & (at < length))

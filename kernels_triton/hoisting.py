@@ -1,8 +1,8 @@
 """What of a mod need not be computed for each score, taken out of its graphs.
 
-What depends on b, h and captures alone becomes a value of a head, which the kernels read before their loops. What depends on the two
-positions by their distance q_idx - kv_idx alone, and reads a capture or is dear, can become a table of all distances (`diagonals`), from
-which a score then reads one of consecutive words.
+What depends on b, h and captures alone becomes a value of a head, which the kernels read before their loops. What depends on the
+two positions by their distance q_idx - kv_idx alone, and reads a capture or is dear, can become a table of all distances
+(`diagonals`), from which a score reads one of consecutive words.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _POSITIONS = {"q_idx", "kv_idx"}
 # An entry of a table costs a score one load; these cost it as much or more.
 # fmt: off
 _DEAR = frozenset((
-    "index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh", "cosh", "tanh", "erf", "erfc",
-    "sigmoid",
+    "index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh", "cosh", "tanh", "erf",
+    "erfc", "sigmoid",
 ))
 # fmt: on
 
@@ -82,10 +82,11 @@ def _tabulated(graph: Graph) -> set[Node]:
     along = _along_diagonals(graph)
     found = set()
     for node in graph.nodes:
-        if node.op == "call_function" and along[node] == 0 and node.meta["dtype"] is not torch.int64 and inputs_of(node) & _POSITIONS:
-            parts = (x for x in ancestors([node]) if x.op == "call_function" and inputs_of(x) & _POSITIONS)
-            if any(op_of(x) in _DEAR for x in parts):
-                found.add(node)
+        if node.op != "call_function" or along[node] != 0 or node.meta["dtype"] is torch.int64:
+            continue
+        parts = (x for x in ancestors([node]) if x.op == "call_function" and inputs_of(x) & _POSITIONS)
+        if any(op_of(x) in _DEAR for x in parts):
+            found.add(node)
     return found
 
 
@@ -131,9 +132,10 @@ def _taken_out(
             left.append(graph)
             continue
         new, values = Graph(), dict[Node, Node]()
+        copy_of = values.__getitem__
         for node in graph.nodes:
             if node.op == "output":
-                new.output(torch.fx.node.map_arg(node.args[0], lambda n: values[n]))
+                new.output(torch.fx.node.map_arg(node.args[0], copy_of))
                 continue
             if node in edge:
                 copy = _copied(node, apart, known)
@@ -141,7 +143,7 @@ def _taken_out(
                 name = f"{node.args[0].name}_value" if op_of(node) == "index" else node.name
                 values[node] = new.create_node("placeholder", f"{prefix}{outputs.index(copy)}", name=name)
             else:
-                values[node] = new.node_copy(node, lambda n: values[n])
+                values[node] = new.node_copy(node, copy_of)
             values[node].meta["dtype"] = node.meta["dtype"]
         new.eliminate_dead_code()
         left.append(new)

@@ -42,7 +42,15 @@ from flexattn.kernels_triton.hopper import (
     store_rows,
 )
 from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import head_values, load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
+from flexattn.kernels_triton.primitives import (
+    head_values,
+    load_sequence,
+    load_tile,
+    row_pointer,
+    row_steps,
+    store_tile,
+    through_mods,
+)
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics

@@ -127,7 +127,8 @@ def read_diagonal(of_keys, of_queries, length, q_idx, kv_idx):
 
 @triton.jit
 def diagonal_pointers(middle, length, rows, columns):
-    # Odd rows read the second copy, which lies one word further on: so each row begins at an even word, and words are read in pairs.
+    # Odd rows read the second copy, in which all is one word earlier: so each row begins at an even word, and words are read in
+    # pairs.
     odd = rows & 1
     return tl.multiple_of(middle + (odd * read_size(length) - (rows + odd)), [1, 8]) + columns
 

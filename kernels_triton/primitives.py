@@ -76,7 +76,7 @@ def load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, st
 def head_values(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
     # What the mods' functions find behind the captures.
     values = ()
-    if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:
+    if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:  # noqa: SIM102  # else MODS is None
         if MODS.of_head is not None:
             values = MODS.of_head(b, h, captures)
     return values
