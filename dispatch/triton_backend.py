@@ -308,6 +308,7 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
     behind = lowering.lower_of_head(hoisted.of_head, num_tables, found, is_fp32)
     kind = (found, is_fp32, behind)
     with_gradient = (GRADIENT, *ARGUMENTS)
+    test = program.mask and lower_intervals(program.mask, found)
     of_mask, of_table = (lowering.dependencies(graph) for graph in (program.mask, of_distance))
     return Mods(
         score=score and lowering.lower(score, "score_mod", ARGUMENTS, *kind),
@@ -317,7 +318,7 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
         of_distance=of_distance and lowering.lower_of_distance(of_distance, found, is_fp32),
         distance_depends_on=("b" in of_table, "h" in of_table),
         num_tables=num_tables,
-        mask_of_block=program.mask and lower_intervals(program.mask, found),
+        **({} if test is None else test._asdict()),
         mask_depends_on=("b" in of_mask, "h" in of_mask),
         accumulate=lowering.lower_accumulation(derivative, with_gradient, *kind) if derivative and program.added_to else None,
         score_is_finite=lowering.is_finite(program.score),

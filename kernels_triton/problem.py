@@ -30,7 +30,10 @@ class Mods(NamedTuple):
     of_distance: Any = None  # (b, h, distance) -> a tuple of what `diagonals` can tabulate; None: nothing, or it is tabulated
     distance_depends_on: tuple[bool, bool] = (True, True)  # whether it differs by (b, h)
     num_tables: int = 0
-    mask_of_block: Any = None  # the same of all queries and keys of a block: (all are visible, any may be), as `intervals` makes it
+    mask_of_block: Any = None  # what asks the mask of blocks, and of a block what that reads, as `intervals.BlockTest` has them
+    ranges_of_q_block: Any = None
+    ranges_of_kv_block: Any = None
+    num_ranges_of_block: tuple[int, int] = (0, 0)
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
     score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
