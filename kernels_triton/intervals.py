@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.kernels_triton.interval_math import LARGEST_FACTOR
 from flexattn.kernels_triton.hoisting import ancestors, inputs_of, op_of
+from flexattn.kernels_triton.interval_math import LARGEST_FACTOR
 from flexattn.kernels_triton.lowering import Layout, compile_named
 
 ARGUMENTS = ("b", "h", "q_low", "q_high", "kv_low", "kv_high", "q_ranges", "kv_ranges", "captures")

@@ -6,7 +6,7 @@ Whether a block of queries sees a block of keys costs a few instructions of inte
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
