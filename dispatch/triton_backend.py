@@ -308,7 +308,7 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
     behind = lowering.lower_of_head(hoisted.of_head, num_tables, found, is_fp32)
     kind = (found, is_fp32, behind)
     with_gradient = (GRADIENT, *ARGUMENTS)
-    test = program.mask and lower_intervals(program.mask, found)
+    test = None if program.mask is None else lower_intervals(program.mask, found)
     of_mask, of_table = (lowering.dependencies(graph) for graph in (program.mask, of_distance))
     return Mods(
         score=score and lowering.lower(score, "score_mod", ARGUMENTS, *kind),
