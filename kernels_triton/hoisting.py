@@ -37,6 +37,7 @@ class Hoisted(NamedTuple):
 def hoist(graphs: Sequence[Graph | None], tabulates: bool) -> Hoisted:
     """What the graphs share is taken out once. tabulates: functions of the distance too."""
     of_distance = None
+    graphs = [None if graph is None else _subtracting(graph) for graph in graphs]
     if tabulates:
         graphs, of_distance = _taken_out(graphs, DIAGONAL, _tabulated)
     graphs, of_head = _taken_out(graphs, HEAD, _same_for_a_head)
@@ -115,6 +116,48 @@ def _of_sum(op: str, along: Sequence[int | None], args: Sequence[Any]) -> int | 
     if op == "mul" and any(isinstance(arg, int) for arg in args):
         return x * args[1] if isinstance(args[1], int) else y * args[0]
     return None
+
+
+def _subtracting(graph: Graph) -> Graph:
+    """score + factor * x as score - (-factor) * x, where the factor is a head's.
+
+    Of two products in a sum the compiler fuses the second into a multiply-add, of those in a difference the first: the scaled
+    score, which is the last to be there.
+    """
+    same = _same_for_a_head(graph)
+    new, values = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        if node.op == "output":
+            new.output(torch.fx.node.map_arg(node.args[0], values.__getitem__))
+            continue
+        factor, rest = _product_added_to_score(node, same)
+        if factor is None:
+            values[node] = new.node_copy(node, values.__getitem__)
+        else:
+            score = next(x for x in node.args if "score" in inputs_of(x))
+            aten, own = torch.ops.aten, {"dtype": node.meta["dtype"]}
+            negative = new.create_node("call_function", aten.neg, (values[factor],))
+            product = new.create_node("call_function", aten.mul, (negative, values.get(rest, rest)))
+            values[node] = new.create_node("call_function", aten.sub, (values[score], product))
+            for made in (negative, product):
+                made.meta |= own
+        values[node].meta["dtype"] = node.meta["dtype"]
+    new.eliminate_dead_code()
+    return new
+
+
+def _product_added_to_score(node: Node, same: set[Node]) -> tuple[Node | None, Any]:
+    """(a factor of a product that is added to what depends on the score, the other factor), or None."""
+    if node.op != "call_function" or op_of(node) != "add" or not all(isinstance(x, Node) for x in node.args):
+        return None, None
+    with_score = ["score" in inputs_of(x) for x in node.args]
+    product = node.args[with_score.index(False)] if any(with_score) and not all(with_score) else None
+    if product is None or product.op != "call_function" or op_of(product) != "mul" or product in same:
+        return None, None
+    factors = [x for x in product.args if x in same]
+    if not factors or not product.meta["dtype"].is_floating_point:
+        return None, None
+    return factors[0], next(x for x in product.args if x is not factors[0])
 
 
 def _taken_out(

@@ -54,7 +54,11 @@ def decay_and_mask(device: str) -> tuple[Any, Any]:
 
 def from_the_head_alone(device: str) -> tuple[Any, Any]:
     slopes, limits = rand(HEADS, device=device).requires_grad_(), torch.tensor([30, 5, 50, 0], device=device)
-    return lambda score, b, h, i, j: score * 2.0 ** -(h + 1) - slopes[h], lambda b, h, i, j: (j < limits[b]) | (i - j == 1)
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return slopes[h] * (j - i) * 0.1 + (score * 2.0 ** -(h + 1) - slopes[h]) + (i - j) * slopes[h]
+
+    return score_mod, lambda b, h, i, j: (j < limits[b]) | (i - j == 1)
 
 
 CASES = [(t5, 1), (decay_and_mask, 4), (from_the_head_alone, 0)]
@@ -66,7 +70,8 @@ def test_results(make_mods: Any, tables: int, fmt: str, tabulated: list[int], de
     mask = {"thd": "padding_causal_bottom_right", "bshd": "padding"}[fmt]
     dtype = {"thd": torch.bfloat16, "bshd": torch.float32}[fmt]
     inputs: dict[str, Any] = {"lengths_q": lengths(37, 0, 5, 50), "lengths_kv": lengths(50, 9, 0, 33), "gap": 3}
-    check(make_mods(device), device, {"attn_mask_type": mask}, qkv_format=fmt, padding=True, dtype=dtype, **inputs)
+    call = {"attn_mask_type": mask, "deterministic": dtype is torch.float32}  # atomics lose more than fp32's budget
+    check(make_mods(device), device, call, qkv_format=fmt, padding=True, dtype=dtype, **inputs)
     assert tabulated == [tables, tables]
 
 
@@ -117,11 +122,20 @@ def test_what_a_head_reads_is_read_before_the_loop() -> None:
     assert triton_backend._lowered(nothing.program, layouts([("cap", torch.float32, -1)], ()), False)[0].of_head is None
 
 
+def test_a_product_is_subtracted_from_the_score() -> None:
+    """So that the score's scale is part of a multiply-add."""
+    for mod in (lambda s, b, h, i, j: s + TABLE[h] * (j - i), lambda s, b, h, i, j: (j - i) * TABLE[h] + s):
+        source = mod_source(mod)
+        assert "neg = -table_value" in source[: source.index("def score_mod_")]
+        assert "= score - mul" in source
+
+
 def test_tables_are_for_many_scores(device: str) -> None:
     """A decoded token and a short sequence read the captures themselves."""
     for length_q, length_kv, heads, is_tabulated in ((1, 4096, 64, False), (256, 256, 8, False), (2048, 2048, 8, True)):
-        given = make_inputs(lengths_q=[length_q], lengths_kv=[length_kv], num_heads=heads, num_heads_kv=heads, head_dim_qk=8)
-        spec, x = make_call(given, mods=trace_mods(mods.relative_bias(torch.randn(32, heads)), None))
+        sizes = {"lengths_q": [length_q], "lengths_kv": [length_kv], "num_heads": heads, "num_heads_kv": heads, "head_dim_qk": 8}
+        given = make_inputs(**sizes, device=device)
+        spec, x = make_call(given, mods=trace_mods(mods.relative_bias(rand(32, heads, device=device)), None))
         problem = triton_backend._problem(spec, x)
         assert (with_diagonals(problem) is not problem) == is_tabulated
 
