@@ -112,11 +112,13 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_triton.diagonals import with_diagonals
     from flexattn.kernels_triton.forward import attention_forward
     from flexattn.kernels_triton.mask_blocks import with_mask_blocks
 
     out, lse, max_logit = empty_outputs(spec, x)
-    problem, rows = with_mask_blocks(_problem(spec, x), "forward"), as_bshd(out, spec.q_format)
+    problem = with_diagonals(with_mask_blocks(_problem(spec, x), "forward"))
+    rows = as_bshd(out, spec.q_format)
     wanted = max_logit if spec.return_max_logit else None
     if not _hopper_forward(spec, problem, rows, lse, wanted):
         attention_forward(problem, rows, lse, wanted)
@@ -290,6 +292,7 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.backward import attention_backward
+    from flexattn.kernels_triton.diagonals import with_diagonals
     from flexattn.kernels_triton.mask_blocks import with_key_lists, with_mask_blocks
     from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
 
@@ -301,7 +304,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     # A capture that the derivative does not reach keeps its zeros.
     dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
     needs_all = dbias is not None or bool(dcaptures) or spec.deterministic
-    problem = with_mask_blocks(_problem(spec, x), "backward" if needs_all else "one pass")
+    problem = with_diagonals(with_mask_blocks(_problem(spec, x), "backward" if needs_all else "one pass"))
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
@@ -350,7 +353,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
     from flexattn.kernels_triton.problem import Problem
 
     launch.keep_in(options.kernel_directory())
-    mods, captures = (None, None) if spec.mods is None else _mods(spec.mods, x)
+    mods = {} if spec.mods is None else _mods(spec.mods, x)
     return Problem(
         q=as_bshd(_rows_contiguous(x.q), spec.q_format),
         k=as_bshd(_rows_contiguous(x.k), spec.kv_format),
@@ -373,8 +376,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
         max_seqlen_q=x.max_seqlen_q,
         max_seqlen_kv=x.max_seqlen_kv,
-        mods=mods,
-        captures=captures,
+        **mods,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         descales=tuple(descale.contiguous() for descale in x.descales),
         scale_rows=spec.fp8.block_rows if spec.fp8 is not None else 0,
@@ -382,11 +384,12 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
 
 
 def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
-    """The source of what the kernels inline for a program, with q, k and v in a half type."""
+    """The source of what the kernels inline for a program, with q, k and v in a half type and many scores."""
     from flexattn.kernels_triton.lowering import layouts, source_of
 
-    mods = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
-    parts = (mods.score, mods.gradient, mods.accumulate, mods.mask)
+    mods, of_tables = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
+    x = of_tables or mods
+    parts = (mods.of_distance, x.of_head, x.score, x.gradient, x.accumulate, x.mask)
     return "\n".join(source_of(function) for function in parts if function is not None)
 
 
@@ -396,35 +399,52 @@ def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
     return BlockLists(*tensors, *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
 
 
-def _mods(program: Program, x: Operands) -> tuple[Any, tuple[Any, ...]]:
-    """What the kernels inline, and what that reads."""
+def _mods(program: Program, x: Operands) -> dict[str, Any]:
+    """What the kernels inline, without tables and with them, and what that reads."""
     from flexattn.kernels_triton.lowering import flatten, layouts
 
     found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
-    return _lowered(program, found, x.q.dtype is torch.float32), flatten(found, x.mod_tensors, x.mod_numbers)
+    mods, of_tables = _lowered(program, found, x.q.dtype is torch.float32)
+    return {"mods": mods, "mods_of_tables": of_tables, "captures": flatten(found, x.mod_tensors, x.mod_numbers)}
 
 
 @functools.lru_cache(maxsize=256)
-def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> Any:
-    """The program's graphs as Triton functions, for captures that lie in memory as `found` says."""
+def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
+    """The program's graphs as Triton functions, for captures that lie in memory as `found` says; and such that read tables."""
+    from flexattn.kernels_triton.hoisting import hoist
+
+    graphs = (program.score, program.derivative, program.mask)
+    hoisted = hoist(graphs, tabulates=True)
+    mods = _functions(program, found, is_fp32, hoist(graphs, tabulates=False), hoisted.of_distance)
+    return mods, _functions(program, found, is_fp32, hoisted, None) if hoisted.of_distance is not None else None
+
+
+def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted: Any, of_distance: Any) -> Any:
+    """hoisted: of the program's graphs. of_distance: what could be tabulated of them, for the one that makes the tables."""
+    from flexattn.kernels_triton import lowering
     from flexattn.kernels_triton.intervals import lower_intervals
-    from flexattn.kernels_triton.lowering import dependencies, is_finite, lower, lower_accumulation, reads_tiles
     from flexattn.kernels_triton.problem import Mods
 
-    inputs = dependencies(program.mask)
+    score, derivative, mask = hoisted.graphs
+    num_tables = lowering.num_outputs(hoisted.of_distance)
+    behind = lowering.lower_of_head(hoisted.of_head, num_tables, found, is_fp32)
+    kind = (found, is_fp32, behind)
+    with_gradient = (GRADIENT, *ARGUMENTS)
+    test = None if program.mask is None else lower_intervals(program.mask, found)
+    of_mask, of_table = (lowering.dependencies(graph) for graph in (program.mask, of_distance))
     return Mods(
-        score=program.score and lower(program.score, "score_mod", ARGUMENTS, found, is_fp32),
-        gradient=program.derivative and lower(program.derivative, "score_mod_gradient", (GRADIENT, *ARGUMENTS), found, is_fp32),
-        mask=program.mask and lower(program.mask, "mask_mod", ARGUMENTS[1:], found, is_fp32),
-        mask_of_block=program.mask and lower_intervals(program.mask, found),
-        mask_depends_on=("b" in inputs, "h" in inputs),
-        accumulate=(
-            lower_accumulation(program.derivative, (GRADIENT, *ARGUMENTS), found, is_fp32)
-            if program.derivative and program.added_to
-            else None
-        ),
-        score_is_finite=is_finite(program.score),
-        reads_tiles=reads_tiles(program.score) or reads_tiles(program.mask),
+        score=score and lowering.lower(score, "score_mod", ARGUMENTS, *kind),
+        gradient=derivative and lowering.lower(derivative, "score_mod_gradient", with_gradient, *kind),
+        mask=mask and lowering.lower(mask, "mask_mod", ARGUMENTS[1:], *kind),
+        of_head=behind.of_head,
+        of_distance=of_distance and lowering.lower_of_distance(of_distance, found, is_fp32),
+        distance_depends_on=("b" in of_table, "h" in of_table),
+        num_tables=num_tables,
+        **({} if test is None else test._asdict()),
+        mask_depends_on=("b" in of_mask, "h" in of_mask),
+        accumulate=lowering.lower_accumulation(derivative, with_gradient, *kind) if derivative and program.added_to else None,
+        score_is_finite=lowering.is_finite(program.score),
+        reads_tiles=lowering.reads_tiles(program.score) or lowering.reads_tiles(program.mask),
     )
 
 

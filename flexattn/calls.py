@@ -205,11 +205,11 @@ def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...
         if mod is None:
             parts.append(None)
             continue
-        captures = find_captures(mod)
+        captures = find_captures(mod, tensors_too=False)
         if captures.key is None:
             return None
         found.append(captures)
-        parts += (captures.key, tuple([value.hex() for _, value in captures.floats]))
+        parts += (captures.key, captures.values)
         for _, t in captures.tensors:
             if type(t) not in _PLAIN or t.is_neg():
                 return None

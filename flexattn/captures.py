@@ -30,6 +30,7 @@ class Captures(NamedTuple):
     unkeyed: str
     tensors: tuple[tuple[str, Tensor], ...]
     floats: tuple[tuple[str, float], ...]  # empty where floats are part of the key
+    values: tuple[str, ...]  # of the floats, told apart to the last bit
 
 
 _MEMO = "_flexattn_captures"  # a function's attribute, so that it goes when the function goes
@@ -46,7 +47,7 @@ class _Memo:
         self.tensors = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
         self.is_grad_enabled = torch.is_grad_enabled()
 
-    def holds(self, function: Any) -> bool:
+    def holds(self, function: Any, tensors_too: bool) -> bool:
         if self.function() is not function or torch.is_grad_enabled() is not self.is_grad_enabled:
             return False
         for known, code, defaults, keywords in self.functions:
@@ -58,25 +59,30 @@ class _Memo:
         for owner, name, value in self.entries:
             if owner.get(name, _ABSENT) is not value:
                 return False
-        for t, dtype, dims, requires_grad in self.tensors:
+        for t, dtype, dims, requires_grad in self.tensors if tensors_too else ():
             if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not requires_grad:
                 return False
         return True
 
 
-def find_captures(function: Any, lift: bool = True) -> Captures:
-    """What `function` depends on; without `lift`, floats are part of the key too."""
+def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) -> Captures:
+    """What `function` depends on; without `lift`, floats are part of the key too.
+
+    Without `tensors_too` the key may say of a tensor what it was before its dtype, dims or requires_grad were changed in place: for
+    who looks at all of these himself.
+    """
     can_remember = lift and type(function) is types.FunctionType
     if can_remember:
         memo = function.__dict__.get(_MEMO)
-        if memo is not None and memo.holds(function):
+        if memo is not None and memo.holds(function, tensors_too):
             found: Captures = memo.captures
             return found
     walk = _Walk(lift, None)
     key, _ = walk.visit(getattr(function, "__name__", "mod"), function, frozenset(), 0)
     if lift and walk.is_cyclic:  # it cannot be rebuilt with other floats
         return find_captures(function, lift=False)
-    captures = Captures(None if walk.unkeyed else key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats))
+    values = tuple(value.hex() for _, value in walk.floats)
+    captures = Captures(None if walk.unkeyed else key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats), values)
     if can_remember and captures.key is not None and walk.is_all_read:
         function.__dict__[_MEMO] = _Memo(function, walk, captures)
     return captures

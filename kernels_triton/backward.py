@@ -18,6 +18,7 @@ from flexattn.kernels_triton.configs import DKDV, DQ, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     add_fp8_product,
+    captures_of_head,
     descaled_products,
     dropout_keep,
     load_descale,
@@ -281,6 +282,7 @@ def _attn_bwd_dq_kernel(
     k_base = row_pointer(k_ptr, b, h_kv, start_kv, stride_kb, stride_ks, stride_kh, META)
     v_base = row_pointer(v_ptr, b, h_kv, start_kv, stride_vb, stride_vs, stride_vh, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    captures = captures_of_head(b, h, captures, MODS, META)
     shift = (len_kv - len_q) * bottom_right
 
     # q too is on its way before anything is waited for.
@@ -329,6 +331,7 @@ def _attn_bwd_dq_kernel(
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
             META.HAS_LEFT,
+            META,
         )
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
         first = 0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end))
@@ -711,6 +714,7 @@ def _attn_bwd_dkdv_kernel(
             q_t = (transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
             dout_t = (transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        own_captures = captures_of_head(b, h, captures, MODS, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
         # right side the latter come first: after a loop that may have been skipped, ptxas serializes wgmma.
@@ -732,6 +736,7 @@ def _attn_bwd_dkdv_kernel(
                 META.BLOCK_SIZE_Q,
                 META.BLOCK_M,
                 META.HAS_RIGHT,
+                META,
             )
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the one that is cut
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
@@ -785,7 +790,7 @@ def _attn_bwd_dkdv_kernel(
                     stride_bias_n,
                     b,
                     h,
-                    captures,
+                    own_captures,
                     (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside)
                     if phase == 1
                     else (masked_ptr, 0, full_ptr, 0, first_inside),

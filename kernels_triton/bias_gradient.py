@@ -10,6 +10,7 @@ from torch import Tensor
 from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import (
+    captures_of_head,
     descaled_products,
     dropout_keep,
     load_head,
@@ -178,6 +179,7 @@ def _attn_bwd_dbias_kernel(
             v_pointer = row_pointer(v_ptr, b, h // group_size, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
             dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
             bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+            own_captures = captures_of_head(b, h, captures, MODS, META)
             q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
             k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, True)
             qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
@@ -225,7 +227,7 @@ def _attn_bwd_dbias_kernel(
                 alibi_slope,
                 b,
                 h,
-                captures,
+                own_captures,
                 MODS,
                 is_full,
                 "keys",

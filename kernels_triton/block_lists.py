@@ -20,11 +20,23 @@ def blocks_before(pointer, count, bound, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr):
+def load_block_list(
+    counts_ptr,
+    indices_ptr,
+    row,
+    list_length,
+    begin,
+    end,
+    SIZE: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    META: tl.constexpr,
+):
     # (where the blocks of a row's list begin that have something of begin .. end, how many they are); end is at most the length
     pointer = indices_ptr + tl.cast(row, tl.int64) * list_length
-    count = blocks_before(pointer, tl.load(counts_ptr + row), end, SIZE)
-    if HAS_BEFORE:
+    count = tl.load(counts_ptr + row)
+    if not META.LISTS_ARE_CUT:
+        count = blocks_before(pointer, count, end, SIZE)
+    if HAS_BEFORE and not META.LISTS_ARE_CUT:
         skipped = blocks_before(pointer, count, begin - SIZE + 1, SIZE)
         pointer += skipped
         count -= skipped
@@ -46,12 +58,13 @@ def load_block_lists(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
+    META: tl.constexpr,
 ):
     # With what `visible_range` says: the list of masked blocks and their number, the list of the full ones and which of these,
     # from the first to the last, neither the band nor the end cuts; and the number of tiles in all others, and in these.
     sides = (row, list_length, begin, end)
-    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE)
-    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE)
+    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE, META)
+    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE, META)
     last = blocks_before(full_ptr, num_full, full_end - SIZE + 1, SIZE)
     first = last * 0
     if HAS_BEFORE:

@@ -14,6 +14,7 @@ from flexattn.kernels_triton.block_lists import listed_tile, load_block_lists
 from flexattn.kernels_triton.configs import BIAS_GRADIENT, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    captures_of_head,
     descaled_products,
     dropout_keep,
     load_head,
@@ -128,6 +129,7 @@ def _attn_bwd_captures_kernel(
     k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
     v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    captures = captures_of_head(b, h, captures, MODS, META)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     lse_log2, delta, p_scale = load_row_statistics(
         lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
@@ -160,6 +162,7 @@ def _attn_bwd_captures_kernel(
             META.BLOCK_SIZE_KV,
             BLOCK_N,
             META.HAS_LEFT,
+            META,
         )
         begin = 0
         end = num_cut + num_uncut

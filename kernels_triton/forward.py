@@ -13,6 +13,7 @@ from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
     FP8_OFFSET,
     LN2,
+    captures_of_head,
     descaled,
     dropout_keep,
     load_columns,
@@ -267,6 +268,7 @@ def _attn_fwd_kernel(
     k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
     v_base = row_pointer(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META)
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    captures = captures_of_head(b, h, captures, MODS, META)
     shift = (len_kv - len_q) * bottom_right
     q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
     q1 = q0
@@ -304,6 +306,7 @@ def _attn_fwd_kernel(
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
             META.HAS_LEFT,
+            META,
         )
     # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
     # With a block mask 1: blocks that are seen whole; 2: all others.

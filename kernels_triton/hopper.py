@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.block_lists import listed_tile, load_block_list
-from flexattn.kernels_triton.primitives import load_head, load_sequence, logits
+from flexattn.kernels_triton.primitives import behind, load_head, load_sequence, logits
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -228,14 +228,24 @@ def mask_keys(qk, rows, columns, len_kv, shift, window_left, window_right, META:
 
 @gluon.jit
 def _listed_blocks(
-    lists, b, h, first, begin, end, HAS_BEFORE: gl.constexpr, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr
+    lists,
+    b,
+    h,
+    first,
+    begin,
+    end,
+    HAS_BEFORE: gl.constexpr,
+    SIZE: gl.constexpr,
+    OTHER: gl.constexpr,
+    BLOCK: gl.constexpr,
+    META: gl.constexpr,
 ):
     # Of a block mask with blocks of SIZE tokens, of which `first` is one: (how many tiles of BLOCK tokens of the other side, whose
     # blocks have OTHER and of which begin .. end is in the band, they see; what `_listed_block` finds them by).
     counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, stride_b, stride_h, list_length = lists
     row = b * stride_b + h * stride_h + first // SIZE
-    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE)
-    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE)
+    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
+    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
     return (num_masked + num_full) * (OTHER // BLOCK), (masked_ptr, num_masked, full_ptr)
 
 
@@ -252,7 +262,7 @@ def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, li
     begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META, QUERIES)
     if META.BLOCK_SIZE_Q > 0:
         band = (begin * META.BLOCK_N, gl.minimum(end * META.BLOCK_N, len_kv), META.HAS_LEFT)
-        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N, META)
     else:
         return end - begin, begin
 
@@ -272,7 +282,7 @@ def blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, 
     begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
     if META.BLOCK_SIZE_Q > 0:
         band = (begin * META.BLOCK_M, gl.minimum(end * META.BLOCK_M, len_q), META.HAS_RIGHT)
-        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M)
+        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M, META)
     else:
         return end - begin, begin
 
@@ -321,6 +331,13 @@ def modified(qk, i, j, place, scores, head, MODS: gl.constexpr, META: gl.constex
         MODS,
         META,
     )
+
+
+@gluon.jit
+def scores_of_head(scores, values, META: gl.constexpr):
+    # `scores` with what the mods read of a head, `head_values`
+    softmax_scale, softcap, stride_bias_m, stride_bias_n, captures = scores
+    return softmax_scale, softcap, stride_bias_m, stride_bias_n, behind(captures, values, META)
 
 
 @gluon.jit

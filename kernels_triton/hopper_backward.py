@@ -37,12 +37,13 @@ from flexattn.kernels_triton.hopper import (
     opaque_zero,
     query_block,
     ragged_descriptor,
+    scores_of_head,
     sequences,
     store_rows,
 )
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.launch import hopper_kernel, launch
-from flexattn.kernels_triton.primitives import load_head, through_mods
+from flexattn.kernels_triton.primitives import captures_of_head, head_values, load_head, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -72,6 +73,7 @@ class BackwardMeta(NamedTuple):
     HAS_DROPOUT: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     STATISTICS: int  # queries of a tile of statistics
@@ -345,6 +347,7 @@ def _attn_bwd_dq_hopper_kernel(
         (start_q + b * step_dqs, h + b * step_dqh),
     )
     head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    captures = captures_of_head(b, h, captures, MODS, META)
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     dropout = (rng_state_ptr, dropout_threshold, keep_scale, b * num_heads)
     common = (first_row, window_left, window_right, scores, head, dropout, (len_q, len_kv, shift, b, h))
@@ -463,6 +466,7 @@ def _dkdv_compute(
     mbarrier.wait(kv_full.index(0), 0)
     t, h = 0, first_head
     head = head_of(bias, b, h, META)
+    values = head_values(b, h, captures, MODS, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -481,7 +485,8 @@ def _dkdv_compute(
         drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        own_scores = scores_of_head(scores, values, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -490,14 +495,14 @@ def _dkdv_compute(
                 is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
         sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
@@ -516,7 +521,9 @@ def _dkdv_compute(
         if t == num_blocks:
             t = 0
             h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            next_h = gl.minimum(h, first_head + group_size - 1)
+            head = head_of(bias, b, next_h, META)
+            values = head_values(b, next_h, captures, MODS, META)
     k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
@@ -565,6 +572,7 @@ def _dkdv_compute_columns(
     mbarrier.wait(kv_full.index(0), 0)
     t, h = 0, first_head
     head = head_of(bias, b, h, META)
+    values = head_values(b, h, captures, MODS, META)
     for turn in range(num_blocks * group_size):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
@@ -583,7 +591,8 @@ def _dkdv_compute_columns(
         drawn = drawn_weights(draws, h, row + FIRST, first_row, HALF, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        own_scores = scores_of_head(scores, values, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
         if META.HAS_LEFT or META.HAS_RIGHT:
             is_cut = False
             if META.HAS_RIGHT:
@@ -592,7 +601,7 @@ def _dkdv_compute_columns(
                 is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
         buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
@@ -606,7 +615,7 @@ def _dkdv_compute_columns(
             part = dout0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(10, BOTH)
@@ -622,7 +631,9 @@ def _dkdv_compute_columns(
         if t == num_blocks:
             t = 0
             h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            next_h = gl.minimum(h, first_head + group_size - 1)
+            head = head_of(bias, b, next_h, META)
+            values = head_values(b, next_h, captures, MODS, META)
     k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()

@@ -52,7 +52,7 @@ from flexattn.kernels_triton.hopper import (
 )
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, scaled
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
+from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
@@ -86,6 +86,7 @@ class ForwardMeta(NamedTuple):
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
     GROUP: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
+    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
@@ -273,7 +274,8 @@ def _compute_partition(
             h_of_scores = h_of_rows[:, None]
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h_of_scores, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h_of_scores)
-        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+        own_captures = captures_of_head(b, h, captures, MODS, META)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.HAS_SINK:
@@ -300,10 +302,11 @@ def _compute_partition(
             columns = column + block_columns
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
             pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             loaded += 1
             for t in range(1, num_blocks):
+                column, is_full = key_block(num_blocks - 1 - t, found, META)  # read from a list while the products run
                 slot = loaded % META.STAGES
                 last_slot = (loaded - 1) % META.STAGES
                 # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
@@ -332,7 +335,7 @@ def _compute_partition(
                         is_cut = is_cut | (column < first_row + META.BLOCK_M // GROUP - 1 + shift - window_left)
                     if is_cut:
                         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
                 new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)

@@ -48,7 +48,7 @@ from flexattn.kernels_triton.hopper_fp8 import (
     unpack_quads,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
+from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
@@ -108,6 +108,7 @@ class Fp8ForwardMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     IS_MODIFIED: bool  # a logit is more than a scaled score
     Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
     K_BLOCKWISE: bool
@@ -266,7 +267,8 @@ def _compute_partition(
         h_kv = h // group_size
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h)
-        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+        own_captures = captures_of_head(b, h, captures, MODS, META)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
         own_row = first_row + CONSUMER * _ROWS
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
@@ -306,7 +308,7 @@ def _compute_partition(
             s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
             if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
                 s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
             quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
             decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
             p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)

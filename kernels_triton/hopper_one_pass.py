@@ -37,12 +37,21 @@ from flexattn.kernels_triton.hopper import (
     query_block,
     ragged_descriptor,
     reduce_add,
+    scores_of_head,
     sequences,
     store_rows,
 )
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch
-from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
+from flexattn.kernels_triton.primitives import (
+    head_values,
+    load_sequence,
+    load_tile,
+    row_pointer,
+    row_steps,
+    store_tile,
+    through_mods,
+)
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -81,6 +90,7 @@ class OnePassMeta(NamedTuple):
     HAS_DROPOUT: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
@@ -247,6 +257,7 @@ def _compute(
     t = 0
     h = first_head
     head = head_of(bias, b, h, META)
+    values = head_values(b, h, captures, MODS, META)
     turns = num_blocks * group_size
     for turn in range(turns):
         row, is_full = query_block(t, found, META)
@@ -266,13 +277,14 @@ def _compute(
         drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        own_scores = scores_of_head(scores, values, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
         if META.HAS_LEFT:
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
         if is_cut:
             s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
@@ -290,7 +302,7 @@ def _compute(
         if META.DOUT_APART:
             mbarrier.arrive(dout_empty.index(slot), count=1)
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
         fence_async_shared()
@@ -303,7 +315,9 @@ def _compute(
         if t == num_blocks:
             t = 0
             h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            next_h = gl.minimum(h, first_head + group_size - 1)
+            head = head_of(bias, b, next_h, META)
+            values = head_values(b, next_h, captures, MODS, META)
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
     if turns > 0:

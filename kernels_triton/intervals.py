@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from flexattn.kernels_triton.hoisting import ancestors, inputs_of, op_of
 from flexattn.kernels_triton.interval_math import LARGEST_FACTOR
-from flexattn.kernels_triton.lowering import Layout, compile_named, op_of
+from flexattn.kernels_triton.lowering import Layout, compile_named
 
-ARGUMENTS = ("b", "h", "q_low", "q_high", "kv_low", "kv_high", "captures", "SPAN: tl.constexpr")
+ARGUMENTS = ("b", "h", "q_low", "q_high", "kv_low", "kv_high", "q_ranges", "kv_ranges", "captures")
+OF_BLOCK = ("b", "h", "low", "high", "captures", "SPAN: tl.constexpr")
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -34,25 +36,50 @@ class _Condition(NamedTuple):
 _ANY = _Condition("no", "yes", False)
 
 
-def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> Any:
-    """A Triton function (b, h, q_low, q_high, kv_low, kv_high, captures, SPAN) -> (all are visible, any may be), or None.
+class BlockTest(NamedTuple):
+    """Triton functions that ask a mask of whole blocks.
 
-    b, h and the first and last positions are int64 tiles that broadcast against each other, of at most SPAN positions each; None
-    where no block could ever be shown to be hidden.
+    mask_of_block: ARGUMENTS -> (all are visible, any may be), of tiles that broadcast against each other: b, h, the first and last
+    positions, and what the other two gave of the block of queries and the block of keys. These: OF_BLOCK -> (low, high, low, high,
+    ...) of what the mask reads of a block of at most SPAN positions; None: nothing.
+
+    num_ranges_of_block: how many pairs that are, of either.
     """
+
+    mask_of_block: Any
+    ranges_of_q_block: Any
+    ranges_of_kv_block: Any
+    num_ranges_of_block: tuple[int, int]
+
+
+def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | None:
+    """What asks a mask_mod of blocks; None where no block could ever be shown to be hidden. Everything is int64."""
     lowering = _Lowering(graph, captures)
     result = lowering.result()
     if not isinstance(result, _Condition) or not result.can_hide:
         return None
     lines = ["no = (q_low + kv_low) != (q_low + kv_low)", "yes = (q_low + kv_low) == (q_low + kv_low)", *lowering.lines]
     lines.append(f"return no | ({result.surely}), no | ({result.possibly})")
+    reads = (lowering.reads["q"], lowering.reads["kv"])
+    ranges = [
+        _compiled("ranges_of_block", OF_BLOCK, _Lowering(graph, captures, side).ranges(nodes)) if nodes else None
+        for side, nodes in lowering.reads.items()
+    ]
+    return BlockTest(_compiled("mask_of_block", ARGUMENTS, lines), *ranges, (len(reads[0]), len(reads[1])))
+
+
+def _compiled(name: str, arguments: Sequence[str], lines: Sequence[str]) -> Any:
     body = "\n".join(f"    {line}" for line in lines)
-    return compile_named("mask_of_block", f"@triton.jit\ndef mask_of_block({', '.join(ARGUMENTS)}):\n{body}\n")
+    return compile_named(name, f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{body}\n")
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, captures: Sequence[Layout]) -> None:
+    """side: of which blocks the positions are, where only what is read of them is asked; None: the whole mask is."""
+
+    def __init__(self, graph: Graph, captures: Sequence[Layout], side: str | None = None) -> None:
         self.graph = graph
+        self.side = side
+        self.reads: dict[str, list[Node]] = {"q": [], "kv": []}  # of the whole mask, made for each block once
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
         self.values: dict[Node, _Interval | _Condition | Layout | None] = {}
@@ -67,12 +94,28 @@ class _Lowering:
                 return self._operand(node.args[0])
         raise AssertionError("a graph without an output")
 
+    def ranges(self, reads: Sequence[Node]) -> list[str]:
+        """The lines of a function that returns what these give, one after the other."""
+        needed = ancestors(reads)
+        for node in self.graph.nodes:
+            if node in needed:
+                self.values[node] = self._input(str(node.target)) if node.op == "placeholder" else self._call(node)
+        ends = [end for node in reads for end in self._ends(self.values[node])]
+        return [*self.lines, f"return ({', '.join(ends)},)"]
+
+    def _ends(self, value: Any) -> tuple[str, str]:
+        """Of an interval, or of a condition as a number."""
+        if isinstance(value, _Condition):
+            return f"({value.surely}).to(tl.int64)", f"({value.possibly}).to(tl.int64)"
+        assert isinstance(value, _Interval)
+        return value.low, value.high
+
     def _input(self, name: str) -> _Interval | Layout | None:
         if name in ("b", "h"):
             return _Interval(name, name, True)
         if name in ("q_idx", "kv_idx"):
-            side = name.removesuffix("_idx")
-            return _Interval(f"{side}_low", f"{side}_high", False)
+            prefix = "" if self.side else f"{name.removesuffix('_idx')}_"
+            return _Interval(f"{prefix}low", f"{prefix}high", False)
         return self.captures.get(name)
 
     def _operand(self, x: Any) -> Any:
@@ -211,13 +254,15 @@ class _Lowering:
         return value
 
     def _read(self, node: Node) -> _Interval | _Condition | None:
-        """What lies at indices that are the same for the whole block, but for one at most."""
+        """What lies at indices that are the same for the whole block, but for one at most, which goes with one of the positions."""
         layout, indices = self.values[node.args[0]], [self._integer(i) for i in node.args[1]]
         if not isinstance(layout, Layout) or layout.dtype not in _INTEGERS:
             return None
         moving = [dim for dim, index in enumerate(indices) if index is not None and not index.is_point]
         if len(moving) > 1 or any(index is None for index in indices):
             return None
+        if moving and self.side is None:
+            return self._read_before(node, node.args[1][moving[0]], layout.dtype is torch.bool)
         pointer, start = f"captures[{layout.start}]", layout.start + 1
         sizes, strides = (
             [f"mod_math.read_size(captures[{start + n * layout.ndim + d}])" for d in range(layout.ndim)] for n in (0, 1)
@@ -238,3 +283,12 @@ class _Lowering:
         if layout.dtype is torch.bool:
             return _Condition(f"({low} != 0)", f"({high} != 0)", True)
         return _Interval(low, high, not moving)
+
+    def _read_before(self, node: Node, index: Node, is_condition: bool) -> _Interval | _Condition | None:
+        sides = [side for side in self.reads if f"{side}_idx" in inputs_of(index)]
+        if len(sides) > 1:
+            return None
+        n = len(self.reads[sides[0]])
+        self.reads[sides[0]].append(node)
+        low, high = (f"{sides[0]}_ranges[{2 * n + end}]" for end in (0, 1))
+        return _Condition(f"({low} != 0)", f"({high} != 0)", True) if is_condition else _Interval(low, high, False)

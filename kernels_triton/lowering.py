@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import linecache
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,9 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from flexattn.kernels_triton import interval_math, mod_math, primitives
+from flexattn.kernels_triton.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of
+from flexattn.kernels_triton.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
 
-INT32 = (-(2**31), 2**31 - 1)
-INT64 = (-(2**63), 2**63 - 1)
 POSITION = (0, 2**30)  # no sequence is longer, nor is there room for the tensors that one would need
 _BOUNDS = {
     torch.int8: (-128, 127),
@@ -36,7 +36,7 @@ _BOUNDS = {
     torch.int32: INT32,
     torch.bool: (0, 1),
 }
-_VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
+TABLE_ENTRIES = 8  # of the tuple of captures, behind them, for all tables of a mod: what `mod_math.diagonals_of_head` takes
 _RESERVED = {"tl", "triton", "mod_math", "interval_math", "captures"}
 
 
@@ -83,26 +83,82 @@ def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequenc
 def reads_tiles(graph: Graph | None) -> bool:
     """Whether a graph reads a capture once for each query and key, so that a tile of it lies beside the scores."""
     nodes = [] if graph is None else [node for node in graph.nodes if node.target is torch.ops.aten.index]
-    return any({"q_idx", "kv_idx"} <= _dependencies(node) for node in nodes)
+    return any({"q_idx", "kv_idx"} <= inputs_of(node) for node in nodes)
 
 
 def dependencies(graph: Graph | None) -> set[str]:
     """The names of the inputs that a graph's output depends on."""
-    return set() if graph is None else _dependencies(next(node for node in graph.nodes if node.op == "output"))
+    return set() if graph is None else inputs_of(next(node for node in graph.nodes if node.op == "output"))
 
 
-def lower(graph: Graph, name: str, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+def num_outputs(graph: Graph | None) -> int:
+    """Of a graph that has a list of them."""
+    return 0 if graph is None else len(next(node.args[0] for node in graph.nodes if node.op == "output"))
+
+
+def lower(
+    graph: Graph,
+    name: str,
+    arguments: Sequence[str],
+    captures: Sequence[Layout],
+    is_fp32: bool = True,
+    behind: Behind | None = None,
+) -> Any:
     """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
 
-    is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. Raises NotImplementedError
-    for an op that is not in `OPS`.
+    is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. behind: what the tuple of
+    captures has beside them. Raises NotImplementedError for an op that is not in `OPS`.
     """
-    return compile_named(name, _Lowering(graph, captures, is_fp32).source(name, arguments))
+    return compile_named(name, _Lowering(graph, captures, is_fp32, behind).source(name, arguments))
 
 
-def lower_accumulation(graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+def lower_accumulation(
+    graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, behind: Behind | None = None
+) -> Any:
     """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
-    return compile_named("accumulate", _Lowering(graph, captures, is_fp32).source("accumulate", arguments, accumulates=True))
+    lowering = _Lowering(graph, captures, is_fp32, behind)
+    return compile_named("accumulate", lowering.source("accumulate", arguments, accumulates=True))
+
+
+class Behind(NamedTuple):
+    """What lies behind the captures in the tuple that a mod's functions get, in this order: its tables, and values of the head."""
+
+    of_head: Any  # the Triton function (b, h, captures) -> the values, a tuple; None: there are none
+    inputs: dict[str, Value]  # by the names that `hoisting` gave them
+
+
+def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layout], is_fp32: bool = True) -> Behind:
+    """From what `hoist` found for a head, and how many tables the functions read."""
+    start = sum(1 if layout.ndim < 0 else 1 + 2 * layout.ndim for layout in captures)
+    lowering = _Lowering(graph or Graph(), captures, is_fp32)
+    values = lowering.values()
+    inputs = {f"{HEAD}{n}": value for n, value in enumerate(values)}
+    results = [value.text for value in values]
+    for n in range(num_tables):
+        table = ", ".join(f"captures[{start + i}]" for i in range(TABLE_ENTRIES))
+        lowering.lines.append(f"keys{n}, queries{n} = mod_math.diagonals_of_head({n}, b, h, {table})")
+        inputs[f"{DIAGONAL}{n}"] = Value(f"{len(results)}", "float")
+        results += [f"keys{n}", f"queries{n}"]
+    if not results:
+        return Behind(None, {})
+    first = start + (TABLE_ENTRIES if num_tables else 0)
+    for name, value in inputs.items():
+        if name.startswith(HEAD):
+            text = f"captures[{first + int(name.removeprefix(HEAD))}]"
+        else:
+            n, length = first + int(value.text), start + 1
+            text = f"mod_math.read_diagonal(captures[{n}], captures[{n + 1}], captures[{length}], q_idx, kv_idx)"
+        inputs[name] = value._replace(text=text)
+    source = lowering.function("of_head", ("b", "h"), [f"({', '.join(results)},)"])
+    return Behind(compile_named("of_head", source), inputs)
+
+
+def lower_of_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+    """A Triton function (b, h, distance, captures) -> a tuple of fp32 tiles: what `hoist` found for a distance."""
+    lowering = _Lowering(graph, captures, is_fp32)
+    results = [lowering._as(value, "float", INT64).text for value in lowering.values()]
+    source = lowering.function("of_distance", ("b", "h", DISTANCE), [f"({', '.join(results)},)"])
+    return compile_named("of_distance", source)
 
 
 def compile_named(name: str, source: str) -> Any:
@@ -143,17 +199,6 @@ def _whole_tile(value: str) -> str:
     return f"tl.where(score == score, {value}, {value})"
 
 
-class _Value(NamedTuple):
-    text: str
-    kind: str  # "float", "int" or "bool"
-    bounds: tuple[int, int] = INT64  # of an int
-    is_literal: bool = False
-
-    @property
-    def is_wide(self) -> bool:
-        return self.kind == "int" and not (INT32[0] <= self.bounds[0] and self.bounds[1] <= INT32[1])
-
-
 def _kind(dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return "bool"
@@ -161,12 +206,13 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool) -> None:
+    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool, behind: Behind | None = None) -> None:
         self.graph = graph
+        self.behind = {} if behind is None else behind.inputs
         self.is_fp32 = is_fp32
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
-        self.values: dict[Node, _Value] = {}
+        self.values_of: dict[Node, Value] = {}
         self.unpacked: set[str] = set()
         self.accumulated: set[str] = set()
         self.needed: set[Node] = set()
@@ -186,26 +232,40 @@ class _Lowering:
         if accumulates:
             self.accumulated = {[*self.captures][position] for position, _, _ in outputs[1:]}
         wanted = outputs[1:] if accumulates else (outputs[:1] if isinstance(outputs, (list, tuple)) else [outputs])
-        self.needed = _ancestors(x for x in tree_leaves(wanted) if isinstance(x, Node))
+        self.needed = ancestors(x for x in tree_leaves(wanted) if isinstance(x, Node))
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self.needed:
                 continue
             if node.op == "placeholder":
-                self.values[node] = self._input(node)
+                self.values_of[node] = self._input(node)
             elif node.op == "call_function":
-                self.values[node] = self._call(node)
+                self.values_of[node] = self._call(node)
             else:
                 if accumulates:
                     self._accumulate(outputs[1:])
                 else:
                     results.append(self._guarded(outputs[0]) if isinstance(outputs, (list, tuple)) else self._result(outputs))
+        return self.function(name, arguments, results, ("sums", "scales", "MODE: tl.constexpr") if accumulates else ())
+
+    def values(self) -> list[Value]:
+        """The outputs of a graph that has a list of them; none of an empty graph."""
+        self.needed = set(self.graph.nodes)
+        outputs: Sequence[Node] = ()
+        for node in self.graph.nodes:
+            if node.op == "output":
+                outputs = node.args[0]
+            else:
+                self.values_of[node] = self._input(node) if node.op == "placeholder" else self._call(node)
+        return [self.values_of[node] for node in outputs]
+
+    def function(self, name: str, arguments: Sequence[str], results: Sequence[str], more: Sequence[str] = ()) -> str:
+        """The source of a function that has this one's lines."""
         given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
-        parameters = [given.get(argument, argument) for argument in arguments]
-        parameters += ["captures", *(("sums", "scales", "MODE: tl.constexpr") if accumulates else ())]
+        parameters = [*(given.get(argument, argument) for argument in arguments), "captures", *more]
         body = [*self.lines, *(f"return {result}" for result in results)]
         return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
 
-    def _input(self, node: Node) -> _Value:
+    def _input(self, node: Node) -> Value:
         text, target = self.names[node], str(node.target)
         if target in self.captures:
             layout = self.captures[target]
@@ -218,9 +278,14 @@ class _Lowering:
                 for i, part in enumerate((*sizes, *strides)):
                     if not (layout.is_row_contiguous and part == strides[-1]):
                         self.lines.append(f"{part} = mod_math.read_size(captures[{layout.start + 1 + i}])")
-            return _Value(text, "float" if layout.ndim < 0 else "pointer")
+            return Value(text, "float" if layout.ndim < 0 else "pointer")
         kind = _kind(node.meta["dtype"])
-        return _Value(text, kind, POSITION)
+        if target in self.behind:
+            given = self.behind[target]
+            if node in self.needed:
+                self.lines.append(f"{text} = {given.text}" + (" != 0.0" if kind != given.kind else ""))
+            return Value(text, kind, given.bounds)
+        return Value(text, kind, (-POSITION[1], POSITION[1]) if target == DISTANCE else POSITION)
 
     def _result(self, first: Any) -> str:
         """The one output, as a tile of its own even where the graph ignores the score."""
@@ -229,7 +294,7 @@ class _Lowering:
         value = self._operand(first)
         if value.kind == "bool":
             return value.text
-        depends = _dependencies(first)
+        depends = inputs_of(first)
         return value.text if depends & {"score", "dscore"} else _whole_tile(value.text)
 
     def _guarded(self, gradient: Any) -> str:
@@ -237,21 +302,21 @@ class _Lowering:
         text = self._result(gradient)
         return text if gradient is None or _is_finite(gradient) else f"tl.where(dscore == 0.0, 0.0, {text})"
 
-    def _operand(self, x: Any) -> _Value:
+    def _operand(self, x: Any) -> Value:
         if isinstance(x, Node):
-            return self.values[x]
+            return self.values_of[x]
         if isinstance(x, bool):
-            return _Value(str(int(x)), "bool", (int(x), int(x)), True)
+            return Value(str(int(x)), "bool", (int(x), int(x)), True)
         if isinstance(x, int):
-            return _Value(str(x), "int", (x, x), True)
-        return _Value(repr(x) if math.isfinite(x) else f'float("{x}")', "float", is_literal=True)
+            return Value(str(x), "int", (x, x), True)
+        return Value(repr(x) if math.isfinite(x) else f'float("{x}")', "float", is_literal=True)
 
-    def _assign(self, node: Node, text: str, kind: str, bounds: tuple[int, int] = INT64) -> _Value:
+    def _assign(self, node: Node, text: str, kind: str, bounds: tuple[int, int] = INT64) -> Value:
         name = self.names[node]
         self.lines.append(f"{name} = {text}")
-        return _Value(name, kind, bounds)
+        return Value(name, kind, bounds)
 
-    def _call(self, node: Node) -> _Value:
+    def _call(self, node: Node) -> Value:
         op = op_of(node)
         if op == "index":
             return self._read(node)
@@ -270,12 +335,12 @@ class _Lowering:
         if lowered is None:
             raise NotImplementedError(f"no lowering to Triton of {op}")
         bounds = (
-            _bounds(op, [operand.bounds if operand.kind == "int" else (0, 1) for operand in operands]) if kind == "int" else INT64
+            bounds_of(op, [operand.bounds if operand.kind == "int" else (0, 1) for operand in operands]) if kind == "int" else INT64
         )
         operands = self._promoted(op, kind, bounds, operands)
         if op == "tanh" and not self.is_fp32:
-            lowered = _function("mod_math.tanh_in_half")
-        if op == "div" and isinstance(node.args[1], Node) and not _dependencies(node.args[1]) & _VARYING:
+            lowered = function("mod_math.tanh_in_half")
+        if op == "div" and isinstance(node.args[1], Node) and not inputs_of(node.args[1]) & VARYING:
             operands[1] = operands[1]._replace(text=f"(1.0 / {operands[1].text})")  # once for a whole tile, outside the loop
             op, lowered = "mul", OPS["mul"]
         text = lowered(kind, *operands)
@@ -283,18 +348,18 @@ class _Lowering:
             text = f"({text}).to(tl.{_name(node.meta['dtype'])}).to(tl.float32)"
         return self._assign(node, text, kind, bounds)
 
-    def _promoted(self, op: str, kind: str, bounds: tuple[int, int], operands: list[_Value]) -> list[_Value]:
+    def _promoted(self, op: str, kind: str, bounds: tuple[int, int], operands: list[Value]) -> list[Value]:
         """The operands in the type that the op computes in, which is torch's promotion of theirs."""
         kinds = {operand.kind for operand in operands}
-        if op in _COMPARISONS:
+        if op in COMPARISONS:
             kind = "float" if "float" in kinds else ("int" if "int" in kinds else "bool")
         if op in ("logical_and", "logical_or", "logical_xor", "logical_not"):
             return [x if x.kind == "bool" else x._replace(text=f"({x.text} != 0)", kind="bool") for x in operands]
         if op == "where":
             return [operands[0], *(self._as(x, kind, bounds) for x in operands[1:])]
-        return [self._as(x, kind, bounds if op not in _COMPARISONS else INT32) for x in operands]
+        return [self._as(x, kind, bounds if op not in COMPARISONS else INT32) for x in operands]
 
-    def _as(self, x: _Value, kind: str, bounds: tuple[int, int]) -> _Value:
+    def _as(self, x: Value, kind: str, bounds: tuple[int, int]) -> Value:
         if x.is_literal:
             if kind == "float" and x.kind != "float":
                 return x._replace(text=f"{float(int(x.text))!r}", kind="float")
@@ -311,7 +376,7 @@ class _Lowering:
                 return x._replace(text=f"{x.text}.to(tl.int32)", kind="int")
         return x
 
-    def _converted(self, node: Node, x: _Value, dtype: torch.dtype) -> _Value:
+    def _converted(self, node: Node, x: Value, dtype: torch.dtype) -> Value:
         kind = _kind(dtype)
         if kind == "bool":
             return self._assign(node, f"{x.text} != 0", "bool")
@@ -327,16 +392,16 @@ class _Lowering:
             return self._assign(node, f"{x.text}.to(tl.int64)", "int", (low, high))
         return self._assign(node, f"{x.text}.to(tl.{_name(dtype)}).to(tl.int64)", "int", INT64)
 
-    def _clamped(self, node: Node, kind: str) -> _Value:
+    def _clamped(self, node: Node, kind: str) -> Value:
         x, low, high = (*node.args, None, None)[:3]
         value = self._operand(x)
         bounds = list(value.bounds)
         value, text = self._as(value, kind, INT32 if not value.is_wide else INT64), ""
         text = value.text
         module = "mod_math" if kind == "float" else "tl"
-        for bound, function, i in ((low, "maximum", 0), (high, "minimum", 1)):
+        for bound, name, i in ((low, "maximum", 0), (high, "minimum", 1)):
             if bound is not None:
-                text = f"{module}.{function}({text}, {self._as(self._operand(bound), kind, INT64).text})"
+                text = f"{module}.{name}({text}, {self._as(self._operand(bound), kind, INT64).text})"
                 if kind == "int":
                     bounds = [max(b, bound) for b in bounds] if i == 0 else [min(b, bound) for b in bounds]
         return self._assign(node, text, kind, tuple(bounds) if kind == "int" else INT64)
@@ -353,7 +418,7 @@ class _Lowering:
             for dim, (text, _) in enumerate(texts):
                 wide = f"tl.cast({text}, tl.int64)" if layout.is_wide else text
                 offset = wide if dim == 0 else f"({offset}) * {pointer}_size{dim} + {wide}"
-            depends = set().union(*(_dependencies(i) for i in indices if isinstance(i, Node)))
+            depends = set().union(*(inputs_of(i) for i in indices if isinstance(i, Node)))
             over = f"{'q_idx' not in depends}, {'kv_idx' not in depends}"
             sums = wanted.index(position)
             addend = f"tl.where(dscore == 0.0, 0.0, {self._operand(value).text})"
@@ -377,7 +442,7 @@ class _Lowering:
             texts.append((text, i.is_wide))
         return texts, inside
 
-    def _read(self, node: Node) -> _Value:
+    def _read(self, node: Node) -> Value:
         capture, indices = node.args
         layout, pointer = self.captures[str(capture.target)], self.names[capture]
         kind = _kind(layout.dtype)
@@ -403,18 +468,8 @@ class _Lowering:
         return self._assign(node, text, kind, bounds)
 
 
-def op_of(node: Node) -> str:
-    """The name of a node's op, of any overload."""
-    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dependencies(node: Node) -> set[str]:
-    """The names of the inputs that a node's value depends on."""
-    return {str(x.target) for x in _ancestors([node]) if x.op == "placeholder"}
 
 
 def is_finite(graph: Graph | None) -> bool:
@@ -427,10 +482,12 @@ def is_finite(graph: Graph | None) -> bool:
 
 
 def _is_finite(result: Node) -> bool:
-    for node in _ancestors([result]):
+    for node in ancestors([result]):
+        if node.op == "placeholder" and str(node.target).startswith(DIAGONAL):
+            return False
         op = None if node.op == "placeholder" else op_of(node)
         divisor = node.args[1] if op == "div" else None
-        if op is None or op in _FINITE or not node.meta["dtype"].is_floating_point or _is_same_for_a_head(node):
+        if op is None or op in FINITE or not node.meta["dtype"].is_floating_point or _is_same_for_a_head(node):
             continue
         if divisor is None or not (isinstance(divisor, (int, float)) or _is_same_for_a_head(divisor)):
             return False
@@ -438,163 +495,4 @@ def _is_finite(result: Node) -> bool:
 
 
 def _is_same_for_a_head(node: Any) -> bool:
-    return isinstance(node, Node) and not _dependencies(node) & _VARYING
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from."""
-    todo = list(nodes)
-    seen = set(todo)
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in seen:
-                seen.add(x)
-                todo.append(x)
-    return seen
-
-
-def _bounds(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
-    """Of an integer op's result, where they are within int64; else those of int64."""
-    corners: list[int]
-    if op == "where":
-        corners = [*operands[1], *operands[2]]
-    elif len(operands) == 1:
-        low, high = operands[0]
-        corners = {
-            "neg": [-high, -low],
-            "abs": [0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high))],
-        }.get(op, [*INT64])
-        corners = [-1, 1] if op == "sign" else corners
-        corners = [max(0, low), max(0, high)] if op == "relu" else corners
-        corners = [-high - 1, -low - 1] if op == "bitwise_not" else corners
-        corners = [low, high] if op in ("floor", "ceil", "round", "trunc") else corners
-    else:
-        (a, b), (c, d) = operands
-        if op == "add":
-            corners = [a + c, b + d]
-        elif op == "sub":
-            corners = [a - d, b - c]
-        elif op == "mul":
-            corners = [a * c, a * d, b * c, b * d]
-        elif op == "maximum":
-            corners = [max(a, c), max(b, d)]
-        elif op == "minimum":
-            corners = [min(a, c), min(b, d)]
-        elif op in ("floor_divide", "trunc_divide"):
-            corners = [min(a, -b, 0), max(b, -a, 0)] if a < 0 or c < 0 else [0, b]
-        elif op == "remainder":
-            corners = [0, d] if c >= 0 else [min(c, 0), max(d, 0)]
-        elif op == "fmod":
-            corners = [0 if a >= 0 else -max(abs(c), abs(d)), max(abs(c), abs(d)) if b > 0 else 0]
-        elif op == "bitwise_and" and (a >= 0 or c >= 0):
-            corners = [0, min(x for x, low in ((b, a), (d, c)) if low >= 0)]
-        elif op in ("bitwise_or", "bitwise_xor") and a >= 0 and c >= 0:
-            corners = [0, 2 ** max(b, d).bit_length() - 1]
-        else:
-            corners = [*INT64]
-    return max(min(corners), INT64[0]), min(max(corners), INT64[1])
-
-
-# Of finite numbers these give finite ones.
-# fmt: off
-_FINITE = frozenset((
-    "abs", "add", "ceil", "clamp", "cos", "erf", "erfc", "floor", "full", "maximum", "minimum", "mul", "neg", "relu", "round",
-    "sigmoid", "sign", "sin", "sub", "tanh", "_to_copy", "trunc", "where",
-))
-# fmt: on
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-
-
-def _infix(symbol: str) -> Callable[..., str]:
-    return lambda kind, x, y: f"{x.text} {symbol} {y.text}"
-
-
-def _function(name: str) -> Callable[..., str]:
-    return lambda kind, *operands: f"{name}({', '.join(x.text for x in operands)})"
-
-
-def _by_kind(of_floats: str, of_integers: str) -> Callable[..., str]:
-    return lambda kind, *operands: _function(of_floats if kind == "float" else of_integers)(kind, *operands)
-
-
-def _rounded(name: str) -> Callable[..., str]:
-    return lambda kind, x: _function(name)(kind, x) if kind == "float" else x.text
-
-
-def _floor_divide(kind: str, x: _Value, y: _Value) -> str:
-    if kind == "float":
-        return f"tl.floor({x.text} / {y.text})"
-    plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
-    return f"{x.text} // {y.text}" if plain else f"mod_math.floor_divide({x.text}, {y.text})"
-
-
-def _trunc_divide(kind: str, x: _Value, y: _Value) -> str:
-    return f"mod_math.trunc({x.text} / {y.text})" if kind == "float" else f"{x.text} // {y.text}"
-
-
-def _remainder(kind: str, x: _Value, y: _Value) -> str:
-    if kind == "float":
-        return f"mod_math.float_remainder({x.text}, {y.text})"
-    plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
-    return f"{x.text} % {y.text}" if plain else f"mod_math.floor_remainder({x.text}, {y.text})"
-
-
-def _power(kind: str, x: _Value, y: _Value) -> str:
-    """A small whole power as products, which is exact in sign and for integers."""
-    exponent = float(y.text) if y.is_literal and "(" not in y.text else None
-    if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
-        n = int(exponent)
-        return " * ".join([x.text] * n) if n else ("1.0" if kind == "float" else "1")
-    if exponent == 0.5:
-        return f"tl.sqrt({x.text})"
-    if exponent == -0.5:
-        return f"1.0 / tl.sqrt({x.text})"
-    if kind == "int":
-        raise NotImplementedError(
-            "no lowering to Triton of an integer to a power that is no number from 0 to 8; convert it to float"
-        )
-    return f"mod_math.power({x.text}, {y.text})"
-
-
-# From (the result's kind, operands in the type that the op computes in) to an expression.
-OPS: dict[str, Callable[..., str]] = {
-    **{op: _infix(symbol) for op, symbol in _COMPARISONS.items()},
-    "add": _infix("+"),
-    "sub": _infix("-"),
-    "mul": _infix("*"),
-    "div": _infix("/"),
-    "bitwise_and": _infix("&"),
-    "bitwise_or": _infix("|"),
-    "bitwise_xor": _infix("^"),
-    "logical_and": _infix("&"),
-    "logical_or": _infix("|"),
-    "logical_xor": _infix("^"),
-    "bitwise_not": lambda kind, x: f"{x.text} == 0" if kind == "bool" else f"-1 - {x.text}",
-    "logical_not": lambda kind, x: f"{x.text} == 0",
-    "neg": lambda kind, x: f"-{x.text}",
-    "reciprocal": lambda kind, x: f"1.0 / {x.text}",
-    "rsqrt": lambda kind, x: f"1.0 / tl.sqrt({x.text})",
-    "sigmoid": lambda kind, x: f"1.0 / (1.0 + mod_math.exp(-{x.text}))",
-    "erfc": lambda kind, x: f"1.0 - tl.erf({x.text})",
-    "tan": lambda kind, x: f"tl.sin({x.text}) / tl.cos({x.text})",
-    "relu": lambda kind, x: f"tl.where({x.text} < 0, 0, {x.text})" if kind == "int" else f"tl.where({x.text} < 0.0, 0.0, {x.text})",
-    "isnan": lambda kind, x: f"{x.text} != {x.text}",
-    "isinf": lambda kind, x: f'tl.abs({x.text}) == float("inf")',
-    "pow": _power,
-    "floor_divide": _floor_divide,
-    "trunc_divide": _trunc_divide,
-    "remainder": _remainder,
-    "fmod": lambda kind, x, y: f"mod_math.float_fmod({x.text}, {y.text})" if kind == "float" else f"{x.text} % {y.text}",
-    "maximum": _by_kind("mod_math.maximum", "tl.maximum"),
-    "minimum": _by_kind("mod_math.minimum", "tl.minimum"),
-    "where": _function("tl.where"),
-    "abs": _function("tl.abs"),
-    "sign": _function("mod_math.sign"),
-    "floor": _rounded("tl.floor"),
-    "ceil": _rounded("tl.ceil"),
-    "trunc": _rounded("mod_math.trunc"),
-    "round": _rounded("mod_math.round_to_even"),
-    "tanh": _function("mod_math.tanh"),
-    **{op: _function(f"tl.{op}") for op in ("exp2", "log", "log2", "sqrt", "sin", "cos", "erf")},
-    **{op: _function(f"mod_math.{op}") for op in ("exp", "expm1", "log1p", "log10", "sinh", "cosh")},
-}
+    return isinstance(node, Node) and not inputs_of(node) & VARYING

@@ -106,6 +106,34 @@ def power(x, y):
 
 
 @triton.jit
+def diagonals_of_head(
+    N: tl.constexpr, b, h, tables_ptr, length, stride_table, stride_side, stride_b, stride_h, middle_of_keys, middle_of_queries
+):
+    # Of table N (see `diagonals`) and a head, where distance 0 lies as keys follow one another, and as queries do.
+    head = N * read_size(stride_table) + b * read_size(stride_b).to(tl.int64) + h * read_size(stride_h).to(tl.int64)
+    of_keys = tables_ptr + (head + read_size(middle_of_keys))
+    of_queries = tables_ptr + (head + read_size(stride_side) + read_size(middle_of_queries))
+    return of_keys, of_queries
+
+
+@triton.jit
+def read_diagonal(of_keys, of_queries, length, q_idx, kv_idx):
+    # A table's entries for a tile.
+    if q_idx.shape[1] == 1:
+        return tl.load(diagonal_pointers(of_keys, length, q_idx, kv_idx))
+    else:
+        return tl.load(diagonal_pointers(of_queries, length, kv_idx, q_idx))
+
+
+@triton.jit
+def diagonal_pointers(middle, length, rows, columns):
+    # Odd rows read the second copy, in which all is one word earlier: so each row begins at an even word, and words are read in
+    # pairs.
+    odd = rows & 1
+    return tl.multiple_of(middle + (odd * read_size(length) - (rows + odd)), [1, 8]) + columns
+
+
+@triton.jit
 def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVER_KV: tl.constexpr, MODE: tl.constexpr):
     # Adds a tile [queries, keys] of addends to sums[offset], after adding up over the queries, or keys, that all have one offset.
     if OVER_Q and OVER_KV:

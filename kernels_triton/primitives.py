@@ -74,6 +74,29 @@ def load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, st
 
 
 @triton.jit
+def head_values(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
+    # What the mods' functions find behind the captures.
+    values = ()
+    if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:  # noqa: SIM102  # else MODS is None
+        if MODS.of_head is not None:
+            values = MODS.of_head(b, h, captures)
+    return values
+
+
+@triton.jit
+def behind(captures, values, META: tl.constexpr):
+    if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:
+        return captures + values
+    else:
+        return ()
+
+
+@triton.jit
+def captures_of_head(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
+    return behind(captures, head_values(b, h, captures, MODS, META), META)
+
+
+@triton.jit
 def load_sink(softmax_offset_ptr, h, META: tl.constexpr):
     # in units of log2
     sink = tl.zeros([], tl.float32)

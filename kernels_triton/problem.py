@@ -17,13 +17,23 @@ _OPEN = 2**30  # a window side is cut to this, so that position + window stays i
 
 
 class Mods(NamedTuple):
-    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last."""
+    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last.
+
+    Those of a tile find behind the captures what `of_head` gives.
+    """
 
     score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
     gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
     accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
-    mask_of_block: Any = None  # the same of all queries and keys of a block: (all are visible, any may be), as `intervals` makes it
+    of_head: Any = None  # (b, h) -> a tuple of what the others read once for a head; None: nothing
+    of_distance: Any = None  # (b, h, distance) -> a tuple of what `diagonals` can tabulate; None: nothing, or it is tabulated
+    distance_depends_on: tuple[bool, bool] = (True, True)  # whether it differs by (b, h)
+    num_tables: int = 0
+    mask_of_block: Any = None  # what asks the mask of blocks, and of a block what that reads, as `intervals.BlockTest` has them
+    ranges_of_q_block: Any = None
+    ranges_of_kv_block: Any = None
+    num_ranges_of_block: tuple[int, int] = (0, 0)
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
     score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
@@ -46,6 +56,7 @@ class BlockLists(NamedTuple):
     full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
+    is_cut: bool = False  # no block in them is past the end or out of the problem's band
 
     @property
     def heads(self) -> int:
@@ -101,6 +112,7 @@ class Meta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -146,6 +158,7 @@ class Problem:
     max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
     max_seqlen_kv: int = 0
     mods: Mods | None = None
+    mods_of_tables: Mods | None = None  # the same mods, reading tables; None: there is nothing to tabulate
     captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
     block_mask: BlockLists | None = None
     # Of q, k and v, and for a backward dout, in FP8: what they are to be multiplied with, fp32 [b | 1, h | 1, blocks | 1].
@@ -273,6 +286,7 @@ class Problem:
             "HAS_MASK_MOD": self.mods is not None and self.mods.mask is not None,
             "BLOCK_SIZE_Q": 0 if self.block_mask is None else self.block_mask.block_size_q,
             "BLOCK_SIZE_KV": 0 if self.block_mask is None else self.block_mask.block_size_kv,
+            "LISTS_ARE_CUT": self.block_mask is not None and self.block_mask.is_cut,
         }
 
     def score_arguments(self) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ def walked(mod: Any) -> Captures:
     """What is found by looking."""
     walk = _Walk(True, None)
     key, _ = walk.visit("mod", mod, frozenset(), 0)
-    return Captures(key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats))
+    return Captures(key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats), tuple(value.hex() for _, value in walk.floats))
 
 
 def defaults(names: dict[str, Any]) -> None:

@@ -19,8 +19,9 @@ from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass
+from flexattn.kernels_triton import diagonals, hopper_backward, hopper_forward, hopper_one_pass
 from flexattn.kernels_triton.compile_report import compile_many, request_for
+from flexattn.kernels_triton.diagonals import with_diagonals
 from flexattn.kernels_triton.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import (
@@ -35,6 +36,15 @@ from flexattn.testing import (
 )
 
 HEADS = 4
+
+
+@pytest.fixture(autouse=True)
+def tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative biases are tabulated, however few the scores are."""
+    monkeypatch.setattr(diagonals, "_FEWEST_SCORES", 0)
+    monkeypatch.setattr(diagonals, "_SCORES_OF_ENTRY", 0)
+
+
 UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": HEADS, "num_heads_kv": 2}
 LONG = {"lengths_q": [300, 0, 1, 700, 129], "lengths_kv": [333, 50, 500, 600, 0], "num_heads": HEADS, "num_heads_kv": 2}
 BACKWARDS = ("split", "one pass")
@@ -105,7 +115,7 @@ def make_case(device: str, features: dict[str, Any], **inputs: Any) -> tuple[Inp
 
 def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
     """What the kernels make of a call, launched as they are; the gradients twice where there is a kernel in one pass."""
-    problem = triton_backend._problem(spec, x)
+    problem = with_diagonals(triton_backend._problem(spec, x))
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
     lse = torch.full(shape, float("nan"), device=x.q.device)

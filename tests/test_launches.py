@@ -18,7 +18,7 @@ from flexattn.bench import stub_driver
 library = stub_driver.install()
 import flexattn
 from flexattn import calls
-from flexattn.kernels_triton import launch, store
+from flexattn.kernels_triton import diagonals, launch, store
 from flexattn.testing import make_inputs
 
 # No memory is freed, so that each tensor has an address of its own, as those of a tape have.
@@ -42,13 +42,18 @@ def biased(score, b, h, i, j):
 def own_document(b, h, i, j):
     return (documents[i] == documents[j]) & (i >= j)
 
-documents = torch.arange(1100) // 300
+def relative(score, b, h, i, j):
+    return score + table[h, i - j + 40]
+
+diagonals._FEWEST_SCORES = diagonals._SCORES_OF_ENTRY = 0
+documents, table = torch.arange(1100) // 300, torch.zeros(6, 90)
 factor, slopes = 0.5, torch.ones(6, requires_grad=True)
 D = {"num_heads": 6, "num_heads_kv": 2, "dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
 CASES = {
     "bshd": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal"}),
     "thd": ({"qkv_format": "thd", "lengths_q": [70, 0, 33]}, {"attn_mask_type": "padding_causal"}),
     "mods": ({"qkv_format": "bhsd", "lengths_q": [40, 40]}, {"score_mod": biased}),
+    "a table": ({"qkv_format": "bshd", "lengths_q": [40, 40]}, {"score_mod": relative, "attn_mask_type": "causal"}),
     "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
     "fp8": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal", "fp8_recipe": flexattn.fp8.Recipe()}),
     "fp8 by block": (
@@ -151,7 +156,8 @@ def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
     done = fresh_python("-c", COMPARE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("_kernel") > 20
-    assert done.stdout.count("_mask_blocks_kernel") == 5  # a forward has one, a backward two, and one in one pass
+    assert done.stdout.count("_mask_blocks_kernel") == 6  # in two families a forward has one and a backward two
+    assert done.stdout.count("_diagonals_kernel") == 4
 
 
 def test_a_kernel_is_kept_for_no_other_arguments_than_triton_compiles_it_for() -> None:

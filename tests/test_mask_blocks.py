@@ -228,7 +228,11 @@ def test_a_given_block_mask_stays(device: str) -> None:
     assert [launch.kernel.__name__ for launch in launches] == ["_attn_fwd_kernel"]
     with recorded_launches() as launches:
         flexattn.attention(q, q, q, mask_mod=mask, backend="triton")
-    assert [launch.kernel.__name__ for launch in launches] == ["_mask_blocks_kernel", "_attn_fwd_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "_block_ranges_kernel",
+        "_mask_blocks_kernel",
+        "_attn_fwd_kernel",
+    ]
 
 
 @pytest.mark.parametrize("name", ["causal document", "natten"])
@@ -238,7 +242,7 @@ def test_compiled_ahead_of_time(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     spec, x = make_call(inputs, mods=trace_mods(None, MASKS[name][0]("cpu")), attn_mask_type="causal")
     with recorded_launches() as launches:
         mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "backward")
-    assert len(launches) == 2
+    assert len(launches) == {"causal document": 3, "natten": 2}[name]  # natten reads nothing
     for report in compile_many([request_for(launch, sm) for launch in launches for sm in (80, 90, 100)]):
         assert report.spill_store_bytes == 0
         assert report.shared_bytes < 48 * 1024

@@ -1,0 +1,211 @@
+"""What of a mod need not be computed for each score, taken out of its graphs.
+
+What depends on b, h and captures alone becomes a value of a head, which the kernels read before their loops. What depends on the
+two positions by their distance q_idx - kv_idx alone, and reads a capture or is dear, can become a table of all distances
+(`diagonals`), from which a score reads one of consecutive words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+HEAD, DIAGONAL = "head:", "diagonal:"  # of an input that stands for a value of a head, or an entry of a table: and its number
+DISTANCE = "distance"  # q_idx - kv_idx, as the input of what is tabulated
+VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
+_POSITIONS = {"q_idx", "kv_idx"}
+# An entry of a table costs a score one load; these cost it as much or more.
+# fmt: off
+_DEAR = frozenset((
+    "index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh", "cosh", "tanh", "erf",
+    "erfc", "sigmoid",
+))
+# fmt: on
+
+
+class Hoisted(NamedTuple):
+    """The graphs with inputs HEAD and DIAGONAL in place of what was taken out, and graphs of that, whose outputs are lists."""
+
+    graphs: tuple[Graph | None, ...]
+    of_head: Graph | None  # takes b, h and captures
+    of_distance: Graph | None  # takes b, h, DISTANCE and captures
+
+
+def hoist(graphs: Sequence[Graph | None], tabulates: bool) -> Hoisted:
+    """What the graphs share is taken out once. tabulates: functions of the distance too."""
+    of_distance = None
+    graphs = [None if graph is None else _subtracting(graph) for graph in graphs]
+    if tabulates:
+        graphs, of_distance = _taken_out(graphs, DIAGONAL, _tabulated)
+    graphs, of_head = _taken_out(graphs, HEAD, _same_for_a_head)
+    return Hoisted(tuple(graphs), of_head, of_distance)
+
+
+def op_of(node: Node) -> str:
+    """The name of a node's op, of any overload."""
+    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are computed from."""
+    todo = list(nodes)
+    seen = set(todo)
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            if x not in seen:
+                seen.add(x)
+                todo.append(x)
+    return seen
+
+
+def inputs_of(node: Node) -> set[str]:
+    """The names of the inputs that a node's value depends on; with an entry of a table come the positions."""
+    names = {str(x.target) for x in ancestors([node]) if x.op == "placeholder"}
+    return names | _POSITIONS if any(name.startswith(DIAGONAL) for name in names) else names
+
+
+def _same_for_a_head(graph: Graph) -> set[Node]:
+    """What is one value a head, but for whole numbers that are computed in no time."""
+    same = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and op_of(node) != "full" and not inputs_of(node) & VARYING:
+            reads = any(x.op == "call_function" and op_of(x) == "index" for x in ancestors([node]))
+            if reads or node.meta["dtype"].is_floating_point:
+                same.add(node)
+    return same
+
+
+def _tabulated(graph: Graph) -> set[Node]:
+    """The floats and bools that differ with q_idx - kv_idx alone, and are dear."""
+    along = _along_diagonals(graph)
+    found = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or along[node] != 0 or node.meta["dtype"] is torch.int64:
+            continue
+        parts = (x for x in ancestors([node]) if x.op == "call_function" and inputs_of(x) & _POSITIONS)
+        if any(op_of(x) in _DEAR for x in parts):
+            found.add(node)
+    return found
+
+
+def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
+    """Of each node the number n for which it is n * kv_idx + a function of q_idx - kv_idx and the head; None: there is none."""
+    along: dict[Node, int | None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            along[node] = None if node.target in ("score", "dscore") else int(node.target in _POSITIONS)
+            continue
+        inputs = [along[x] for x in node.all_input_nodes]
+        along[node] = 0 if all(n == 0 for n in inputs) else None
+        if node.op == "call_function" and None not in inputs and along[node] is None and node.meta["dtype"] is torch.int64:
+            along[node] = _of_sum(op_of(node), [along[x] if isinstance(x, Node) else 0 for x in node.args], node.args)
+    return along
+
+
+def _of_sum(op: str, along: Sequence[int | None], args: Sequence[Any]) -> int | None:
+    x, y = (*along, 0)[:2]
+    assert x is not None
+    assert y is not None
+    if op in ("add", "sub"):
+        return x + y if op == "add" else x - y
+    if op == "neg":
+        return -x
+    if op == "mul" and any(isinstance(arg, int) for arg in args):
+        return x * args[1] if isinstance(args[1], int) else y * args[0]
+    return None
+
+
+def _subtracting(graph: Graph) -> Graph:
+    """score + factor * x as score - (-factor) * x, where the factor is a head's.
+
+    Of two products in a sum the compiler fuses the second into a multiply-add, of those in a difference the first: the scaled
+    score, which is the last to be there.
+    """
+    same = _same_for_a_head(graph)
+    new, values = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        if node.op == "output":
+            new.output(torch.fx.node.map_arg(node.args[0], values.__getitem__))
+            continue
+        factor, rest = _product_added_to_score(node, same)
+        if factor is None:
+            values[node] = new.node_copy(node, values.__getitem__)
+        else:
+            score = next(x for x in node.args if "score" in inputs_of(x))
+            aten, own = torch.ops.aten, {"dtype": node.meta["dtype"]}
+            negative = new.create_node("call_function", aten.neg, (values[factor],))
+            product = new.create_node("call_function", aten.mul, (negative, values.get(rest, rest)))
+            values[node] = new.create_node("call_function", aten.sub, (values[score], product))
+            for made in (negative, product):
+                made.meta |= own
+        values[node].meta["dtype"] = node.meta["dtype"]
+    new.eliminate_dead_code()
+    return new
+
+
+def _product_added_to_score(node: Node, same: set[Node]) -> tuple[Node | None, Any]:
+    """(a factor of a product that is added to what depends on the score, the other factor), or None."""
+    if node.op != "call_function" or op_of(node) != "add" or not all(isinstance(x, Node) for x in node.args):
+        return None, None
+    with_score = ["score" in inputs_of(x) for x in node.args]
+    product = node.args[with_score.index(False)] if any(with_score) and not all(with_score) else None
+    if product is None or product.op != "call_function" or op_of(product) != "mul" or product in same:
+        return None, None
+    factors = [x for x in product.args if x in same]
+    if not factors or not product.meta["dtype"].is_floating_point:
+        return None, None
+    return factors[0], next(x for x in product.args if x is not factors[0])
+
+
+def _taken_out(
+    graphs: Sequence[Graph | None], prefix: str, choose: Callable[[Graph], set[Node]]
+) -> tuple[list[Graph | None], Graph | None]:
+    """The graphs with inputs for the chosen nodes that something else uses, and one that computes these; None: there are none."""
+    apart = Graph()
+    known: dict[Hashable, Node] = {}  # by what a node of it computes
+    outputs: list[Node] = []
+    left: list[Graph | None] = []
+    for graph in graphs:
+        chosen = set() if graph is None else choose(graph)
+        edge = {node for node in chosen if any(user not in chosen for user in node.users)}
+        if graph is None or not edge:
+            left.append(graph)
+            continue
+        new, values = Graph(), dict[Node, Node]()
+        copy_of = values.__getitem__
+        for node in graph.nodes:
+            if node.op == "output":
+                new.output(torch.fx.node.map_arg(node.args[0], copy_of))
+                continue
+            if node in edge:
+                copy = _copied(node, apart, known)
+                outputs += [] if copy in outputs else [copy]
+                name = f"{node.args[0].name}_value" if op_of(node) == "index" else node.name
+                values[node] = new.create_node("placeholder", f"{prefix}{outputs.index(copy)}", name=name)
+            else:
+                values[node] = new.node_copy(node, copy_of)
+            values[node].meta["dtype"] = node.meta["dtype"]
+        new.eliminate_dead_code()
+        left.append(new)
+    if outputs:
+        apart.output(outputs)
+    return left, apart if outputs else None
+
+
+def _copied(node: Node, graph: Graph, known: dict[Hashable, Node]) -> Node:
+    """What computes the same in another graph, where q_idx is the distance and kv_idx is 0."""
+    if node.op == "placeholder" and node.target == "kv_idx":
+        new: tuple[Any, ...] = ("call_function", torch.ops.aten.full, ([], 0), {})
+    elif node.op == "placeholder":
+        new = ("placeholder", DISTANCE if node.target == "q_idx" else node.target, (), {})
+    else:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _copied(n, graph, known))
+        new = (node.op, node.target, args, kwargs)
+    key = (new[0], new[1], repr(new[2:]), node.meta["dtype"])
+    if key not in known:
+        known[key] = graph.create_node(*new)
+        known[key].meta["dtype"] = node.meta["dtype"]
+    return known[key]

@@ -1,0 +1,167 @@
+"""The ops of a mod's graph as expressions of Triton, and what is known of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+INT32 = (-(2**31), 2**31 - 1)
+INT64 = (-(2**63), 2**63 - 1)
+
+
+class Value(NamedTuple):
+    text: str
+    kind: str  # "float", "int" or "bool"
+    bounds: tuple[int, int] = INT64  # of an int
+    is_literal: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        return self.kind == "int" and not (INT32[0] <= self.bounds[0] and self.bounds[1] <= INT32[1])
+
+
+def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of an integer op's result, where they are within int64; else those of int64."""
+    corners: list[int]
+    if op == "where":
+        corners = [*operands[1], *operands[2]]
+    elif len(operands) == 1:
+        low, high = operands[0]
+        corners = {
+            "neg": [-high, -low],
+            "abs": [0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high))],
+        }.get(op, [*INT64])
+        corners = [-1, 1] if op == "sign" else corners
+        corners = [max(0, low), max(0, high)] if op == "relu" else corners
+        corners = [-high - 1, -low - 1] if op == "bitwise_not" else corners
+        corners = [low, high] if op in ("floor", "ceil", "round", "trunc") else corners
+    else:
+        (a, b), (c, d) = operands
+        if op == "add":
+            corners = [a + c, b + d]
+        elif op == "sub":
+            corners = [a - d, b - c]
+        elif op == "mul":
+            corners = [a * c, a * d, b * c, b * d]
+        elif op == "maximum":
+            corners = [max(a, c), max(b, d)]
+        elif op == "minimum":
+            corners = [min(a, c), min(b, d)]
+        elif op in ("floor_divide", "trunc_divide"):
+            corners = [min(a, -b, 0), max(b, -a, 0)] if a < 0 or c < 0 else [0, b]
+        elif op == "remainder":
+            corners = [0, d] if c >= 0 else [min(c, 0), max(d, 0)]
+        elif op == "fmod":
+            corners = [0 if a >= 0 else -max(abs(c), abs(d)), max(abs(c), abs(d)) if b > 0 else 0]
+        elif op == "bitwise_and" and (a >= 0 or c >= 0):
+            corners = [0, min(x for x, low in ((b, a), (d, c)) if low >= 0)]
+        elif op in ("bitwise_or", "bitwise_xor") and a >= 0 and c >= 0:
+            corners = [0, 2 ** max(b, d).bit_length() - 1]
+        else:
+            corners = [*INT64]
+    return max(min(corners), INT64[0]), min(max(corners), INT64[1])
+
+
+# Of finite numbers these give finite ones.
+# fmt: off
+FINITE = frozenset((
+    "abs", "add", "ceil", "clamp", "cos", "erf", "erfc", "floor", "full", "maximum", "minimum", "mul", "neg", "relu", "round",
+    "sigmoid", "sign", "sin", "sub", "tanh", "_to_copy", "trunc", "where",
+))
+# fmt: on
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def _infix(symbol: str) -> Callable[..., str]:
+    return lambda kind, x, y: f"{x.text} {symbol} {y.text}"
+
+
+def function(name: str) -> Callable[..., str]:
+    return lambda kind, *operands: f"{name}({', '.join(x.text for x in operands)})"
+
+
+def _by_kind(of_floats: str, of_integers: str) -> Callable[..., str]:
+    return lambda kind, *operands: function(of_floats if kind == "float" else of_integers)(kind, *operands)
+
+
+def _rounded(name: str) -> Callable[..., str]:
+    return lambda kind, x: function(name)(kind, x) if kind == "float" else x.text
+
+
+def _floor_divide(kind: str, x: Value, y: Value) -> str:
+    if kind == "float":
+        return f"tl.floor({x.text} / {y.text})"
+    plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
+    return f"{x.text} // {y.text}" if plain else f"mod_math.floor_divide({x.text}, {y.text})"
+
+
+def _trunc_divide(kind: str, x: Value, y: Value) -> str:
+    return f"mod_math.trunc({x.text} / {y.text})" if kind == "float" else f"{x.text} // {y.text}"
+
+
+def _remainder(kind: str, x: Value, y: Value) -> str:
+    if kind == "float":
+        return f"mod_math.float_remainder({x.text}, {y.text})"
+    plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
+    return f"{x.text} % {y.text}" if plain else f"mod_math.floor_remainder({x.text}, {y.text})"
+
+
+def _power(kind: str, x: Value, y: Value) -> str:
+    """A small whole power as products, which is exact in sign and for integers."""
+    exponent = float(y.text) if y.is_literal and "(" not in y.text else None
+    if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
+        n = int(exponent)
+        return " * ".join([x.text] * n) if n else ("1.0" if kind == "float" else "1")
+    if exponent == 0.5:
+        return f"tl.sqrt({x.text})"
+    if exponent == -0.5:
+        return f"1.0 / tl.sqrt({x.text})"
+    if kind == "int":
+        raise NotImplementedError(
+            "no lowering to Triton of an integer to a power that is no number from 0 to 8; convert it to float"
+        )
+    return f"mod_math.power({x.text}, {y.text})"
+
+
+# From (the result's kind, operands in the type that the op computes in) to an expression.
+OPS: dict[str, Callable[..., str]] = {
+    **{op: _infix(symbol) for op, symbol in COMPARISONS.items()},
+    "add": _infix("+"),
+    "sub": _infix("-"),
+    "mul": _infix("*"),
+    "div": _infix("/"),
+    "bitwise_and": _infix("&"),
+    "bitwise_or": _infix("|"),
+    "bitwise_xor": _infix("^"),
+    "logical_and": _infix("&"),
+    "logical_or": _infix("|"),
+    "logical_xor": _infix("^"),
+    "bitwise_not": lambda kind, x: f"{x.text} == 0" if kind == "bool" else f"-1 - {x.text}",
+    "logical_not": lambda kind, x: f"{x.text} == 0",
+    "neg": lambda kind, x: f"-{x.text}",
+    "reciprocal": lambda kind, x: f"1.0 / {x.text}",
+    "rsqrt": lambda kind, x: f"1.0 / tl.sqrt({x.text})",
+    "sigmoid": lambda kind, x: f"1.0 / (1.0 + mod_math.exp(-{x.text}))",
+    "erfc": lambda kind, x: f"1.0 - tl.erf({x.text})",
+    "tan": lambda kind, x: f"tl.sin({x.text}) / tl.cos({x.text})",
+    "relu": lambda kind, x: f"tl.where({x.text} < 0, 0, {x.text})" if kind == "int" else f"tl.where({x.text} < 0.0, 0.0, {x.text})",
+    "isnan": lambda kind, x: f"{x.text} != {x.text}",
+    "isinf": lambda kind, x: f'tl.abs({x.text}) == float("inf")',
+    "pow": _power,
+    "floor_divide": _floor_divide,
+    "trunc_divide": _trunc_divide,
+    "remainder": _remainder,
+    "fmod": lambda kind, x, y: f"mod_math.float_fmod({x.text}, {y.text})" if kind == "float" else f"{x.text} % {y.text}",
+    "maximum": _by_kind("mod_math.maximum", "tl.maximum"),
+    "minimum": _by_kind("mod_math.minimum", "tl.minimum"),
+    "where": function("tl.where"),
+    "abs": function("tl.abs"),
+    "sign": function("mod_math.sign"),
+    "floor": _rounded("tl.floor"),
+    "ceil": _rounded("tl.ceil"),
+    "trunc": _rounded("mod_math.trunc"),
+    "round": _rounded("mod_math.round_to_even"),
+    "tanh": function("mod_math.tanh"),
+    **{op: function(f"tl.{op}") for op in ("exp2", "log", "log2", "sqrt", "sin", "cos", "erf")},
+    **{op: function(f"mod_math.{op}") for op in ("exp", "expm1", "log1p", "log10", "sinh", "cosh")},
+}
