@@ -61,11 +61,13 @@ def from_the_head_alone(device: str) -> tuple[Any, Any]:
     return score_mod, lambda b, h, i, j: (j < limits[b]) | (i - j == 1)
 
 
-CASES = [(t5, 1), (decay_and_mask, 4), (from_the_head_alone, 0)]
+CASES = [(t5, 1, "thd"), (decay_and_mask, 4, "bshd"), (from_the_head_alone, 0, "thd")]
+MORE = [(t5, 1, "bshd"), (decay_and_mask, 4, "thd"), (from_the_head_alone, 0, "bshd")]
 
 
-@pytest.mark.parametrize("fmt", ["thd", "bshd"])
-@pytest.mark.parametrize(("make_mods", "tables"), CASES)
+@pytest.mark.parametrize(
+    ("make_mods", "tables", "fmt"), [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
+)
 def test_results(make_mods: Any, tables: int, fmt: str, tabulated: list[int], device: str) -> None:
     mask = {"thd": "padding_causal_bottom_right", "bshd": "padding"}[fmt]
     dtype = {"thd": torch.bfloat16, "bshd": torch.float32}[fmt]
@@ -77,10 +79,11 @@ def test_results(make_mods: Any, tables: int, fmt: str, tabulated: list[int], de
 
 def test_blocks_past_the_end(tabulated: list[int], device: str) -> None:
     """Tiles of a block that begins before a sequence's end and goes far past it are within the tables."""
-    (length,) = lengths(70)
-    mask = create_block_mask(mods.causal(), None, None, length, length, device, BLOCK_SIZE=1024)
-    lists = block_lists(mask, 1, HEADS, length, length, mask.kv_indices.device)
-    check((t5(device)[0], mask.mask_mod), device, {"blocks": lists}, lengths_q=[length], lengths_kv=[length])
+    (length,) = lengths(40)
+    mask = create_block_mask(mods.causal(), None, None, length, length, device, BLOCK_SIZE=512)
+    lists = block_lists(mask, 1, 1, length, length, mask.kv_indices.device)
+    inputs: dict[str, Any] = {"lengths_q": [length], "lengths_kv": [length], "num_heads": 1, "num_heads_kv": 1}
+    check((t5(device)[0], mask.mask_mod), device, {"blocks": lists, "deterministic": True}, **inputs)
     assert tabulated == [1, 1]
 
 
