@@ -63,6 +63,8 @@ _LAST = gl.constexpr(13)
 _RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
 _STAGES = gl.constexpr(2)  # of q and dout in shared memory
 _FAR = gl.constexpr(2**30)
+_L2_BYTES = 32 * 2**20
+_BYTES = 12  # of L2 for each element of a head, about: q and dout in both forms, dq in fp32
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
 
@@ -108,16 +110,26 @@ class Fp8OnePassMeta(NamedTuple):
 
 
 @gluon.jit
-def _block_of(table_ptr, num_heads_kv, blocks, META: gl.constexpr):
-    # As in `hopper_one_pass`: the blocks of a head come one after the other.
+def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.constexpr):
+    # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. Of a
+    # section, as many heads as L2 has room for, the first blocks of all heads come first: they have the most to do.
     pid = gl.program_id(0)
+    room = blocks  # of the programs of a head
+    heads = gl.num_programs(0) // blocks
     if META.HAS_LENGTHS:
         room = gl.num_programs(0) // num_heads_kv
-        t = gl.load(table_ptr + 1) - 1 - pid % room
+        heads = num_heads_kv
+    first_head = pid // (heads_per_section * room) * heads_per_section
+    heads_here = gl.minimum(heads_per_section, heads - first_head)
+    place = pid - first_head * room
+    t = place // heads_here
+    head = first_head + place % heads_here
+    if META.HAS_LENGTHS:
+        t = gl.load(table_ptr + 1) - 1 - t
         entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
-        return gl.where(t >= 0, entry % blocks, blocks), pid // room, gl.where(t >= 0, entry // blocks, 0)
+        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
     else:
-        return pid % blocks, pid // blocks % num_heads_kv, pid // blocks // num_heads_kv
+        return t, head % num_heads_kv, head // num_heads_kv
 
 
 @gluon.jit
@@ -245,14 +257,18 @@ def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: g
 
 
 @gluon.jit
-def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
     slot = turn % META.DQ_STAGES
     mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
     # Of each 8 rows 0 .. 3 and 4 .. 7 in turn: the four that half a warp stores at a time then lie in different banks.
     dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
+
+
+@gluon.jit
+def _hand_over(dq_full, turn, META: gl.constexpr):
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
+    mbarrier.arrive(dq_full.index(turn % META.DQ_STAGES), count=1)
 
 
 @gluon.jit
@@ -339,15 +355,18 @@ def _compute(
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
         if not META.IS_LATE:
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
             mbarrier.wait(dout_full.index(slot), phase)
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
         if META.IS_LATE:
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             if turn > 0:  # under the product; dp then takes the registers of dq
-                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
             dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if turn > 0:
+                _hand_over(dq_full, turn - 1, META)
             dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
@@ -359,12 +378,12 @@ def _compute(
         if META.IS_LATE:  # the other warpgroup's dq of the turn before the last has read what is overwritten
             named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
         ds_tiles.index(here + CONSUMER).store(ds)
-        fence_async_shared()
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.IS_LATE:
             dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
+        fence_async_shared()  # under the product
+        named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
         if META.IS_LATE:
             named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
             sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
@@ -380,7 +399,8 @@ def _compute(
             if is_there:
                 named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
             if turn > 0:
-                _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+                _hand_over(dq_full, turn - 1, META)
         kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
         if t == num_blocks:
@@ -392,7 +412,8 @@ def _compute(
     if turns > 0:
         sum_of_k = _dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
+        _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
+        _hand_over(dq_full, turns - 1, META)
     named_barrier_sync(_LAST, _BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
     k16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     dout16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -444,6 +465,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     num_heads,
     group_size,
     blocks,
+    heads_per_section,
     num_tokens_q,
     num_tokens_kv,
     max_seqlen_q,
@@ -514,7 +536,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         allocate_barriers(META.DQ_STAGES, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, META)
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -590,7 +612,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
 
 @kernel
 def _attn_bwd_dq_conversion_fp8_kernel(
-    dq_sums_ptr,  # fp32 [tiles * SIZE, HEAD_DIM_QK], the rows in the order of `_hand_over`
+    dq_sums_ptr,  # fp32 [tiles * SIZE, HEAD_DIM_QK], the rows in the order of `_write_dq`
     dq_ptr,
     stride_dqb,
     stride_dqs,
@@ -720,6 +742,7 @@ def fp8_one_pass_backward(
     blocks = triton.cdiv(x.longest_kv, _KEYS)
     table = work_table(x, _KEYS, "kv") if has_lengths else None
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
+    section = min(x.batch * x.num_heads_kv, max(1, _L2_BYTES // (_BYTES * max(x.longest_q, x.longest_kv) * dim)))
     scales = scales_of(x)
     q16, k16, dout16 = (
         dequantize(x, side, t, scale, torch.empty_like(t, dtype=dq.dtype, memory_format=torch.contiguous_format))  # type: ignore[arg-type]
@@ -758,7 +781,7 @@ def fp8_one_pass_backward(
             *(tiles, table),
             *(argument for scale in scales for argument in scale.arguments),
             *(x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
-            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks),
+            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
             *batch_steps_of(*by_query, *by_key, dk, dv),
             *x.score_arguments(),

@@ -262,7 +262,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
 PLANTED_BACKWARD = {
     "q is read before it has come": ("    mbarrier.wait(q_full.index(slot), phase, pred=is_there)\n", ""),
     "dout is read before it has come": (
-        "            dq = warpgroup_mma_wait(0, deps=[sum_of_k])\n            mbarrier.wait(dout_full.index(slot), phase)\n",
+        "            mbarrier.wait(dout_full.index(slot), phase)\n            dq = warpgroup_mma_wait(0, deps=[sum_of_k])\n",
         "            dq = warpgroup_mma_wait(0, deps=[sum_of_k])\n",
     ),
     "too few bytes are expected of q": (
@@ -278,10 +278,7 @@ PLANTED_BACKWARD = {
         "        mbarrier.arrive(q_empty.index(slot), count=1)\n"
         "        dk, ds16 = warpgroup_mma_wait(3 if META.IS_LATE else 1, deps=[sum_of_q, ds16])\n",
     ),
-    "ds is read without a fence": (
-        "        ds_tiles.index(here + CONSUMER).store(ds)\n        fence_async_shared()\n",
-        "        ds_tiles.index(here + CONSUMER).store(ds)\n",
-    ),
+    "ds is read without a fence": ("        fence_async_shared()  # under the product\n", ""),
     "dq is summed before the other half of ds is there": (
         "        else:\n            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)\n",
         "        else:\n",
