@@ -303,7 +303,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
     # A capture that the derivative does not reach keeps its zeros.
     dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
-    needs_all = dbias is not None or bool(dcaptures) or spec.deterministic
+    needs_all = dbias is not None or bool(dcaptures) or spec.deterministic or _hopper_wish(spec) == "never"
     problem = with_diagonals(with_mask_blocks(_problem(spec, x), "backward" if needs_all else "one pass"))
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None

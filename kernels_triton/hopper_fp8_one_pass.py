@@ -42,6 +42,7 @@ from flexattn.kernels_triton.hopper import (
     query_block,
     ragged_descriptor,
     reduce_add,
+    scores_of_head,
     sequences,
     store_rows,
 )
@@ -49,7 +50,16 @@ from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, kernel, launch
-from flexattn.kernels_triton.primitives import LOG2E, load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
+from flexattn.kernels_triton.primitives import (
+    LOG2E,
+    head_values,
+    load_sequence,
+    load_tile,
+    row_pointer,
+    row_steps,
+    store_tile,
+    through_mods,
+)
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -101,6 +111,7 @@ class Fp8OnePassMeta(NamedTuple):
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
     BLOCK_N: int
@@ -313,6 +324,7 @@ def _compute(
     t = 0
     h = first_head
     head = head_of(bias, b, h, META)
+    values = head_values(b, h, captures, MODS, META)
     turns = num_blocks * group_size
     kq = zeros
     if turns > 0:
@@ -338,10 +350,11 @@ def _compute(
             named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
             sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
         place = (len_q, len_kv, shift, b, h)
+        own_scores = scores_of_head(scores, values, META)
         s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
         if not META.IS_PLAIN:
             kq = kq * s_factor
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
         if META.IS_PLAIN:
             factor = s_factor
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
@@ -349,7 +362,7 @@ def _compute(
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
         if is_cut:
             s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
@@ -373,7 +386,7 @@ def _compute(
         if not META.IS_LATE:
             dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
         if META.IS_LATE:  # the other warpgroup's dq of the turn before the last has read what is overwritten
             named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
@@ -406,7 +419,9 @@ def _compute(
         if t == num_blocks:
             t = 0
             h += 1
-            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+            next_h = gl.minimum(h, first_head + group_size - 1)
+            head = head_of(bias, b, next_h, META)
+            values = head_values(b, next_h, captures, MODS, META)
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
     if turns > 0:
