@@ -330,6 +330,8 @@ class HopperOnePassTile(NamedTuple):
     windowed_from: int
     modified_from: int  # bench/results/one_pass_modified_h200.json
     loaded_from: int  # with a block mask; a bias was not measured
+    variant: str = ""
+    section: int = 0
 
 
 HOPPER_ONE_PASS = (

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton import hopper_backward, hopper_forward
@@ -52,8 +52,11 @@ _KEYS = 128  # of a program: two warpgroups'
 _BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
 _EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
 _LAST = gl.constexpr(13)
-_STAGES = gl.constexpr(2)  # of q, of dout and of dq in shared memory
+_RELEASED = gl.constexpr(6)  # .. 8
+_SUMMED = gl.constexpr(14)  # and 15
+_BOTH_AND_WARP = gl.constexpr(2 * 128 + 32)
 _FAR = gl.constexpr(2**30)
+_L2_BYTES = 32 * 2**20
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
@@ -82,21 +85,35 @@ class OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
+    STAGES: int
+    PERMUTED: bool
+    NAMED: bool
+    LAZY: bool
+    LATE: bool
+    DIRECT: bool
 
 
 @gluon.jit
-def _block_of(table_ptr, num_heads_kv, blocks, META: gl.constexpr):
+def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.constexpr):
     # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. The
     # blocks of a head come one after the other, so that the sums of its dq are in L2 while they are added to.
     pid = gl.program_id(0)
+    room = blocks  # of the programs of a head
+    heads = gl.num_programs(0) // blocks
     if META.HAS_LENGTHS:
         room = gl.num_programs(0) // num_heads_kv
-        count = gl.load(table_ptr + 1)
-        t = count - 1 - pid % room
+        heads = num_heads_kv
+    section = pid // (heads_per_section * room)
+    rest = pid - section * heads_per_section * room
+    heads_here = gl.minimum(heads_per_section, heads - section * heads_per_section)
+    head = section * heads_per_section + rest % heads_here
+    t = rest // heads_here
+    if META.HAS_LENGTHS:
+        t = gl.load(table_ptr + 1) - 1 - t
         entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
-        return gl.where(t >= 0, entry % blocks, blocks), pid // room, gl.where(t >= 0, entry // blocks, 0)
+        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
     else:
-        return pid % blocks, pid // blocks % num_heads_kv, pid // blocks // num_heads_kv
+        return t, head % num_heads_kv, head // num_heads_kv
 
 
 @gluon.jit
@@ -115,10 +132,14 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
     head = 0
     for turn in range(num_blocks * group_size):
         row = query_block(t, found, META)[0]
-        slot = turn % _STAGES
-        before = ((turn // _STAGES) & 1) ^ 1
+        slot = turn % META.STAGES
+        before = ((turn // META.STAGES) & 1) ^ 1
         full = q_full.index(slot)
-        mbarrier.wait(q_empty.index(slot), before)
+        if META.NAMED:
+            if turn >= META.STAGES:
+                named_barrier_sync_at(_RELEASED + slot, _BOTH_AND_WARP)
+        else:
+            mbarrier.wait(q_empty.index(slot), before)
         mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
         of_head = first_tile + head * tiles_of_a_head
@@ -132,6 +153,10 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
         if t == num_blocks:
             t = 0
             head += 1
+    if META.NAMED:
+        turns = num_blocks * group_size
+        for turn in range(gl.maximum(turns - META.STAGES, 0), turns):
+            named_barrier_sync_at(_RELEASED + turn % META.STAGES, _BOTH_AND_WARP)
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(2):
         row = first_row + part * _ROWS
@@ -149,10 +174,13 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found,
     t = 0
     head = 0
     for turn in range(num_blocks * group_size):
-        slot = turn % _STAGES
+        slot = turn % 2
         row = query_block(t, found, META)[0]
         at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
-        mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)
+        if META.NAMED:
+            named_barrier_sync_at(_SUMMED + slot, _BOTH_AND_WARP)
+        else:
+            mbarrier.wait(dq_full.index(slot), (turn // 2) & 1)
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < len_q:
             for part in gl.static_range(2):
@@ -193,12 +221,34 @@ def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: g
 
 
 @gluon.jit
-def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
-    slot = turn % _STAGES
-    mbarrier.wait(dq_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+    slot = turn % 2
+    mbarrier.wait(dq_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    if META.PERMUTED:
+        dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
+
+
+@gluon.jit
+def _hand_over(dq_full, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+    slot = turn % 2
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
+    if META.NAMED:
+        named_barrier_arrive_at(_SUMMED + slot, _BOTH_AND_WARP)
+    else:
+        mbarrier.arrive(dq_full.index(slot), count=1)
+
+
+@gluon.jit
+def _add_directly(dq, dq_sums_ptr, at, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # A tile lies as the threads hold it: the half of its columns, eighths of them, warps, lanes, 4 numbers of a thread.
+    EIGHTHS: gl.constexpr = META.DIM // 16
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    SIZE: gl.constexpr = META.BLOCK_M * META.DIM // 2
+    parts = gl.permute(dq.reshape([4, 2, 8, EIGHTHS, 4, 2]), [3, 0, 2, 4, 1, 5]).reshape([SIZE])
+    parts = gl.convert_layout(parts, FLAT)
+    base = dq_sums_ptr + (at.to(gl.int64) * META.DIM + CONSUMER * SIZE)
+    gl.atomic_add(base + gl.arange(0, SIZE, layout=FLAT), parts, sem="relaxed")
 
 
 @gluon.jit
@@ -215,8 +265,9 @@ def _compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, place, dq_place = common
     len_q, len_kv, shift, b, first_head = place
+    dq_sums_ptr, first_tile, tiles_of_a_head = dq_place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -228,6 +279,8 @@ def _compute(
     zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
     dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    if META.LAZY:
+        dk = warpgroup_mma_init(dk)
     own_row = first_row + CONSUMER * _ROWS
     rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
@@ -240,7 +293,11 @@ def _compute(
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
     mbarrier.wait(kv_full.index(0), 0)
+    if META.LAZY:
+        ds16 = gl.convert_layout(zeros.to(DTYPE), LEFT)
     t = 0
+    first_at = (first_tile * BLOCK_M).to(gl.int32)
+    last_at = first_at
     h = first_head
     head = head_of(bias, b, h, META)
     turns = num_blocks * group_size
@@ -248,8 +305,8 @@ def _compute(
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
         zero = opaque_zero(turn)
-        slot = turn % _STAGES
-        phase = (turn // _STAGES) & 1
+        slot = turn % META.STAGES
+        phase = (turn // META.STAGES) & 1
         q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
         mbarrier.wait(q_full.index(slot), phase)
@@ -259,7 +316,16 @@ def _compute(
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
-        kq = warpgroup_mma_wait(2, deps=[kq])
+        if META.LAZY:
+            kq, dk, ds16 = warpgroup_mma_wait(2, deps=[kq, dk, ds16])
+            if turn > 0:
+                before = (turn - 1) % META.STAGES
+                if META.NAMED:
+                    named_barrier_arrive_at(_RELEASED + before, _BOTH_AND_WARP)
+                else:
+                    mbarrier.arrive(q_empty.index(before), count=1)
+        else:
+            kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
@@ -275,10 +341,20 @@ def _compute(
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
-        if turn > 0:  # under the product; dp then takes the registers of dq
-            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+        if META.DIRECT:
+            if turn > 0:
+                _add_directly(dq, dq_sums_ptr, last_at, CONSUMER, META)
+            last_at = first_at + row
+        else:
+            if turn > 0:  # under the product; dp then takes the registers of dq
+                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+                if not META.LATE:
+                    _hand_over(dq_full, turn - 1, CONSUMER, META)
         own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if META.LATE and not META.DIRECT:
+            if turn > 0:
+                _hand_over(dq_full, turn - 1, CONSUMER, META)
         dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -291,20 +367,33 @@ def _compute(
         fence_async_shared()
         named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
         ds16 = gl.convert_layout(ds, LEFT)
-        sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
-        dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        if META.LAZY:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        else:
+            sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
+            dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
+            if META.NAMED:
+                named_barrier_arrive_at(_RELEASED + slot, _BOTH_AND_WARP)
+            else:
+                mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
         if t == num_blocks:
             t = 0
             h += 1
+            first_at += tiles_of_a_head * BLOCK_M
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+    if META.LAZY:
+        dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
     if turns > 0:
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
+        if META.DIRECT:
+            _add_directly(dq, dq_sums_ptr, last_at, CONSUMER, META)
+        else:
+            _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
+            _hand_over(dq_full, turns - 1, CONSUMER, META)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -322,6 +411,7 @@ def _attn_bwd_one_pass_hopper_kernel(
     dq_descriptor,
     dk_descriptor,
     dv_descriptor,
+    dq_sums_ptr,
     tiles_of_a_head,
     table_ptr,
     cu_seqlens_q_ptr,
@@ -333,6 +423,7 @@ def _attn_bwd_one_pass_hopper_kernel(
     num_heads,
     group_size,
     blocks,
+    heads_per_section,
     num_tokens_q,
     num_tokens_kv,
     max_seqlen_q,
@@ -373,25 +464,27 @@ def _attn_bwd_one_pass_hopper_kernel(
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    q_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [META.STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [META.STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [META.STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * _STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
+    dq_tiles = ds_tiles
+    if not META.DIRECT:
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [4] + dq_descriptor.block_type.shape, dq_descriptor.layout)
     barriers = (
-        allocate_barriers(_STAGES, 1),
-        allocate_barriers(_STAGES, 2),
-        allocate_barriers(_STAGES, 1),
-        allocate_barriers(_STAGES, 2),
+        allocate_barriers(META.STAGES, 1),
+        allocate_barriers(META.STAGES, 2),
+        allocate_barriers(META.STAGES, 1),
+        allocate_barriers(META.STAGES, 2),
         allocate_barriers(1, 1),
-        allocate_barriers(_STAGES, 2),
-        allocate_barriers(_STAGES, 1),
+        allocate_barriers(2, 2),
+        allocate_barriers(2, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, META)
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -428,17 +521,29 @@ def _attn_bwd_one_pass_hopper_kernel(
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
-    gl.warp_specialize(
-        [
-            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-            (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
-            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+    dq_place = (dq_sums_ptr, places[9], tiles_of_a_head)
+    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h), dq_place)
+    if META.DIRECT:
+        gl.warp_specialize(
+            [
+                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+                (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
 
 
 @kernel
@@ -457,6 +562,8 @@ def _attn_bwd_dq_conversion_kernel(
     max_seqlen_q,
     tiles,
     SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -472,8 +579,23 @@ def _attn_bwd_dq_conversion_kernel(
     if first_row >= len_q:
         return
     first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
+    rows = tl.arange(0, BLOCK_M)
+    if KIND == 2:
+        sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * DIM
+        columns = tl.arange(0, DIM)
+        half = columns // (DIM // 2)
+        column = columns % (DIM // 2)
+        of_column = half * (SIZE * DIM // 2) + column // 8 * 512 + column % 8 // 2 * 4 + column % 2
+        of_row = rows // 16 * 128 + rows % 8 * 16 + rows % 16 // 8 * 2
+        dq = tl.load(sums + of_row[:, None] + of_column[None, :])
+        dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+        _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
+        store_tile(dq_pointer, dq * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, DIM, HEAD_DIM)
+        return
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
-    sum_offsets = tl.arange(0, BLOCK_M) * HEAD_DIM
+    if KIND == 1:
+        rows = rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2
+    sum_offsets = rows * HEAD_DIM
     dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
     _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
     dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
@@ -520,7 +642,12 @@ def one_pass_backward(
     dim, size = tile.head_dim, _QUERIES
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
-    dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
+    variant = tile.variant
+    width = dim if "D" in variant else head_dim
+    kind = 2 if "D" in variant else 1 if "P" in variant else 0
+    dq_sums = torch.zeros((statistics.numel() // 2, width), dtype=torch.float32, device=x.device)
+    section = tile.section or max(1, _L2_BYTES // (12 * max(x.longest_q, x.longest_kv) * dim))
+    section = min(section, x.num_heads_kv * x.batch)
     has_lengths = x.cu_seqlens_q is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [size, dim // 2]
@@ -541,6 +668,12 @@ def one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DOUT_APART=tile.dout_apart,
+        STAGES=3 if '3' in variant else 2,
+        PERMUTED='P' in variant,
+        NAMED='N' in variant,
+        LAZY='Z' in variant,
+        LATE='L' in variant,
+        DIRECT='D' in variant,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,
@@ -551,10 +684,10 @@ def one_pass_backward(
             *(ragged_descriptor(t, size, dim) for t in (x.q, dout)),
             *(ragged_descriptor(t, _ROWS.value, dim) for t in (x.k, x.v)),
             TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
-            TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
+            TensorDescriptor(dq_sums, list(dq_sums.shape), [width, 1], dq_block, dq_layout),
             *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
-            *(tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
-            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks),
+            *(dq_sums, tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
+            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
             *batch_steps_of(x.q, dout, x.k, x.v, dk, dv),
             *x.score_arguments(),
@@ -571,7 +704,7 @@ def one_pass_backward(
         _CONVERSION_TILE,
         (
             *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, kind, dim, portable),
         ),
     )
     if has_lengths:
