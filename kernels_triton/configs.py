@@ -260,6 +260,7 @@ class HopperTile(NamedTuple):
     # By bench/results/modified_scores_h200.json (192/128 as 128):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
+    variant: str = ""
 
 
 HOPPER_FORWARD = (

@@ -88,6 +88,8 @@ class ForwardMeta(NamedTuple):
     TAKES_TURNS: bool
     OUT_IN_Q: bool  # out leaves through the buffer that q came in
     REGISTERS: int
+    SKIPS: bool
+    EARLY: bool
 
 
 @gluon.jit
@@ -198,6 +200,90 @@ def _softmax(qk, row_max, row_sum, scale_log2, DTYPE: gl.constexpr, META: gl.con
 
 
 @gluon.jit
+def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META: gl.constexpr):
+    # Of a tile's blocks of keys, of which the last come first: (how many to pass over, how many this consumer's queries see, what
+    # `key_block` finds these by).
+    if not META.SKIPS:
+        return 0, num_blocks, found
+    else:
+        begin = found
+        end = found + num_blocks
+        if META.HAS_RIGHT:
+            end = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(own_row + _ROWS + shift + window_right, 0), META.BLOCK_N), found), end)
+        if META.HAS_LEFT:
+            begin = gl.minimum(gl.maximum(gl.maximum(own_row + shift - window_left, 0) // META.BLOCK_N, found), end)
+        if META.HAS_LENGTHS:
+            end = gl.where(own_row < len_q, end, begin)
+        return found + num_blocks - end, end - begin, begin
+
+
+@gluon.jit
+def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
+    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+    PAIR: gl.constexpr = 2 * 128
+    for _ in range(count):
+        slot = loaded % META.STAGES
+        phase = (loaded // META.STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if META.TAKES_TURNS:
+            named_barrier_sync(_TURN + CONSUMER, PAIR)
+            named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+        mbarrier.wait(v_full.index(slot), phase)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        loaded += 1
+    return loaded
+
+
+@gluon.jit
+def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, IS_LAST: gl.constexpr, META: gl.constexpr):
+    # Scalar branches: only blocks that an edge cuts pay for it. Only the last block has keys past the end.
+    if META.BLOCK_SIZE_Q > 0:
+        is_cut = column + META.BLOCK_N > len_kv
+        if META.HAS_RIGHT:
+            is_cut = is_cut | (column + META.BLOCK_N > own_row + 1 + shift + window_right)
+        if META.HAS_LEFT:
+            is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
+        if is_cut:
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+    else:
+        if IS_LAST:
+            last = gl.zeros_like(rows) + (len_kv - 1)
+            if META.HAS_RIGHT:
+                last = gl.minimum(last, rows + shift + window_right)
+            s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
+        elif META.HAS_RIGHT:
+            if column + META.BLOCK_N > own_row + 1 + shift + window_right:
+                s = gl.where(columns[None, :] <= (rows + shift + window_right)[:, None], s, float("-inf"))
+        if META.HAS_LEFT:
+            if column < own_row + _ROWS - 1 + shift - window_left:
+                s = gl.where(columns[None, :] >= (rows + shift - window_left)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _place_of(piece, common, META: gl.constexpr):
+    # Where piece `piece` is, or the last one, and what it sees.
+    _, _, _, work, scalars, cu_seqlens, table_ptr, lists = common
+    batch, num_heads, _, blocks, heads_per_section = work
+    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, _ = scalars
+    first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+    start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+    shift = (len_kv - len_q) * bottom_right
+    num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+    return first_row, h, b, start_q, len_q, len_kv, shift, num_blocks, found
+
+
+@gluon.jit
+def _next_place(turn, amount, common, META: gl.constexpr):
+    next_full, next_empty, next_piece = common[2][6], common[2][7], common[2][8]
+    mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
+    piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(next_empty.index(turn & 1), count=1)
+    return piece, _place_of(gl.minimum(piece, amount - 1), common, META)
+
+
+@gluon.jit
 def _compute_partition(
     common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
@@ -226,15 +312,18 @@ def _compute_partition(
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
+    if META.EARLY:
+        found_place = _place_of(gl.minimum(piece, amount - 1), common, META)
     while piece < amount:
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
-        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
-        shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        if not META.EARLY:
+            found_place = _place_of(piece, common, META)
+        first_row, h, b, start_q, len_q, len_kv, shift, num_blocks, found = found_place
+        own_row = first_row + CONSUMER * _ROWS
+        skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-        rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
+        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
         if META.HAS_SINK:
@@ -245,7 +334,9 @@ def _compute_partition(
             row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if num_blocks > 0:
+        if META.SKIPS:
+            loaded = _pass_over(skipped, loaded, barriers, CONSUMER, META)
+        if own_num > 0:
             slot = loaded % META.STAGES
             mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
             if META.TAKES_TURNS:
@@ -255,14 +346,14 @@ def _compute_partition(
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            column, is_full = key_block(num_blocks - 1, found, META)
+            column, is_full = key_block(own_num - 1, own_found, META)
             columns = column + block_columns
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, True, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
             pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
             loaded += 1
-            for t in range(1, num_blocks):
+            for t in range(1, own_num):
                 slot = loaded % META.STAGES
                 last_slot = (loaded - 1) % META.STAGES
                 # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
@@ -277,19 +368,10 @@ def _compute_partition(
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                column, is_full = key_block(own_num - 1 - t, own_found, META)
                 columns = column + block_columns
                 s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
-                    is_cut = False
-                    if META.BLOCK_SIZE_Q > 0:
-                        is_cut = column + BLOCK_N > len_kv
-                    if META.HAS_RIGHT:
-                        is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
-                    if META.HAS_LEFT:
-                        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
-                    if is_cut:
-                        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, False, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
                 new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
@@ -304,11 +386,18 @@ def _compute_partition(
             mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
             p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
             sum_of_v = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, V0]), acc, is_async=True)
+            if META.EARLY:
+                piece, found_place = _next_place(turn, amount, common, META)
             acc = warpgroup_mma_wait(0, deps=[sum_of_v])
             keep_pairs(pairs)
             mbarrier.arrive(v_empty.index(slot), count=1)
-        elif not META.OUT_IN_Q:
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        else:
+            if not META.OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            if META.EARLY:
+                piece, found_place = _next_place(turn, amount, common, META)
+        if META.SKIPS:
+            loaded = _pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
@@ -317,14 +406,14 @@ def _compute_partition(
         tma.store_wait(0)
         out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
         fence_async_shared()
-        row = first_row + CONSUMER * _ROWS
-        store_rows(out_descriptor, start_q + b * step_os, len_q, row, h + b * step_oh, 0, out_tile)
+        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
-        piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(next_empty.index(turn & 1), count=1)
+        if not META.EARLY:
+            mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
+            piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
     tma.store_wait(0)
     if META.TAKES_TURNS and CONSUMER == 0:
@@ -434,6 +523,18 @@ def _attn_fwd_hopper_kernel(
             [4, 1],
             [REGISTERS, 24],
         )
+    elif CONSUMERS == 4:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 2, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 3, MODS, META)),
+            ],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
     else:
         gl.warp_specialize(
             [
@@ -531,6 +632,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
         OUT_IN_Q=tile.out_in_q,
         REGISTERS=tile.registers,
+        SKIPS='S' in tile.variant and x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
+        EARLY='E' in tile.variant,
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)
