@@ -1,0 +1,580 @@
+"""Forward attention on Hopper (sm_90) in Gluon: a warp that loads by TMA, warpgroups that compute, work handed out as it is done.
+
+Each consumer warpgroup has 64 queries. It issues the scores of one block of keys and, before it looks at them, the product of the
+block before with v, so that the softmax of one runs under the matrix product of the other; two consumers also take turns at the
+matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Behaviour is that of `forward.attention_forward`, which runs what
+`refusal` names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.configs import (
+    HOPPER_FLOPS,
+    HopperBackwardTile,
+    HopperOnePassTile,
+    HopperTile,
+    Tile,
+    select_hopper_tile,
+    split_head_dim,
+)
+from flexattn.kernels_triton.hopper import (
+    DTYPES,
+    allocate_barriers,
+    batch_steps_of,
+    blocks_of_keys,
+    descriptor_error,
+    keep_pairs,
+    key_block,
+    load_rows,
+    mask_by_mod,
+    mask_keys,
+    modified,
+    named_barrier_arrive,
+    named_barrier_sync,
+    pack_pairs,
+    ragged_descriptor,
+    sequences,
+    store_rows,
+    unpack_pairs,
+)
+from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.primitives import LN2, LOG2E, load_head
+from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.ragged import work_table, zero_padding
+
+_ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
+_TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
+_L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
+
+
+class ForwardMeta(NamedTuple):
+    """What the kernel is compiled for."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SINK: bool
+    HAS_OFFSET: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    QK0: int  # head dims as the tiles hold them, in one or two parts
+    QK1: int
+    V0: int
+    STAGES: int
+    CONSUMERS: int
+    TAKES_TURNS: bool
+    OUT_IN_Q: bool  # out leaves through the buffer that q came in
+    REGISTERS: int
+
+
+@gluon.jit
+def amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
+    if META.HAS_LENGTHS:
+        return gl.load(table_ptr + 1) * num_heads
+    else:
+        return batch * num_heads * blocks
+
+
+@gluon.jit
+def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
+    # (first query, head, batch) of piece t. The longest come first; heads of one section, whose keys and values fit L2, together.
+    if META.HAS_LENGTHS:
+        entry = gl.load(table_ptr + 2 + t // num_heads)
+        return entry % blocks * META.BLOCK_M, t % num_heads, entry // blocks
+    else:
+        section = t // (heads_per_section * blocks)
+        rest = t - section * heads_per_section * blocks
+        heads_here = gl.minimum(heads_per_section, batch * num_heads - section * heads_per_section)
+        block = rest // heads_here
+        if META.HAS_RIGHT:
+            block = blocks - 1 - block
+        b_h = section * heads_per_section + rest % heads_here
+        return block * META.BLOCK_M, b_h % num_heads, b_h // num_heads
+
+
+@gluon.jit
+def _load_partition(common, META: gl.constexpr):
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    batch, num_heads, group_size, blocks, heads_per_section = work
+    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
+    step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, _, _ = steps
+    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    QK0: gl.constexpr = META.QK0
+    loaded = 0
+    turn = 0
+    piece = gl.program_id(0)
+    while piece < amount:
+        drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        start_q, len_q, start_kv, len_kv = sequences(
+            b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+        )
+        shift = (len_kv - len_q) * bottom_right
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        h_kv = h // group_size
+        for consumer in gl.static_range(CONSUMERS):
+            row = first_row + consumer * _ROWS
+            token, head = start_q + b * step_qs, h + b * step_qh
+            full = q_full.index(consumer)
+            mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
+            mbarrier.expect(full, q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
+            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(consumer))
+            if META.QK1 > 0:
+                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(consumer))
+        for t in range(num_blocks):
+            row = key_block(num_blocks - 1 - t, found, META)[0]
+            slot = loaded % META.STAGES
+            phase = (loaded // META.STAGES) & 1
+            token, head = start_kv + b * step_ks, h_kv + b * step_kh
+            full = k_full.index(slot)
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(full, k_descriptor.block_type.nbytes + (k1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
+            load_rows(k_descriptor, token, len_kv, row, head, 0, full, k_tiles.index(slot))
+            if META.QK1 > 0:
+                load_rows(k1_descriptor, token, len_kv, row, head, QK0, full, k1_tiles.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)
+            token, head = start_kv + b * step_vs, h_kv + b * step_vh
+            load_rows(v_descriptor, token, len_kv, row, head, 0, v_full.index(slot), v_tiles.index(slot))
+            loaded += 1
+        piece = drawn + gl.num_programs(0)
+        mbarrier.wait(next_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        next_piece.index(turn & 1).store(gl.full([1], piece, gl.int32, layout=LAYOUT))
+        mbarrier.arrive(next_full.index(turn & 1), count=1)
+        turn += 1
+
+
+@gluon.jit
+def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, zeros, META: gl.constexpr):
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    q0 = q_tiles.index(CONSUMER).reshape([_ROWS, QK0])
+    k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
+    qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if QK1 > 0:
+        q1 = q1_tiles.index(CONSUMER).reshape([_ROWS, QK1])
+        k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
+        qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
+    return qk
+
+
+@gluon.jit
+def _softmax(qk, row_max, row_sum, scale_log2, DTYPE: gl.constexpr, META: gl.constexpr):
+    new_max = gl.maximum(row_max, gl.max(qk, 1) * scale_log2)
+    origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+    p = gl.exp2(qk * scale_log2 - origin[:, None])
+    decay = gl.exp2(row_max - origin)
+    row_sum = row_sum * decay + gl.sum(p, 1)
+    return pack_pairs(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
+
+
+@gluon.jit
+def _compute_partition(
+    common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+):
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
+    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
+    _, _, _, out_descriptor, _, _ = descriptors
+    q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    batch, num_heads, _, blocks, heads_per_section = work
+    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
+    _, _, _, _, _, _, step_os, step_oh = steps
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    V0: gl.constexpr = META.V0
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
+    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    if META.TAKES_TURNS and CONSUMER == 1:
+        named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
+    loaded = 0
+    turn = 0
+    piece = gl.program_id(0)
+    while piece < amount:
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+        shift = (len_kv - len_q) * bottom_right
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+        head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        place = (len_q, len_kv, shift, b, h)
+        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+        rows = first_row + CONSUMER * _ROWS + gl.arange(0, _ROWS, layout=ROWS)
+        row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
+        row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
+        if META.HAS_SINK:
+            sink = 0.0
+            if META.HAS_OFFSET:
+                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
+            row_max = gl.maximum(row_max, sink)
+            row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
+        acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        if num_blocks > 0:
+            slot = loaded % META.STAGES
+            mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+            if META.TAKES_TURNS:
+                named_barrier_sync(_TURN + CONSUMER, PAIR)
+            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+            if META.TAKES_TURNS:
+                named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+            qk = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            column, is_full = key_block(num_blocks - 1, found, META)
+            columns = column + block_columns
+            s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+            loaded += 1
+            for t in range(1, num_blocks):
+                slot = loaded % META.STAGES
+                last_slot = (loaded - 1) % META.STAGES
+                # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
+                p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
+                mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+                if META.TAKES_TURNS:
+                    named_barrier_sync(_TURN + CONSUMER, PAIR)
+                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
+                sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
+                if META.TAKES_TURNS:
+                    named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+                qk = warpgroup_mma_wait(1, deps=[product])
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                column, is_full = key_block(num_blocks - 1 - t, found, META)
+                columns = column + block_columns
+                s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
+                    is_cut = False
+                    if META.BLOCK_SIZE_Q > 0:
+                        is_cut = column + BLOCK_N > len_kv
+                    if META.HAS_RIGHT:
+                        is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
+                    if META.HAS_LEFT:
+                        is_cut = is_cut | (column < first_row + META.BLOCK_M - 1 + shift - window_left)
+                    if is_cut:
+                        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
+                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+                keep_pairs(pairs)
+                pairs = new_pairs
+                mbarrier.arrive(v_empty.index(last_slot), count=1)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+                loaded += 1
+            if not META.OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            slot = (loaded - 1) % META.STAGES
+            mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
+            p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
+            sum_of_v = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, V0]), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            keep_pairs(pairs)
+            mbarrier.arrive(v_empty.index(slot), count=1)
+        elif not META.OUT_IN_Q:
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
+        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
+        acc = acc * gl.convert_layout(1.0 / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
+        out_tile = out_tiles.index(CONSUMER)
+        tma.store_wait(0)
+        out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
+        fence_async_shared()
+        row = first_row + CONSUMER * _ROWS
+        store_rows(out_descriptor, start_q + b * step_os, len_q, row, h + b * step_oh, 0, out_tile)
+        if META.OUT_IN_Q:
+            tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
+        piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(next_empty.index(turn & 1), count=1)
+        turn += 1
+    tma.store_wait(0)
+    if META.TAKES_TURNS and CONSUMER == 0:
+        named_barrier_sync(_TURN, PAIR)
+
+
+@hopper_kernel
+def _attn_fwd_hopper_kernel(
+    q_descriptor,
+    k_descriptor,
+    v_descriptor,
+    out_descriptor,
+    q1_descriptor,  # of the second part of the head dim; without one, anything
+    k1_descriptor,
+    lse_ptr,
+    softmax_offset_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    table_ptr,  # `ragged.work_table`'s; without lengths its counter alone
+    softmax_scale,
+    batch,
+    num_heads,
+    group_size,
+    blocks,
+    heads_per_section,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    step_qs,
+    step_qh,
+    step_ks,
+    step_kh,
+    step_vs,
+    step_vh,
+    step_os,
+    step_oh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of key blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_descriptor.dtype
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    STAGES: gl.constexpr = META.STAGES
+    REGISTERS: gl.constexpr = META.REGISTERS
+    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q_descriptor.block_type.shape, q_descriptor.layout)
+    if META.OUT_IN_Q:
+        out_tiles = q_tiles
+    else:
+        out_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
+    q1_tiles = q_tiles
+    k1_tiles = k_tiles
+    if META.QK1 > 0:
+        q1_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        k1_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
+    next_piece = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barriers = (
+        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, CONSUMERS),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, CONSUMERS),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, CONSUMERS),
+        next_piece,
+    )
+    descriptors = (q_descriptor, k_descriptor, v_descriptor, out_descriptor, q1_descriptor, k1_descriptor)
+    tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles)
+    work = (batch, num_heads, group_size, blocks, heads_per_section)
+    steps = (step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, step_os, step_oh)
+    scalars = (num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps)
+    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
+    mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
+    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
+        gl.warp_specialize(
+            [
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
+                (_load_partition, (common, META)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, lse_ptr, 2, MODS, META)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+
+
+def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> str | None:
+    """None if the kernel runs this problem, else why the portable one does."""
+    x = problem
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    if x.q.dtype not in DTYPES:
+        return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
+    for has, name in (
+        (x.dropout_p > 0, "dropout"),
+        (return_max_logit, "max_logit"),
+        (x.softmax_scale == 0, "a softmax_scale of 0"),
+    ):
+        if has:
+            return f"it does not do {name} yet"
+    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
+        return "there is nothing to load"
+    errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
+    error = next((error for error in errors if error), None)
+    return error or block_mask_error(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)[2:4])
+
+
+def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
+    """None if the blocks of the problem's block mask are multiples of a tile (queries, keys), else why it can't be used."""
+    if problem.block_mask is None:
+        return None
+    sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
+    if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
+        return None
+    return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
+
+
+def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
+    """Whether the problem is long enough for its row, and for what the launch costs the host."""
+    x = problem
+    if x.bias is not None or x.block_mask is not None:
+        shortest, share = tile.loaded_from, 1.0
+    elif x.is_modified:
+        shortest, share = tile.modified_from, 1.0 if x.window_right is None else 0.5
+    elif x.window_left is not None:
+        shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
+    elif x.window_right is not None:
+        shortest, share = tile.causal_from, 0.5
+    else:
+        shortest, share = tile.open_from, 1.0
+    tokens = x.q.numel() // x.q.shape[-1]  # of all heads
+    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
+    return max(x.longest_q, x.longest_kv) >= shortest and flops >= HOPPER_FLOPS
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
+    x = problem
+    return is_measured(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified))
+
+
+def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None) -> None:
+    """`forward.attention_forward` for a problem that `refusal` has no objection to."""
+    x = problem
+    tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    qk0, qk1 = split_head_dim(tile.head_dim_qk)
+    has_lengths = x.cu_seqlens_q is not None
+    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    group_bytes = x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * x.q.element_size()
+    meta = ForwardMeta(
+        IS_RAGGED_Q=x.q.dim() == 3,
+        IS_RAGGED_KV=x.k.dim() == 3,
+        HAS_LENGTHS=has_lengths,
+        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
+        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
+        HAS_LEFT=x.window_left is not None,
+        HAS_RIGHT=x.window_right is not None,
+        HAS_SINK=x.has_sink,
+        HAS_OFFSET=x.softmax_offset is not None,
+        **x.score_meta(),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        QK0=qk0,
+        QK1=qk1,
+        V0=tile.head_dim_v,
+        STAGES=tile.num_stages,
+        CONSUMERS=tile.block_m // _ROWS.value,
+        TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
+        OUT_IN_Q=tile.out_in_q,
+        REGISTERS=tile.registers,
+    )
+    tensors = (x.q, x.k, x.v, out)
+    widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)
+    rows = (_ROWS.value, tile.block_n, tile.block_n, _ROWS.value)
+    descriptors = [ragged_descriptor(t, r, width) for t, r, width in zip(tensors, rows, widths, strict=True)]
+    if qk1:
+        descriptors += [ragged_descriptor(t, r, qk1) for t, r in ((x.q, rows[0]), (x.k, rows[1]))]
+    else:
+        descriptors += descriptors[:2]
+    if has_lengths:
+        table = work_table(x, tile.block_m, "q")
+        zero_padding(x, out, "q", lse)
+    else:
+        table = torch.zeros(1, dtype=torch.int32, device=out.device)
+    launch(
+        _attn_fwd_hopper_kernel,
+        min(num_processors(out.device), blocks * x.batch * x.num_heads),
+        out.device,
+        Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
+        (
+            *descriptors,
+            lse,
+            x.softmax_offset,
+            x.cu_seqlens_q,
+            x.cu_seqlens_kv,
+            x.cu_seqlens_q_padded,
+            x.cu_seqlens_kv_padded,
+            table,
+            float(x.softmax_scale),
+            x.batch,
+            x.num_heads,
+            x.group_size,
+            blocks,
+            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size),
+            x.q.shape[-3],
+            x.k.shape[-3],
+            x.longest_q,
+            x.longest_kv,
+            *x.window,
+            int(x.bottom_right),
+            *batch_steps_of(*tensors),
+            *x.score_arguments(),
+            *x.list_arguments("kv"),
+            x.mods,
+            meta,
+        ),
+    )
