@@ -109,9 +109,9 @@ def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.const
     head = section * heads_per_section + rest % heads_here
     t = rest // heads_here
     if META.HAS_LENGTHS:
-        t = gl.load(table_ptr + 1) - 1 - t
-        entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
-        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
+        is_there = t < gl.load(table_ptr + 1)
+        entry = gl.load(table_ptr + 2 + gl.where(is_there, t, 0))
+        return gl.where(is_there, entry % blocks, -1), head, gl.where(is_there, entry // blocks, 0)
     else:
         return t, head % num_heads_kv, head // num_heads_kv
 
@@ -490,6 +490,8 @@ def _attn_bwd_one_pass_hopper_kernel(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
+    if META.HAS_LENGTHS:  # counted from a sequence's last one: a causal band gives the first ones the most to do
+        block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)

@@ -184,7 +184,7 @@ def timing(file, seconds):
                 for n, tile in tiles.items():
                     if w.is_ragged and n in ("PNL", "D"): continue
                     calls[n] = lambda tile=tile: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=tile)
-                if kind == "bwd" and dim == 128 and not w.is_ragged:
+                if kind == "bwd" and dim == 128:
                     for sec in (2, 4, 8): calls[f"section {sec}"] = lambda sec=sec: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=b(128, "", sec))
                 if kind == "smallbwd":
                     calls["split"] = lambda: hopper_backward.hopper_backward(problem, out, lse, dout, None, *g, do)
