@@ -90,6 +90,8 @@ class ForwardMeta(NamedTuple):
     REGISTERS: int
     SKIPS: bool
     EARLY: bool
+    LATE: bool
+    Q_STAGES: int
 
 
 @gluon.jit
@@ -144,12 +146,13 @@ def _load_partition(common, META: gl.constexpr):
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * _ROWS
             token, head = start_q + b * step_qs, h + b * step_qh
-            full = q_full.index(consumer)
-            mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
+            slot = consumer + turn % META.Q_STAGES * CONSUMERS
+            full = q_full.index(slot)
+            mbarrier.wait(q_empty.index(slot), ((turn // META.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(full, q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
-            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(consumer))
+            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(slot))
             if META.QK1 > 0:
-                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(consumer))
+                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(slot))
         for t in range(num_blocks):
             row = key_block(num_blocks - 1 - t, found, META)[0]
             slot = loaded % META.STAGES
@@ -175,15 +178,15 @@ def _load_partition(common, META: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, zeros, META: gl.constexpr):
+def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.constexpr):
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    q0 = q_tiles.index(CONSUMER).reshape([_ROWS, QK0])
+    q0 = q_tiles.index(q_slot).reshape([_ROWS, QK0])
     k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
     qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if QK1 > 0:
-        q1 = q1_tiles.index(CONSUMER).reshape([_ROWS, QK1])
+        q1 = q1_tiles.index(q_slot).reshape([_ROWS, QK1])
         k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
         qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
     return qk
@@ -333,7 +336,8 @@ def _compute_partition(
             row_max = gl.maximum(row_max, sink)
             row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
+        mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
         if META.SKIPS:
             loaded = _pass_over(skipped, loaded, barriers, CONSUMER, META)
         if own_num > 0:
@@ -341,7 +345,7 @@ def _compute_partition(
             mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
             if META.TAKES_TURNS:
                 named_barrier_sync(_TURN + CONSUMER, PAIR)
-            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
             if META.TAKES_TURNS:
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
             qk = warpgroup_mma_wait(0, deps=[product])
@@ -361,7 +365,7 @@ def _compute_partition(
                 mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
                 if META.TAKES_TURNS:
                     named_barrier_sync(_TURN + CONSUMER, PAIR)
-                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
                 mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
                 sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
                 if META.TAKES_TURNS:
@@ -374,6 +378,8 @@ def _compute_partition(
                 s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, False, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
                 new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+                if META.LATE:
+                    mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
                 pairs = new_pairs
@@ -381,7 +387,7 @@ def _compute_partition(
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
                 loaded += 1
             if not META.OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                mbarrier.arrive(q_empty.index(q_slot), count=1)
             slot = (loaded - 1) % META.STAGES
             mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
             p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
@@ -393,7 +399,7 @@ def _compute_partition(
             mbarrier.arrive(v_empty.index(slot), count=1)
         else:
             if not META.OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                mbarrier.arrive(q_empty.index(q_slot), count=1)
             if META.EARLY:
                 piece, found_place = _next_place(turn, amount, common, META)
         if META.SKIPS:
@@ -409,7 +415,7 @@ def _compute_partition(
         store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
         if not META.EARLY:
             mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
             piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -479,7 +485,8 @@ def _attn_fwd_hopper_kernel(
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
-    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q_descriptor.block_type.shape, q_descriptor.layout)
+    Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
+    q_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q_descriptor.block_type.shape, q_descriptor.layout)
     if META.OUT_IN_Q:
         out_tiles = q_tiles
     else:
@@ -489,12 +496,12 @@ def _attn_fwd_hopper_kernel(
     q1_tiles = q_tiles
     k1_tiles = k_tiles
     if META.QK1 > 0:
-        q1_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        q1_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q1_descriptor.block_type.shape, q1_descriptor.layout)
         k1_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
     next_piece = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = (
-        allocate_barriers(CONSUMERS, 1),
-        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(Q_TILES, 1),
+        allocate_barriers(Q_TILES, 1),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, CONSUMERS),
         allocate_barriers(STAGES, 1),
@@ -634,6 +641,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         REGISTERS=tile.registers,
         SKIPS='S' in tile.variant and x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
         EARLY='E' in tile.variant,
+        LATE='L' in tile.variant,
+        Q_STAGES=2 if 'Q' in tile.variant else 1,
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)

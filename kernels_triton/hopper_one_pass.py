@@ -91,6 +91,8 @@ class OnePassMeta(NamedTuple):
     LAZY: bool
     LATE: bool
     DIRECT: bool
+    SWAPPED: bool
+    ROTATED: bool
 
 
 @gluon.jit
@@ -117,7 +119,7 @@ def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.const
 
 
 @gluon.jit
-def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
+def _load(descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META: gl.constexpr):
     q_descriptor, dout_descriptor, k_descriptor, v_descriptor, statistics_descriptor, _, dk_descriptor, dv_descriptor = descriptors
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, _, _, dkdv_full = barriers
@@ -128,7 +130,7 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
         row = first_row + part * _ROWS
         load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
-    t = 0
+    t = start
     head = 0
     for turn in range(num_blocks * group_size):
         row = query_block(t, found, META)[0]
@@ -152,6 +154,7 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
         t += 1
         if t == num_blocks:
             t = 0
+        if t == start:
             head += 1
     if META.NAMED:
         turns = num_blocks * group_size
@@ -166,12 +169,12 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
 
 
 @gluon.jit
-def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
+def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META: gl.constexpr):
     _, _, _, _, _, dq_descriptor, _, _ = descriptors
     _, _, _, _, _, _, dq_tiles = tiles
     _, _, _, _, _, dq_full, dq_empty, _ = barriers
     _, len_q, _, _, _, _, _, _, _, first_tile, tiles_of_a_head = places
-    t = 0
+    t = start
     head = 0
     for turn in range(num_blocks * group_size):
         slot = turn % 2
@@ -190,6 +193,7 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found,
         t += 1
         if t == num_blocks:
             t = 0
+        if t == start:
             head += 1
 
 
@@ -258,6 +262,7 @@ def _compute(
     common,
     group_size,
     num_blocks,
+    start,
     found,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
@@ -295,7 +300,7 @@ def _compute(
     mbarrier.wait(kv_full.index(0), 0)
     if META.LAZY:
         ds16 = gl.convert_layout(zeros.to(DTYPE), LEFT)
-    t = 0
+    t = start
     first_at = (first_tile * BLOCK_M).to(gl.int32)
     last_at = first_at
     h = first_head
@@ -338,8 +343,12 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        mbarrier.wait(dout_full.index(slot), phase)
+        if META.SWAPPED:
+            mbarrier.wait(dout_full.index(slot), phase)
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        else:
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
         if META.DIRECT:
             if turn > 0:
@@ -379,6 +388,7 @@ def _compute(
         t += 1
         if t == num_blocks:
             t = 0
+        if t == start:
             h += 1
             first_at += tiles_of_a_head * BLOCK_M
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
@@ -497,6 +507,9 @@ def _attn_bwd_one_pass_hopper_kernel(
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
     num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
     num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
+    start = 0
+    if META.ROTATED:
+        start = gl.program_id(0) * 2 % gl.maximum(num_blocks, 1)
     descriptors = (
         q_descriptor,
         dout_descriptor,
@@ -528,9 +541,9 @@ def _attn_bwd_one_pass_hopper_kernel(
     if META.DIRECT:
         gl.warp_specialize(
             [
-                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 0, MODS, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 1, MODS, META)),
+                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
             ],
             [4, 1],
             [240, 24],
@@ -538,10 +551,10 @@ def _attn_bwd_one_pass_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-                (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
-                (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 0, MODS, META)),
+                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 1, MODS, META)),
+                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
+                (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
             ],
             [4, 1, 1],
             [240, 24, 24],
@@ -676,6 +689,8 @@ def one_pass_backward(
         LAZY='Z' in variant,
         LATE='L' in variant,
         DIRECT='D' in variant,
+        SWAPPED='W' in variant,
+        ROTATED='R' in variant,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,
