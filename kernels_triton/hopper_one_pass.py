@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton import hopper_backward, hopper_forward
@@ -88,9 +88,8 @@ class OnePassMeta(NamedTuple):
     STAGES: int
     PERMUTED: bool
     NAMED: bool
-    LAZY: bool
     LATE: bool
-    DIRECT: bool
+    FENCE_LAST: bool
     SWAPPED: bool
     ROTATED: bool
 
@@ -244,18 +243,6 @@ def _hand_over(dq_full, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
 
 
 @gluon.jit
-def _add_directly(dq, dq_sums_ptr, at, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # A tile lies as the threads hold it: the half of its columns, eighths of them, warps, lanes, 4 numbers of a thread.
-    EIGHTHS: gl.constexpr = META.DIM // 16
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    SIZE: gl.constexpr = META.BLOCK_M * META.DIM // 2
-    parts = gl.permute(dq.reshape([4, 2, 8, EIGHTHS, 4, 2]), [3, 0, 2, 4, 1, 5]).reshape([SIZE])
-    parts = gl.convert_layout(parts, FLAT)
-    base = dq_sums_ptr + (at.to(gl.int64) * META.DIM + CONSUMER * SIZE)
-    gl.atomic_add(base + gl.arange(0, SIZE, layout=FLAT), parts, sem="relaxed")
-
-
-@gluon.jit
 def _compute(
     tiles,
     barriers,
@@ -270,9 +257,8 @@ def _compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place, dq_place = common
+    first_row, window_left, window_right, scores, bias, place = common
     len_q, len_kv, shift, b, first_head = place
-    dq_sums_ptr, first_tile, tiles_of_a_head = dq_place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -284,8 +270,6 @@ def _compute(
     zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
     dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    if META.LAZY:
-        dk = warpgroup_mma_init(dk)
     own_row = first_row + CONSUMER * _ROWS
     rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
@@ -298,11 +282,7 @@ def _compute(
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
     mbarrier.wait(kv_full.index(0), 0)
-    if META.LAZY:
-        ds16 = gl.convert_layout(zeros.to(DTYPE), LEFT)
     t = start
-    first_at = (first_tile * BLOCK_M).to(gl.int32)
-    last_at = first_at
     h = first_head
     head = head_of(bias, b, h, META)
     turns = num_blocks * group_size
@@ -321,16 +301,7 @@ def _compute(
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
-        if META.LAZY:
-            kq, dk, ds16 = warpgroup_mma_wait(2, deps=[kq, dk, ds16])
-            if turn > 0:
-                before = (turn - 1) % META.STAGES
-                if META.NAMED:
-                    named_barrier_arrive_at(_RELEASED + before, _BOTH_AND_WARP)
-                else:
-                    mbarrier.arrive(q_empty.index(before), count=1)
-        else:
-            kq = warpgroup_mma_wait(2, deps=[kq])
+        kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
@@ -350,18 +321,13 @@ def _compute(
             dq = warpgroup_mma_wait(0, deps=[sum_of_k])
             mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
-        if META.DIRECT:
-            if turn > 0:
-                _add_directly(dq, dq_sums_ptr, last_at, CONSUMER, META)
-            last_at = first_at + row
-        else:
-            if turn > 0:  # under the product; dp then takes the registers of dq
-                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-                if not META.LATE:
-                    _hand_over(dq_full, turn - 1, CONSUMER, META)
+        if turn > 0:  # under the product; dp then takes the registers of dq
+            _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+            if not META.LATE:
+                _hand_over(dq_full, turn - 1, CONSUMER, META)
         own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if META.LATE and not META.DIRECT:
+        if META.LATE:
             if turn > 0:
                 _hand_over(dq_full, turn - 1, CONSUMER, META)
         dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
@@ -373,37 +339,32 @@ def _compute(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
-        fence_async_shared()
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        if not META.FENCE_LAST:
+            fence_async_shared()
+            named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
         ds16 = gl.convert_layout(ds, LEFT)
-        if META.LAZY:
-            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
+        if META.FENCE_LAST:
+            fence_async_shared()
+            named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
+        if META.NAMED:
+            named_barrier_arrive_at(_RELEASED + slot, _BOTH_AND_WARP)
         else:
-            sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
-            dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
-            if META.NAMED:
-                named_barrier_arrive_at(_RELEASED + slot, _BOTH_AND_WARP)
-            else:
-                mbarrier.arrive(q_empty.index(slot), count=1)
+            mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
         if t == num_blocks:
             t = 0
         if t == start:
             h += 1
-            first_at += tiles_of_a_head * BLOCK_M
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-    if META.LAZY:
-        dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
     if turns > 0:
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        if META.DIRECT:
-            _add_directly(dq, dq_sums_ptr, last_at, CONSUMER, META)
-        else:
-            _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-            _hand_over(dq_full, turns - 1, CONSUMER, META)
+        _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
+        _hand_over(dq_full, turns - 1, CONSUMER, META)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -421,7 +382,6 @@ def _attn_bwd_one_pass_hopper_kernel(
     dq_descriptor,
     dk_descriptor,
     dv_descriptor,
-    dq_sums_ptr,
     tiles_of_a_head,
     table_ptr,
     cu_seqlens_q_ptr,
@@ -481,9 +441,7 @@ def _attn_bwd_one_pass_hopper_kernel(
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [META.STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    dq_tiles = ds_tiles
-    if not META.DIRECT:
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [4] + dq_descriptor.block_type.shape, dq_descriptor.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [4] + dq_descriptor.block_type.shape, dq_descriptor.layout)
     barriers = (
         allocate_barriers(META.STAGES, 1),
         allocate_barriers(META.STAGES, 2),
@@ -536,29 +494,17 @@ def _attn_bwd_one_pass_hopper_kernel(
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    dq_place = (dq_sums_ptr, places[9], tiles_of_a_head)
-    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h), dq_place)
-    if META.DIRECT:
-        gl.warp_specialize(
-            [
-                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 0, MODS, META)),
-                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 1, MODS, META)),
-                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 0, MODS, META)),
-                (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 1, MODS, META)),
-                (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
-                (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )
+    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    gl.warp_specialize(
+        [
+            (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 0, MODS, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 1, MODS, META)),
+            (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
+            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
 
 
 @kernel
@@ -578,7 +524,6 @@ def _attn_bwd_dq_conversion_kernel(
     tiles,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
-    DIM: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -595,18 +540,6 @@ def _attn_bwd_dq_conversion_kernel(
         return
     first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
     rows = tl.arange(0, BLOCK_M)
-    if KIND == 2:
-        sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * DIM
-        columns = tl.arange(0, DIM)
-        half = columns // (DIM // 2)
-        column = columns % (DIM // 2)
-        of_column = half * (SIZE * DIM // 2) + column // 8 * 512 + column % 8 // 2 * 4 + column % 2
-        of_row = rows // 16 * 128 + rows % 8 * 16 + rows % 16 // 8 * 2
-        dq = tl.load(sums + of_row[:, None] + of_column[None, :])
-        dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
-        _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
-        store_tile(dq_pointer, dq * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, DIM, HEAD_DIM)
-        return
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
     if KIND == 1:
         rows = rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2
@@ -658,9 +591,8 @@ def one_pass_backward(
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     variant = tile.variant
-    width = dim if "D" in variant else head_dim
-    kind = 2 if "D" in variant else 1 if "P" in variant else 0
-    dq_sums = torch.zeros((statistics.numel() // 2, width), dtype=torch.float32, device=x.device)
+    kind = 1 if "P" in variant else 0
+    dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     section = tile.section or max(1, _L2_BYTES // (12 * max(x.longest_q, x.longest_kv) * dim))
     section = min(section, x.num_heads_kv * x.batch)
     has_lengths = x.cu_seqlens_q is not None
@@ -686,9 +618,8 @@ def one_pass_backward(
         STAGES=3 if '3' in variant else 2,
         PERMUTED='P' in variant,
         NAMED='N' in variant,
-        LAZY='Z' in variant,
         LATE='L' in variant,
-        DIRECT='D' in variant,
+        FENCE_LAST='K' in variant,
         SWAPPED='W' in variant,
         ROTATED='R' in variant,
     )
@@ -701,9 +632,9 @@ def one_pass_backward(
             *(ragged_descriptor(t, size, dim) for t in (x.q, dout)),
             *(ragged_descriptor(t, _ROWS.value, dim) for t in (x.k, x.v)),
             TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
-            TensorDescriptor(dq_sums, list(dq_sums.shape), [width, 1], dq_block, dq_layout),
+            TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
             *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
-            *(dq_sums, tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
+            *(tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
             *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
             *batch_steps_of(x.q, dout, x.k, x.v, dk, dv),
@@ -721,7 +652,7 @@ def one_pass_backward(
         _CONVERSION_TILE,
         (
             *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, kind, dim, portable),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, kind, portable),
         ),
     )
     if has_lengths:
