@@ -1,5 +1,5 @@
 """python scratch_gpu/run1.py check I N OUT | time OUT SECONDS"""
-import importlib.util, json, os, statistics, sys, time, traceback
+import importlib.util, json, os, random, statistics, sys, time, traceback
 import torch
 from flexattn.bench import shapes
 from flexattn.bench.implementations import problem_of
@@ -10,10 +10,10 @@ from flexattn.kernels_triton import backward, forward, hopper_backward, hopper_f
 from flexattn.kernels_triton.configs import HOPPER_FORWARD, HOPPER_ONE_PASS, HopperTile
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dout, make_inputs, reference_attention, reference_gradients
 
-def load_old():
-    spec = importlib.util.spec_from_file_location("old_hopper_forward", os.path.join(os.path.dirname(__file__), "old_hopper_forward.py"))
-    m = importlib.util.module_from_spec(spec); sys.modules["old_hopper_forward"] = m; spec.loader.exec_module(m); return m
-old = load_old()
+def load_old(name):
+    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), name + ".py"))
+    m = importlib.util.module_from_spec(spec); sys.modules[name] = m; spec.loader.exec_module(m); return m
+old, old_split = load_old("old_hopper_forward"), load_old("old_hopper_backward")
 
 def f(d, m, n, st, reg, v="", oq=False, dv=None): return HopperTile(d, dv or d, m, n, st, reg, oq, 0, 0, 0, 0, 0, v)
 def b(dim, v, section=0, apart=None):
@@ -21,15 +21,14 @@ def b(dim, v, section=0, apart=None):
     return r if apart is None else r._replace(dout_apart=apart)
 
 FWD = {
-    64: {"old": f(64,192,128,2,160), "192x128 S": f(64,192,128,2,160,"S"), "192x128 SE": f(64,192,128,2,160,"SE"), "256x64 S": f(64,256,64,4,112,"S"), "256x64 SE": f(64,256,64,4,112,"SE"),
-         "192x64 SE": f(64,192,64,4,160,"SE"), "128x64 SE": f(64,128,64,4,240,"SE"), "128x128 SE": f(64,128,128,2,240,"SE")},
-    128: {"old": f(128,128,128,2,240), "S": f(128,128,128,2,240,"S"), "SE": f(128,128,128,2,240,"SE"), "128x64 SE": f(128,128,64,4,240,"SE")},
-    192: {"old": f(192,128,128,2,240,"",True,128), "SE": f(192,128,128,2,240,"SE",True,128)},
-    256: {"old": f(256,128,64,2,240,"",True), "SE": f(256,128,64,2,240,"SE",True)},
+    64: {"old": f(64,192,128,2,160), "192x128 SL": f(64,192,128,2,160,"SL"), "192x128 SQL": f(64,192,128,2,160,"SQL"), "192x64 SQL": f(64,192,64,4,160,"SQL"), "256x64 SQL": f(64,256,64,4,112,"SQL"), "256x64 SQ": f(64,256,64,4,112,"SQ"), "128x128 SQL": f(64,128,128,2,240,"SQL")},
+    128: {"old": f(128,128,128,2,240), "L": f(128,128,128,2,240,"L"), "SL": f(128,128,128,2,240,"SL"), "SQL": f(128,128,128,2,240,"SQL"), "SEQL": f(128,128,128,2,240,"SEQL")},
+    192: {"old": f(192,128,128,2,240,"",True,128), "SL": f(192,128,128,2,240,"SL",True,128)},
+    256: {"old": f(256,128,64,2,240,"",True), "SL": f(256,128,64,2,240,"SL",True)},
 }
 BWD = {
-    128: {k: b(128, *v) for k, v in {"base": ("", 1), "sections": ("", 0), "P": ("P",), "PN": ("PN",), "PNL": ("PNL",), "D": ("D",), "DN": ("DN",), "DN3": ("DN3",)}.items()},
-    64: {k: b(64, *v) for k, v in {"base": ("", 1), "sections": ("", 0), "P": ("P",), "D": ("D",), "DN": ("DN",), "DN3": ("DN3",), "DN merged": ("DN", 0, False)}.items()},
+    128: {k: b(128, *v) for k, v in {"base": ("", 1), "P": ("P",), "PW": ("PW",), "PLW": ("PLW",), "PLWK": ("PLWK",), "PNLW": ("PNLW",), "PNLWK": ("PNLWK",), "PWR": ("PWR",)}.items()},
+    64: {k: b(64, *v) for k, v in {"base": ("", 1), "P": ("P",), "PW": ("PW",), "PNW": ("PNW",), "PLWK": ("PLWK",)}.items()},
 }
 def fwd_of(name): return old if name == "old" else hopper_forward
 
@@ -42,7 +41,7 @@ def combos():
     for dim, variants in BWD.items():
         for name, tile in variants.items():
             for band in BANDS:
-                if band == "ragged" and (dim == 64 or name in ("PNL", "D")): continue
+                if dim == 64 and band == "ragged": continue
                 yield "bwd", dim, name, tile, band
     for dim, tiles in FWD.items():
         for name, tile in tiles.items():
@@ -50,10 +49,12 @@ def combos():
                 if (dim > 128 and band in ("window", "ragged")) or (dim == 64 and band == "ragged"): continue
                 yield "fwd", dim, name, tile, band
     for dim in FWD:
-        for band in ("open", "causal", "window"):
-            if dim > 128 and band == "window": continue
-            yield "portable", dim, "portable", None, band
-    for band in ("open", "causal", "window", "ragged"): yield "portable", 128, "portable long", None, band
+        for band in ("open", "causal"):
+            yield "split", dim, "split", hopper_backward, band
+            yield "split", dim, "old split", old_split, band
+    for dim in (64, 128):
+        for band in ("open", "causal", "window"): yield "portable", dim, "portable", None, band
+    for band in ("open", "causal"): yield "portable", 128, "portable long", None, band
 
 def check(one, file):
     kind, dim, name, tile, band = one
@@ -75,7 +76,7 @@ def check(one, file):
             for _ in range(5):
                 fwd_of(name).hopper_forward(problem, as_bshd(out, spec.q_format), lse, tile=tile)
                 for n, got, want, budget in zip(("out", "lse"), (out, lse), exact, same): check_close(n, got, want, budget)
-        elif kind == "bwd":
+        elif kind in ("bwd", "split"):
             out, lse = exact[0].to(x.q.dtype), exact[1].float().contiguous()
             dout = make_dout(given)
             wanted, budgets = reference_gradients(spec, x, dout, None), reference_gradients(spec, x, dout, None, dtype=spec.dtype)
@@ -83,7 +84,7 @@ def check(one, file):
                 g = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
                 views = [as_bshd(t, fm) for t, fm in zip(g, (spec.q_format, spec.kv_format, spec.kv_format))]
                 doffset = torch.empty(spec.num_heads, device="cuda") if x.softmax_offset is not None else None
-                hopper_one_pass.one_pass_backward(problem, as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), None, *views, doffset, tile=tile)
+                (hopper_one_pass.one_pass_backward if kind == "bwd" else tile.hopper_backward)(problem, as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), None, *views, doffset, **({"tile": tile} if kind == "bwd" else {}))
                 for n, got, w, bu in zip(("dq", "dk", "dv"), g, wanted, budgets): check_close(n, got, w, bu, factor=GRADIENT_FACTOR)
         else:
             out = torch.empty((*x.q.shape[:-1], dv), dtype=x.q.dtype, device="cuda"); lse = torch.empty_like(exact[1], dtype=torch.float32)
@@ -93,7 +94,6 @@ def check(one, file):
             doffset = torch.empty(spec.num_heads, device="cuda") if x.softmax_offset is not None else None
             if dim <= 128:
                 backward.attention_backward(problem, out, lse, make_dout(given), None, *g, None, doffset)
-                hopper_backward.hopper_backward(problem, out, lse, make_dout(given), None, *g, doffset)
         torch.cuda.synchronize()
     except Exception as e:
         status = f"{type(e).__name__}: {str(e)[:600]}"
@@ -111,30 +111,24 @@ def small(d, s, batch, heads, mask):
     return shapes.dense(f"small d{d} {mask} s{s} b{batch} h{heads}", "x", batch, s, (heads, heads), (d, dv), attn_mask_type=mask)
 
 def jobs():
-    for s, m in ((16384, "full"), (16384, "causal"), (8192, "full"), (8192, "causal"), (1024, "causal"), (2048, "causal"), (1024, "full")): yield "bwd", 128, sw(128, m, s)
+    for s, m in ((16384, "full"), (16384, "causal"), (8192, "full"), (8192, "causal"), (2048, "causal"), (1024, "causal"), (4096, "full")): yield "bwd", 128, sw(128, m, s)
     for n in ("llama3-70b-s8192", "llama3-8b-s8192", "ragged-documents", "ragged-log-normal"): yield "bwd", 128, W[n]
-    for n in ("gpt-oss-window-s8192",): yield "fwd", 64, W[n]
+    yield "fwd", 64, W["gpt-oss-window-s8192"]
     yield "fwd", 64, win(64, 8192, (64, 8), 2, 128)
-    yield "fwd", 64, win(64, 2048, (32, 32), 8, 1024)
-    for s in (512, 1024, 2048, 4096, 16384):
-        yield "fwd", 64, sw(64, "causal", s)
+    for s in (512, 1024, 2048, 4096, 16384): yield "fwd", 64, sw(64, "causal", s)
     for s in (512, 1024, 2048, 16384): yield "fwd", 64, sw(64, "full", s)
     for s in (512, 1024, 2048, 4096, 16384): yield "fwd", 128, sw(128, "causal", s)
     for s in (512, 1024, 16384): yield "fwd", 128, sw(128, "full", s)
     yield "fwd", 128, win(128, 8192, (32, 8), 2, 1024)
     for n in ("llama3-8b-s2048", "ragged-documents", "ragged-log-normal"): yield "fwd", 128, W[n]
-    yield "fwd", 128, shapes.dense("llama 8b s4096", "x", 8, 4096, (32, 8), (128, 128), **CAUSAL)
-    for s, m in ((16384, "full"), (16384, "causal"), (4096, "causal")): yield "bwd", 64, sw(64, m, s)
+    for s, m in ((16384, "full"), (16384, "causal"), (2048, "causal")): yield "bwd", 64, sw(64, m, s)
     yield "bwd", 64, W["gpt-oss-window-s8192"]
-    for s in (512, 1024, 2048): yield "fwd", 256, sw(256, "causal", s)
-    yield "fwd", 256, sw(256, "full", 512)
-    for s in (512, 1024): yield "fwd", 192, shapes.dense(f"d192 causal s{s}", "x", 16384 // s, s, (16, 16), (192, 128), **CAUSAL)
-    for d in (64, 128, 192, 256):
-        for s, batch in ((128, 1), (128, 16), (128, 128), (256, 1), (256, 8), (256, 64), (512, 1), (512, 4), (1024, 1)):
-            for mask in ("causal", "no_mask"):
-                yield "small", d, small(d, s, batch, 16, mask)
-    for d in (64, 128):
-        for s, batch in ((512, 1), (512, 4), (512, 32), (1024, 1), (1024, 4)): yield "smallbwd", d, small(d, s, batch, 16, "causal")
+    for s, m in ((512, "causal"), (2048, "causal"), (16384, "causal"), (16384, "full")): yield "fwd", 256, sw(256, m, s)
+    yield "fwd", 192, W["deepseek-v3-s4096"]
+    yield "fwd", 192, shapes.dense("d192 causal s512", "x", 32, 512, (16, 16), (192, 128), **CAUSAL)
+    for w in (sw(256, "full", 8192), sw(256, "causal", 8192), W["deepseek-v3-s4096"], sw(128, "causal", 8192), sw(64, "causal", 2048)): yield "split", w.head_dim_qk, w
+    for d, s, batch in ((128, 512, 4), (128, 512, 32), (128, 1024, 1), (128, 1024, 4), (64, 512, 32), (64, 1024, 4), (64, 1024, 16)): yield "smallbwd", d, small(d, s, batch, 16, "causal")
+    for d, s, batch, m in ((64, 256, 64, "causal"), (64, 512, 4, "causal"), (64, 1024, 4, "no_mask"), (128, 256, 8, "causal"), (128, 256, 64, "causal"), (128, 512, 1, "causal")): yield "small", d, small(d, s, batch, 16, m)
 
 def time_one(calls, flush, share):
     for c in calls.values(): c()
@@ -148,7 +142,7 @@ def time_one(calls, flush, share):
     rounds = int(max(5, min(40, share / (t + 0.6))))
     all_ = {n: [] for n in calls}
     for _ in range(rounds):
-        for n, c in calls.items():
+        for n, c in random.sample(list(calls.items()), len(calls)):
             flush.zero_(); flush.zero_(); a, z = e(), e(); a.record(); c(); z.record(); all_[n].append((a, z))
         torch.cuda.synchronize()
     return {n: statistics.median(a.elapsed_time(z) for a, z in v) * 1000 for n, v in all_.items()}
@@ -173,25 +167,23 @@ def timing(file, seconds):
             calls = {}
             plain = not w.is_ragged and w.window_size == (-1, -1) and w.softmax_type == "vanilla"
             if kind in ("fwd", "small"):
-                tiles = FWD[dim] if kind == "fwd" else {n: x for n, x in FWD[dim].items() if n in ("old", "SE", "192x128 SE", "128x128 SE", "192x64 SE")}
-                for n, tile in tiles.items(): calls[n] = lambda n=n, tile=tile: fwd_of(n).hopper_forward(problem, out, lse, tile=tile)
-                calls["portable"] = lambda: forward.attention_forward(problem, out, lse, None)
+                for n, tile in FWD[dim].items(): calls[n] = lambda n=n, tile=tile: fwd_of(n).hopper_forward(problem, out, lse, tile=tile)
+                if dim <= 128: calls["portable"] = lambda: forward.attention_forward(problem, out, lse, None)
                 if plain and dim <= 128 and w.group_size == 1: calls["sdpa cudnn"] = peer_sdpa(q, k, v, w.is_causal)
             else:
                 hopper_forward.hopper_forward(problem, out, lse)
                 g = [torch.empty_like(x) for x in (q, k, v)]; do = torch.empty(w.num_heads, device="cuda") if t.softmax_offset is not None else None
-                tiles = BWD[dim] if kind == "bwd" else {n: x for n, x in BWD[dim].items() if n in ("base", "sections", "DN", "PN", "P")}
-                for n, tile in tiles.items():
-                    if w.is_ragged and n in ("PNL", "D"): continue
-                    calls[n] = lambda tile=tile: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=tile)
-                if kind == "bwd" and dim == 128:
-                    for sec in (2, 4, 8): calls[f"section {sec}"] = lambda sec=sec: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=b(128, "", sec))
+                if kind == "split":
+                    for n, m in (("old split", old_split), ("split", hopper_backward)): calls[n] = lambda m=m: m.hopper_backward(problem, out, lse, dout, None, *g, do)
+                else:
+                    tiles = BWD[dim] if kind == "bwd" else {n: x for n, x in BWD[dim].items() if n in ("base", "PW", "PLWK", "PNLWK")}
+                    for n, tile in tiles.items(): calls[n] = lambda tile=tile: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=tile)
+                    if dim == 128 and w.is_ragged:
+                        for sec in (2, 4, 8): calls[f"PW section {sec}"] = lambda sec=sec: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=b(128, "PW", sec))
                 if kind == "smallbwd":
                     calls["split"] = lambda: hopper_backward.hopper_backward(problem, out, lse, dout, None, *g, do)
                     calls["portable"] = lambda: backward.attention_backward(problem, out, lse, dout, None, *g, None, do)
-                elif plain and w.is_causal:
-                    pass
-            us = time_one(calls, flush, 60.0 if kind in ("fwd", "bwd") else 12.0)
+            us = time_one(calls, flush, 50.0 if kind in ("fwd", "bwd", "split") else 15.0)
             flops = work(w, "forward" if kind in ("fwd", "small") else "backward").flops
             row = {"kind": kind, "workload": w.name, "shape": str(w), "us": {n: round(x, 2) for n, x in us.items()}, "tflops": {n: round(flops / x / 1e6, 1) for n, x in us.items()}}
         except Exception as e:
