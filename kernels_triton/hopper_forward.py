@@ -32,6 +32,8 @@ from flexattn.kernels_triton.hopper import (
     batch_steps_of,
     blocks_of_keys,
     descriptor_error,
+    heads_per_section,
+    in_sections,
     keep_pairs,
     key_block,
     load_rows,
@@ -53,7 +55,6 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
-_L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
 
 
 class ForwardMeta(NamedTuple):
@@ -109,13 +110,9 @@ def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, MET
         entry = gl.load(table_ptr + 2 + t // num_heads)
         return entry % blocks * META.BLOCK_M, t % num_heads, entry // blocks
     else:
-        section = t // (heads_per_section * blocks)
-        rest = t - section * heads_per_section * blocks
-        heads_here = gl.minimum(heads_per_section, batch * num_heads - section * heads_per_section)
-        block = rest // heads_here
+        block, b_h = in_sections(t, blocks, batch * num_heads, heads_per_section)
         if META.HAS_RIGHT:
             block = blocks - 1 - block
-        b_h = section * heads_per_section + rest % heads_here
         return block * META.BLOCK_M, b_h % num_heads, b_h // num_heads
 
 
@@ -676,7 +673,7 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
             x.num_heads,
             x.group_size,
             blocks,
-            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size),
+            heads_per_section(x.batch * x.num_heads_kv, group_bytes) * x.group_size,
             x.q.shape[-3],
             x.k.shape[-3],
             x.longest_q,

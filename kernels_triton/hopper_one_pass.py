@@ -25,7 +25,9 @@ from flexattn.kernels_triton.hopper import (
     batch_steps_of,
     blocks_of_queries,
     head_of,
+    heads_per_section,
     hide_queries_past_the_end,
+    in_sections,
     load_rows,
     load_statistics,
     mask_by_mod,
@@ -56,7 +58,6 @@ _RELEASED = gl.constexpr(6)  # .. 8
 _SUMMED = gl.constexpr(14)  # and 15
 _BOTH_AND_WARP = gl.constexpr(2 * 128 + 32)
 _FAR = gl.constexpr(2**30)
-_L2_BYTES = 32 * 2**20
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
@@ -95,7 +96,7 @@ class OnePassMeta(NamedTuple):
 
 
 @gluon.jit
-def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.constexpr):
+def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
     # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. The
     # blocks of a head come one after the other, so that the sums of its dq are in L2 while they are added to.
     pid = gl.program_id(0)
@@ -104,11 +105,7 @@ def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.const
     if META.HAS_LENGTHS:
         room = gl.num_programs(0) // num_heads_kv
         heads = num_heads_kv
-    section = pid // (heads_per_section * room)
-    rest = pid - section * heads_per_section * room
-    heads_here = gl.minimum(heads_per_section, heads - section * heads_per_section)
-    head = section * heads_per_section + rest % heads_here
-    t = rest // heads_here
+    t, head = in_sections(pid, room, heads, section)
     if META.HAS_LENGTHS:
         is_there = t < gl.load(table_ptr + 1)
         entry = gl.load(table_ptr + 2 + gl.where(is_there, t, 0))
@@ -393,7 +390,7 @@ def _attn_bwd_one_pass_hopper_kernel(
     num_heads,
     group_size,
     blocks,
-    heads_per_section,
+    section,
     num_tokens_q,
     num_tokens_kv,
     max_seqlen_q,
@@ -452,7 +449,7 @@ def _attn_bwd_one_pass_hopper_kernel(
         allocate_barriers(2, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, META)
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, section, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -593,8 +590,8 @@ def one_pass_backward(
     variant = tile.variant
     kind = 1 if "P" in variant else 0
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
-    section = tile.section or max(1, _L2_BYTES // (12 * max(x.longest_q, x.longest_kv) * dim))
-    section = min(section, x.num_heads_kv * x.batch)
+    bytes_per_head = (x.k.numel() // x.k.shape[-2] // x.k.shape[-1] if x.k.dim() == 3 else max(x.longest_q, x.longest_kv)) * dim * 12
+    section = tile.section or heads_per_section(x.num_heads_kv * x.batch, bytes_per_head)
     has_lengths = x.cu_seqlens_q is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [size, dim // 2]
