@@ -42,6 +42,7 @@ from flexattn.kernels_triton.hopper import (
     modified,
     named_barrier_arrive,
     named_barrier_sync,
+    opaque_zero,
     pack_pairs,
     ragged_descriptor,
     sequences,
@@ -237,7 +238,8 @@ def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constex
 
 @gluon.jit
 def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, IS_LAST: gl.constexpr, META: gl.constexpr):
-    # Scalar branches: only blocks that an edge cuts pay for it. Only the last block has keys past the end.
+    # Scalar branches, by `opaque_zero` not to be made selections: only blocks that an edge cuts pay for it. Only the last block has keys
+    # past the end.
     if META.BLOCK_SIZE_Q > 0:
         is_cut = column + META.BLOCK_N > len_kv
         if META.HAS_RIGHT:
@@ -247,17 +249,19 @@ def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_
         if is_cut:
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
     else:
-        if IS_LAST:
-            last = gl.zeros_like(rows) + (len_kv - 1)
+        if IS_LAST or META.HAS_RIGHT:
+            end = len_kv
             if META.HAS_RIGHT:
-                last = gl.minimum(last, rows + shift + window_right)
-            s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
-        elif META.HAS_RIGHT:
-            if column + META.BLOCK_N > own_row + 1 + shift + window_right:
-                s = gl.where(columns[None, :] <= (rows + shift + window_right)[:, None], s, float("-inf"))
+                end = gl.minimum(len_kv, own_row + 1 + shift + window_right)
+            if column + META.BLOCK_N > end:
+                last = gl.zeros_like(rows) + (len_kv - 1 + opaque_zero(column))
+                if META.HAS_RIGHT:
+                    last = gl.minimum(last, rows + shift + window_right)
+                s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
         if META.HAS_LEFT:
             if column < own_row + _ROWS - 1 + shift - window_left:
-                s = gl.where(columns[None, :] >= (rows + shift - window_left)[:, None], s, float("-inf"))
+                first = rows + (shift - window_left + opaque_zero(column))
+                s = gl.where(columns[None, :] >= first[:, None], s, float("-inf"))
     return s
 
 
