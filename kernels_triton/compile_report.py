@@ -152,8 +152,8 @@ class CompileReport:
     instructions: how often each SASS operation stands in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static, not
         executed, counts.
     loops: the same for each innermost loop, in the order of the code.
-    exposed_exponentials: those of exp2 in innermost loops that stand behind a wait for all products (wgmma's) and so run beside none of
-        this warpgroup's: ptxas moves such a wait up to the start of its basic block.
+    exposed_exponentials: those of exp2 in innermost loops that stand behind a wait for all products (wgmma's) and so run under none
+        of this warpgroup's: ptxas moves such a wait up to the start of its basic block.
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
     """

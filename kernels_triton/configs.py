@@ -8,7 +8,7 @@ the last of them); no other row has been timed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
@@ -251,6 +251,7 @@ class HopperTile(NamedTuple):
     block_n: int
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
+    q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
     out_in_q: bool  # out leaves through q's buffer, for want of shared memory
     # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
     # than `FORWARD` (bench/results/standard_h200.json; 192/128 but for causal at 4096 in a run that was not kept).
@@ -260,28 +261,39 @@ class HopperTile(NamedTuple):
     # By bench/results/modified_scores_h200.json (192/128 as 128):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
-    variant: str = ""
+    flops_from: int  # of a call: with less to do, its large tiles leave much of the device idle
 
-
-HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, False, 2048, 8192, NEVER, NEVER, NEVER),
-    HopperTile(64, 64, 128, 128, 2, 240, False, NEVER, NEVER, NEVER, modified_from=NEVER, loaded_from=1024),
-    HopperTile(128, 128, 128, 128, 2, 240, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
-    HopperTile(192, 128, 128, 128, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
-    HopperTile(256, 256, 128, 64, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
-)
 
 HOPPER_FLOPS = 2**36
-"""Of a call, from which the kernels of sm_90 are used: below, their launch costs the host more time than they save the device."""
+"""Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
+
+HOPPER_FORWARD = (
+    HopperTile(64, 64, 192, 128, 2, 160, 1, False, 2048, 8192, NEVER, NEVER, NEVER, HOPPER_FLOPS),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, False, 512, 1024, NEVER, NEVER, NEVER, HOPPER_FLOPS),
+    HopperTile(64, 64, 128, 128, 2, 240, 1, False, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
+    HopperTile(128, 128, 128, 128, 2, 240, 2, False, 512, 512, 8192, modified_from=1024, loaded_from=1024, flops_from=2**31),
+    HopperTile(192, 128, 128, 128, 2, 240, 1, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**31),
+    HopperTile(256, 256, 128, 64, 2, 240, 1, True, 256, 256, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**29),
+)
+
+Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
+"""What decides a row beside the head dims: which of its `..._from` a call must reach."""
 
 
-def select_hopper_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperTile:
-    """The narrowest row that serves the head dims, which are at most 256; scores that are modified need a row with registers."""
-    return next(
+def select_hopper_tile(
+    head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False, kind: Kind = "open", length: int = NEVER - 1
+) -> HopperTile:
+    """Of the narrowest rows that serve the head dims, at most 256, the first that `length` tokens are enough for, or else the last.
+
+    Scores that are modified need a row with registers. Head dim 64 has a row for what is long and one for what is not.
+    """
+    rows = [
         tile
         for tile in HOPPER_FORWARD
         if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
-    )
+    ]
+    narrowest = [tile for tile in rows if tile[:2] == rows[0][:2]]
+    return next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
 
 
 class HopperBackwardTile(NamedTuple):
@@ -298,6 +310,7 @@ class HopperBackwardTile(NamedTuple):
     windowed_from: int
     modified_from: int
     loaded_from: int
+    flops_from: int = HOPPER_FLOPS
 
     @property
     def keys(self) -> int:
@@ -331,8 +344,7 @@ class HopperOnePassTile(NamedTuple):
     windowed_from: int
     modified_from: int  # bench/results/one_pass_modified_h200.json
     loaded_from: int  # with a block mask; a bias was not measured
-    variant: str = ""
-    section: int = 0
+    flops_from: int = HOPPER_FLOPS
 
 
 HOPPER_ONE_PASS = (

@@ -114,6 +114,13 @@ def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
+@gluon.jit
+def hold_wait(barrier, phase):
+    # What is computed while products run must come before the wait for them, but ptxas moves a wait for all products up to the
+    # start of its basic block. So here another block begins, with a wait for a barrier of which it is known that it is complete.
+    mbarrier.wait(barrier, phase)
+
+
 @gluon.constexpr_function
 def _barrier_assembly(operation, barrier, threads):
     return f"bar.{operation} {barrier}, {threads}; mov.b32 $0, 0;"
@@ -197,8 +204,8 @@ def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, m
 
 @gluon.jit
 def in_sections(t, length, heads, heads_per_section):
-    # Of `heads` lists of `length` pieces each, piece t: (place in its list, head). Within a section, as many heads as L2 has room for,
-    # the first pieces of all heads come first; what is longest is first in a list, so that what is short fills up the end.
+    # Of `heads` lists of `length` pieces each, piece t: (place in its list, head). Within a section, as many heads as L2 has room
+    # for, the first pieces of all heads come first: they are the longest, and what is short fills up the end.
     section = t // (heads_per_section * length)
     rest = t - section * heads_per_section * length
     heads_here = gl.minimum(heads_per_section, heads - section * heads_per_section)

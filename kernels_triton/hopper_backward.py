@@ -28,6 +28,7 @@ from flexattn.kernels_triton.hopper import (
     head_of,
     heads_per_section,
     hide_queries_past_the_end,
+    hold_wait,
     in_sections,
     key_block,
     load_rows,
@@ -209,7 +210,7 @@ def _dq_compute(
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
         s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
         p = gl.exp2(s * factor + minus_lse[:, None])
-        mbarrier.wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)  # again: see `hopper.py`, "Waits"
+        hold_wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_slot), count=1)
         dlogit = p * (dp + minus_delta[:, None])
@@ -491,7 +492,7 @@ def _dkdv_compute(
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
+        hold_wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
@@ -596,7 +597,7 @@ def _dkdv_compute_columns(
         fence_async_shared()
         named_barrier_sync(9, BOTH)
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
-        mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
+        hold_wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         sum_of_dout = dv
         for half in gl.static_range(2):
@@ -866,7 +867,9 @@ def hopper_backward(
         blocks = triton.cdiv(longest, rows)
         table = work_table(x, rows, side) if has_lengths else None
         # Of a head: k and v, or q, dout and their own k, v, which are read once.
-        section = heads_per_section(heads * x.batch, x.longest_kv * (qk0 + qk1 + v0) * 2 if side == "q" else x.longest_q * (qk0 + qk1 + v0) * 4)
+        section = heads_per_section(
+            heads * x.batch, x.longest_kv * (qk0 + qk1 + v0) * 2 if side == "q" else x.longest_q * (qk0 + qk1 + v0) * 4
+        )
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
         head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section, *sizes)
         inlined = (*x.score_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)

@@ -18,10 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.configs import (
-    HOPPER_FLOPS,
     HopperBackwardTile,
     HopperOnePassTile,
     HopperTile,
+    Kind,
     Tile,
     select_hopper_tile,
     split_head_dim,
@@ -91,8 +91,6 @@ class ForwardMeta(NamedTuple):
     OUT_IN_Q: bool  # out leaves through the buffer that q came in
     REGISTERS: int
     SKIPS: bool
-    EARLY: bool
-    LATE: bool
     Q_STAGES: int
 
 
@@ -238,53 +236,32 @@ def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constex
 
 @gluon.jit
 def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, IS_LAST: gl.constexpr, META: gl.constexpr):
-    # Scalar branches, by `opaque_zero` not to be made selections: only blocks that an edge cuts pay for it. Only the last block has keys
-    # past the end.
+    # Only blocks that an edge cuts pay for it, by scalar branches; `opaque_zero` keeps them from being made selections. Of a band's
+    # blocks only the last has keys past the end.
+    first_row = own_row + shift
+    is_cut_left = False
+    if META.HAS_LEFT:
+        is_cut_left = column < first_row + _ROWS - 1 - window_left
     if META.BLOCK_SIZE_Q > 0:
-        is_cut = column + META.BLOCK_N > len_kv
+        is_cut = is_cut_left | (column + META.BLOCK_N > len_kv)
         if META.HAS_RIGHT:
-            is_cut = is_cut | (column + META.BLOCK_N > own_row + 1 + shift + window_right)
-        if META.HAS_LEFT:
-            is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
+            is_cut = is_cut | (column + META.BLOCK_N > first_row + 1 + window_right)
         if is_cut:
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
     else:
         if IS_LAST or META.HAS_RIGHT:
             end = len_kv
             if META.HAS_RIGHT:
-                end = gl.minimum(len_kv, own_row + 1 + shift + window_right)
+                end = gl.minimum(len_kv, first_row + 1 + window_right)
             if column + META.BLOCK_N > end:
                 last = gl.zeros_like(rows) + (len_kv - 1 + opaque_zero(column))
                 if META.HAS_RIGHT:
                     last = gl.minimum(last, rows + shift + window_right)
                 s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
-        if META.HAS_LEFT:
-            if column < own_row + _ROWS - 1 + shift - window_left:
-                first = rows + (shift - window_left + opaque_zero(column))
-                s = gl.where(columns[None, :] >= first[:, None], s, float("-inf"))
+        if is_cut_left:
+            first = rows + (shift - window_left + opaque_zero(column))
+            s = gl.where(columns[None, :] >= first[:, None], s, float("-inf"))
     return s
-
-
-@gluon.jit
-def _place_of(piece, common, META: gl.constexpr):
-    # Where piece `piece` is, or the last one, and what it sees.
-    _, _, _, work, scalars, cu_seqlens, table_ptr, lists = common
-    batch, num_heads, _, blocks, heads_per_section = work
-    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, _ = scalars
-    first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
-    start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
-    shift = (len_kv - len_q) * bottom_right
-    num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-    return first_row, h, b, start_q, len_q, len_kv, shift, num_blocks, found
-
-
-@gluon.jit
-def _next_place(turn, amount, common, META: gl.constexpr):
-    next_full, next_empty, next_piece = common[2][6], common[2][7], common[2][8]
-    mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
-    piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(next_empty.index(turn & 1), count=1)
-    return piece, _place_of(gl.minimum(piece, amount - 1), common, META)
 
 
 @gluon.jit
@@ -316,12 +293,11 @@ def _compute_partition(
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
-    if META.EARLY:
-        found_place = _place_of(gl.minimum(piece, amount - 1), common, META)
     while piece < amount:
-        if not META.EARLY:
-            found_place = _place_of(piece, common, META)
-        first_row, h, b, start_q, len_q, len_kv, shift, num_blocks, found = found_place
+        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+        shift = (len_kv - len_q) * bottom_right
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
         own_row = first_row + CONSUMER * _ROWS
         skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
@@ -379,8 +355,6 @@ def _compute_partition(
                 s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, False, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
                 new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
-                if META.LATE:
-                    mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
                 pairs = new_pairs
@@ -393,16 +367,11 @@ def _compute_partition(
             mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
             p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
             sum_of_v = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, V0]), acc, is_async=True)
-            if META.EARLY:
-                piece, found_place = _next_place(turn, amount, common, META)
             acc = warpgroup_mma_wait(0, deps=[sum_of_v])
             keep_pairs(pairs)
             mbarrier.arrive(v_empty.index(slot), count=1)
-        else:
-            if not META.OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(q_slot), count=1)
-            if META.EARLY:
-                piece, found_place = _next_place(turn, amount, common, META)
+        elif not META.OUT_IN_Q:
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
         if META.SKIPS:
             loaded = _pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
@@ -417,10 +386,9 @@ def _compute_partition(
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
             mbarrier.arrive(q_empty.index(q_slot), count=1)
-        if not META.EARLY:
-            mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
-            piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(next_empty.index(turn & 1), count=1)
+        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
+        piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
     tma.store_wait(0)
     if META.TAKES_TURNS and CONSUMER == 0:
@@ -574,7 +542,7 @@ def refusal(problem: Problem, out: Tensor, return_max_logit: bool = False) -> st
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
     error = next((error for error in errors if error), None)
-    return error or block_mask_error(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)[2:4])
+    return error or block_mask_error(x, _tile_of(x)[2:4])
 
 
 def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
@@ -587,34 +555,42 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
-    """Whether the problem is long enough for its row, and for what the launch costs the host."""
+def _kind_of(problem: Problem) -> tuple[Kind, float]:
+    """Which of a row's lengths counts, and what share of all (query, key) pairs is seen."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
-        shortest, share = tile.loaded_from, 1.0
-    elif x.is_modified:
-        shortest, share = tile.modified_from, 1.0 if x.window_right is None else 0.5
-    elif x.window_left is not None:
-        shortest, share = tile.windowed_from, min(1.0, (x.window_left + 1) / x.longest_kv)
-    elif x.window_right is not None:
-        shortest, share = tile.causal_from, 0.5
-    else:
-        shortest, share = tile.open_from, 1.0
+        return "loaded", 1.0
+    if x.is_modified:
+        return "modified", 1.0 if x.window_right is None else 0.5
+    if x.window_left is not None:
+        return "windowed", min(1.0, (x.window_left + 1) / x.longest_kv)
+    return ("open", 1.0) if x.window_right is None else ("causal", 0.5)
+
+
+def _tile_of(problem: Problem) -> HopperTile:
+    x = problem
+    length = max(x.longest_q, x.longest_kv)
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified, kind=_kind_of(x)[0], length=length)
+
+
+def is_measured(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> bool:
+    """Whether the problem is long enough for its row, and is enough work."""
+    x = problem
+    kind, share = _kind_of(x)
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
-    return max(x.longest_q, x.longest_kv) >= shortest and flops >= HOPPER_FLOPS
+    return max(x.longest_q, x.longest_kv) >= getattr(tile, f"{kind}_from") and flops >= tile.flops_from
 
 
 def is_faster(problem: Problem) -> bool:
     """Whether a problem is one of those that were measured to be faster here than with the portable kernel."""
-    x = problem
-    return is_measured(x, select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified))
+    return is_measured(problem, _tile_of(problem))
 
 
 def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile | None = None) -> None:
     """`forward.attention_forward` for a problem that `refusal` has no objection to."""
     x = problem
-    tile = tile or select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    tile = tile or _tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
     blocks = triton.cdiv(x.longest_q, tile.block_m)
@@ -640,10 +616,8 @@ def hopper_forward(problem: Problem, out: Tensor, lse: Tensor, tile: HopperTile 
         TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
         OUT_IN_Q=tile.out_in_q,
         REGISTERS=tile.registers,
-        SKIPS='S' in tile.variant and x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
-        EARLY='E' in tile.variant,
-        LATE='L' in tile.variant,
-        Q_STAGES=2 if 'Q' in tile.variant else 1,
+        SKIPS=x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
+        Q_STAGES=tile.q_stages,
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)

@@ -54,9 +54,7 @@ _KEYS = 128  # of a program: two warpgroups'
 _BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
 _EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
 _LAST = gl.constexpr(13)
-_RELEASED = gl.constexpr(6)  # .. 8
-_SUMMED = gl.constexpr(14)  # and 15
-_BOTH_AND_WARP = gl.constexpr(2 * 128 + 32)
+_STAGES = gl.constexpr(2)  # of q, of dout and of dq in shared memory
 _FAR = gl.constexpr(2**30)
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
@@ -86,19 +84,13 @@ class OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
-    STAGES: int
-    PERMUTED: bool
-    NAMED: bool
-    LATE: bool
-    FENCE_LAST: bool
-    SWAPPED: bool
-    ROTATED: bool
 
 
 @gluon.jit
 def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
-    # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. The
-    # blocks of a head come one after the other, so that the sums of its dq are in L2 while they are added to.
+    # (block, key head, batch) of this program: of a section of heads, so that the sums of their dq are in L2 while they are added
+    # to, the blocks with the most to do first. With lengths a block is counted from its sequence's last one, as a causal band gives the
+    # first ones the most to do; where there are fewer blocks than programs, it is -1, past the last.
     pid = gl.program_id(0)
     room = blocks  # of the programs of a head
     heads = gl.num_programs(0) // blocks
@@ -115,7 +107,7 @@ def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
 
 
 @gluon.jit
-def _load(descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META: gl.constexpr):
+def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
     q_descriptor, dout_descriptor, k_descriptor, v_descriptor, statistics_descriptor, _, dk_descriptor, dv_descriptor = descriptors
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, _, _, dkdv_full = barriers
@@ -126,18 +118,14 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, start, f
         row = first_row + part * _ROWS
         load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
-    t = start
+    t = 0
     head = 0
     for turn in range(num_blocks * group_size):
         row = query_block(t, found, META)[0]
-        slot = turn % META.STAGES
-        before = ((turn // META.STAGES) & 1) ^ 1
+        slot = turn % _STAGES
+        before = ((turn // _STAGES) & 1) ^ 1
         full = q_full.index(slot)
-        if META.NAMED:
-            if turn >= META.STAGES:
-                named_barrier_sync_at(_RELEASED + slot, _BOTH_AND_WARP)
-        else:
-            mbarrier.wait(q_empty.index(slot), before)
+        mbarrier.wait(q_empty.index(slot), before)
         mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
         of_head = first_tile + head * tiles_of_a_head
@@ -150,12 +138,7 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, start, f
         t += 1
         if t == num_blocks:
             t = 0
-        if t == start:
             head += 1
-    if META.NAMED:
-        turns = num_blocks * group_size
-        for turn in range(gl.maximum(turns - META.STAGES, 0), turns):
-            named_barrier_sync_at(_RELEASED + turn % META.STAGES, _BOTH_AND_WARP)
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(2):
         row = first_row + part * _ROWS
@@ -165,21 +148,18 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, start, f
 
 
 @gluon.jit
-def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META: gl.constexpr):
+def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
     _, _, _, _, _, dq_descriptor, _, _ = descriptors
     _, _, _, _, _, _, dq_tiles = tiles
     _, _, _, _, _, dq_full, dq_empty, _ = barriers
     _, len_q, _, _, _, _, _, _, _, first_tile, tiles_of_a_head = places
-    t = start
+    t = 0
     head = 0
     for turn in range(num_blocks * group_size):
-        slot = turn % 2
+        slot = turn % _STAGES
         row = query_block(t, found, META)[0]
         at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
-        if META.NAMED:
-            named_barrier_sync_at(_SUMMED + slot, _BOTH_AND_WARP)
-        else:
-            mbarrier.wait(dq_full.index(slot), (turn // 2) & 1)
+        mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < len_q:
             for part in gl.static_range(2):
@@ -189,7 +169,6 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, start,
         t += 1
         if t == num_blocks:
             t = 0
-        if t == start:
             head += 1
 
 
@@ -222,21 +201,18 @@ def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: g
 
 @gluon.jit
 def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
-    slot = turn % 2
-    mbarrier.wait(dq_empty.index(slot), ((turn // 2) & 1) ^ 1)
-    if META.PERMUTED:
-        dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
+    slot = turn % _STAGES
+    mbarrier.wait(dq_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+    # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
+    dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
 
 
 @gluon.jit
-def _hand_over(dq_full, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
-    slot = turn % 2
+def _hand_over(dq_full, turn, META: gl.constexpr):
+    slot = turn % _STAGES
     fence_async_shared()
-    if META.NAMED:
-        named_barrier_arrive_at(_SUMMED + slot, _BOTH_AND_WARP)
-    else:
-        mbarrier.arrive(dq_full.index(slot), count=1)
+    mbarrier.arrive(dq_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -246,7 +222,6 @@ def _compute(
     common,
     group_size,
     num_blocks,
-    start,
     found,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
@@ -279,7 +254,7 @@ def _compute(
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
     mbarrier.wait(kv_full.index(0), 0)
-    t = start
+    t = 0
     h = first_head
     head = head_of(bias, b, h, META)
     turns = num_blocks * group_size
@@ -287,8 +262,8 @@ def _compute(
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
         zero = opaque_zero(turn)
-        slot = turn % META.STAGES
-        phase = (turn // META.STAGES) & 1
+        slot = turn % _STAGES
+        phase = (turn // _STAGES) & 1
         q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
         mbarrier.wait(q_full.index(slot), phase)
@@ -311,22 +286,15 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-        if META.SWAPPED:
-            mbarrier.wait(dout_full.index(slot), phase)
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        else:
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-            mbarrier.wait(dout_full.index(slot), phase)
+        mbarrier.wait(dout_full.index(slot), phase)  # between exp and the wait for dq: see `hold_wait`
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
         if turn > 0:  # under the product; dp then takes the registers of dq
             _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-            if not META.LATE:
-                _hand_over(dq_full, turn - 1, CONSUMER, META)
         own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if META.LATE:
-            if turn > 0:
-                _hand_over(dq_full, turn - 1, CONSUMER, META)
+        if turn > 0:
+            _hand_over(dq_full, turn - 1, META)
         dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -336,23 +304,15 @@ def _compute(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
-        if not META.FENCE_LAST:
-            fence_async_shared()
-            named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
         ds16 = gl.convert_layout(ds, LEFT)
         sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
-        if META.FENCE_LAST:
-            fence_async_shared()
-            named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        fence_async_shared()  # under the product
+        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
         dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
-        if META.NAMED:
-            named_barrier_arrive_at(_RELEASED + slot, _BOTH_AND_WARP)
-        else:
-            mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
         if t == num_blocks:
             t = 0
-        if t == start:
             h += 1
             head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
     last = ((turns + 1) & 1) * 2
@@ -361,7 +321,7 @@ def _compute(
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-        _hand_over(dq_full, turns - 1, CONSUMER, META)
+        _hand_over(dq_full, turns - 1, META)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -431,22 +391,22 @@ def _attn_bwd_one_pass_hopper_kernel(
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    q_tiles = gl.allocate_shared_memory(DTYPE, [META.STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [META.STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [META.STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [4] + dq_descriptor.block_type.shape, dq_descriptor.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * _STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
     barriers = (
-        allocate_barriers(META.STAGES, 1),
-        allocate_barriers(META.STAGES, 2),
-        allocate_barriers(META.STAGES, 1),
-        allocate_barriers(META.STAGES, 2),
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(_STAGES, 2),
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(_STAGES, 2),
         allocate_barriers(1, 1),
-        allocate_barriers(2, 2),
-        allocate_barriers(2, 1),
+        allocate_barriers(_STAGES, 2),
+        allocate_barriers(_STAGES, 1),
         allocate_barriers(1, 2),
     )
     block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, section, META)
@@ -455,16 +415,13 @@ def _attn_bwd_one_pass_hopper_kernel(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
-    if META.HAS_LENGTHS:  # counted from a sequence's last one: a causal band gives the first ones the most to do
+    if META.HAS_LENGTHS:
         block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
     num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
     num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    start = 0
-    if META.ROTATED:
-        start = gl.program_id(0) * 2 % gl.maximum(num_blocks, 1)
     descriptors = (
         q_descriptor,
         dout_descriptor,
@@ -494,10 +451,10 @@ def _attn_bwd_one_pass_hopper_kernel(
     common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
-            (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 0, MODS, META)),
-            (_compute, (tiles, barriers, common, group_size, num_blocks, start, found, 1, MODS, META)),
-            (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
-            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, start, found, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+            (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -520,7 +477,6 @@ def _attn_bwd_dq_conversion_kernel(
     max_seqlen_q,
     tiles,
     SIZE: tl.constexpr,
-    KIND: tl.constexpr,
     META: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -538,9 +494,7 @@ def _attn_bwd_dq_conversion_kernel(
     first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
     rows = tl.arange(0, BLOCK_M)
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
-    if KIND == 1:
-        rows = rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2
-    sum_offsets = rows * HEAD_DIM
+    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `_write_dq` put them
     dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
     _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
     dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
@@ -587,12 +541,11 @@ def one_pass_backward(
     dim, size = tile.head_dim, _QUERIES
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
-    variant = tile.variant
-    kind = 1 if "P" in variant else 0
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
-    bytes_per_head = (x.k.numel() // x.k.shape[-2] // x.k.shape[-1] if x.k.dim() == 3 else max(x.longest_q, x.longest_kv)) * dim * 12
-    section = tile.section or heads_per_section(x.num_heads_kv * x.batch, bytes_per_head)
     has_lengths = x.cu_seqlens_q is not None
+    # Of a head: k, v, q and dout of two bytes, dq of four. With lengths more than two heads are measured to be slower.
+    bytes_per_head = 12 * max(x.longest_q, x.longest_kv) * dim
+    section = min(2, x.num_heads_kv) if has_lengths else heads_per_section(x.num_heads_kv * x.batch, bytes_per_head)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [size, dim // 2]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
@@ -612,13 +565,6 @@ def one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DOUT_APART=tile.dout_apart,
-        STAGES=3 if '3' in variant else 2,
-        PERMUTED='P' in variant,
-        NAMED='N' in variant,
-        LATE='L' in variant,
-        FENCE_LAST='K' in variant,
-        SWAPPED='W' in variant,
-        ROTATED='R' in variant,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,
@@ -649,7 +595,7 @@ def one_pass_backward(
         _CONVERSION_TILE,
         (
             *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, kind, portable),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
         ),
     )
     if has_lengths:

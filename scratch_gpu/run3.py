@@ -13,23 +13,17 @@ from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dout,
 def load_old(name):
     spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), name + ".py"))
     m = importlib.util.module_from_spec(spec); sys.modules[name] = m; spec.loader.exec_module(m); return m
-old, old_split = load_old("old_hopper_forward"), load_old("old_hopper_backward")
+old, old_split, old_one = (load_old(n) for n in ("old_hopper_forward", "old_hopper_backward", "old_hopper_one_pass"))
 
-def f(d, m, n, st, reg, v="", oq=False, dv=None): return HopperTile(d, dv or d, m, n, st, reg, oq, 0, 0, 0, 0, 0, v)
-def b(dim, v, section=0, apart=None):
-    r = next(x for x in HOPPER_ONE_PASS if x.head_dim == dim)._replace(variant=v, section=section)
-    return r if apart is None else r._replace(dout_apart=apart)
+def f(d, m, n, st, reg, q=1, oq=False, dv=None): return HopperTile(d, dv or d, m, n, st, reg, q, oq, 0, 0, 0, 0, 0, 0)
 
 FWD = {
-    64: {"old": f(64,192,128,2,160), "192x128 SL": f(64,192,128,2,160,"SL"), "192x128 SQL": f(64,192,128,2,160,"SQL"), "192x64 SQL": f(64,192,64,4,160,"SQL"), "256x64 SQL": f(64,256,64,4,112,"SQL"), "256x64 SQ": f(64,256,64,4,112,"SQ"), "128x128 SQL": f(64,128,128,2,240,"SQL")},
-    128: {"old": f(128,128,128,2,240), "L": f(128,128,128,2,240,"L"), "SL": f(128,128,128,2,240,"SL"), "SQL": f(128,128,128,2,240,"SQL"), "SEQL": f(128,128,128,2,240,"SEQL")},
-    192: {"old": f(192,128,128,2,240,"",True,128), "SL": f(192,128,128,2,240,"SL",True,128)},
-    256: {"old": f(256,128,64,2,240,"",True), "SL": f(256,128,64,2,240,"SL",True)},
+    64: {"old": f(64,192,128,2,160), "192x128": f(64,192,128,2,160), "256x64": f(64,256,64,4,112), "256x64 q2": f(64,256,64,4,112,2), "192x64 q2": f(64,192,64,4,160,2), "128x128": f(64,128,128,2,240)},
+    128: {"old": f(128,128,128,2,240), "q1": f(128,128,128,2,240), "q2": f(128,128,128,2,240,2)},
+    192: {"old": f(192,128,128,2,240,1,True,128), "new": f(192,128,128,2,240,1,True,128)},
+    256: {"old": f(256,128,64,2,240,1,True), "new": f(256,128,64,2,240,1,True)},
 }
-BWD = {
-    128: {k: b(128, *v) for k, v in {"base": ("", 1), "P": ("P",), "PW": ("PW",), "PLW": ("PLW",), "PLWK": ("PLWK",), "PNLW": ("PNLW",), "PNLWK": ("PNLWK",), "PWR": ("PWR",)}.items()},
-    64: {k: b(64, *v) for k, v in {"base": ("", 1), "P": ("P",), "PW": ("PW",), "PNW": ("PNW",), "PLWK": ("PLWK",)}.items()},
-}
+BWD = {d: {"old": old_one.one_pass_backward, "new": hopper_one_pass.one_pass_backward} for d in (64, 128)}
 def fwd_of(name): return old if name == "old" else hopper_forward
 
 BANDS = {"open": {}, "causal": {"attn_mask_type": "causal"}, "window": {"attn_mask_type": "causal", "window_size": (100, 0)},
@@ -49,12 +43,11 @@ def combos():
                 if (dim > 128 and band in ("window", "ragged")) or (dim == 64 and band == "ragged"): continue
                 yield "fwd", dim, name, tile, band
     for dim in FWD:
-        for band in ("open", "causal"):
-            yield "split", dim, "split", hopper_backward, band
-            yield "split", dim, "old split", old_split, band
+        for band in ("open", "causal"): yield "split", dim, "split", hopper_backward.hopper_backward, band
+        for band in ("open", "causal"): yield "split", dim, "old split", old_split.hopper_backward, band
     for dim in (64, 128):
         for band in ("open", "causal", "window"): yield "portable", dim, "portable", None, band
-    for band in ("open", "causal"): yield "portable", 128, "portable long", None, band
+    yield "portable", 128, "portable long", None, "causal"
 
 def check(one, file):
     kind, dim, name, tile, band = one
@@ -84,7 +77,7 @@ def check(one, file):
                 g = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
                 views = [as_bshd(t, fm) for t, fm in zip(g, (spec.q_format, spec.kv_format, spec.kv_format))]
                 doffset = torch.empty(spec.num_heads, device="cuda") if x.softmax_offset is not None else None
-                (hopper_one_pass.one_pass_backward if kind == "bwd" else tile.hopper_backward)(problem, as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), None, *views, doffset, **({"tile": tile} if kind == "bwd" else {}))
+                tile(problem, as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), None, *views, doffset)
                 for n, got, w, bu in zip(("dq", "dk", "dv"), g, wanted, budgets): check_close(n, got, w, bu, factor=GRADIENT_FACTOR)
         else:
             out = torch.empty((*x.q.shape[:-1], dv), dtype=x.q.dtype, device="cuda"); lse = torch.empty_like(exact[1], dtype=torch.float32)
@@ -111,24 +104,22 @@ def small(d, s, batch, heads, mask):
     return shapes.dense(f"small d{d} {mask} s{s} b{batch} h{heads}", "x", batch, s, (heads, heads), (d, dv), attn_mask_type=mask)
 
 def jobs():
-    for s, m in ((16384, "full"), (16384, "causal"), (8192, "full"), (8192, "causal"), (2048, "causal"), (1024, "causal"), (4096, "full")): yield "bwd", 128, sw(128, m, s)
-    for n in ("llama3-70b-s8192", "llama3-8b-s8192", "ragged-documents", "ragged-log-normal"): yield "bwd", 128, W[n]
     yield "fwd", 64, W["gpt-oss-window-s8192"]
     yield "fwd", 64, win(64, 8192, (64, 8), 2, 128)
-    for s in (512, 1024, 2048, 4096, 16384): yield "fwd", 64, sw(64, "causal", s)
-    for s in (512, 1024, 2048, 16384): yield "fwd", 64, sw(64, "full", s)
-    for s in (512, 1024, 2048, 4096, 16384): yield "fwd", 128, sw(128, "causal", s)
-    for s in (512, 1024, 16384): yield "fwd", 128, sw(128, "full", s)
     yield "fwd", 128, win(128, 8192, (32, 8), 2, 1024)
-    for n in ("llama3-8b-s2048", "ragged-documents", "ragged-log-normal"): yield "fwd", 128, W[n]
+    for w in (sw(256, "full", 8192), sw(256, "causal", 8192), W["deepseek-v3-s4096"], sw(128, "causal", 8192), sw(64, "causal", 2048)): yield "split", w.head_dim_qk, w
+    for s, m in ((16384, "full"), (16384, "causal"), (8192, "full"), (8192, "causal")): yield "bwd", 128, sw(128, m, s)
+    for n in ("llama3-70b-s8192", "ragged-documents", "ragged-log-normal"): yield "bwd", 128, W[n]
     for s, m in ((16384, "full"), (16384, "causal"), (2048, "causal")): yield "bwd", 64, sw(64, m, s)
     yield "bwd", 64, W["gpt-oss-window-s8192"]
-    for s, m in ((512, "causal"), (2048, "causal"), (16384, "causal"), (16384, "full")): yield "fwd", 256, sw(256, m, s)
+    for s in (512, 1024, 16384): yield "fwd", 128, sw(128, "causal", s)
+    for s in (512, 16384): yield "fwd", 128, sw(128, "full", s)
+    for n in ("ragged-documents", "ragged-log-normal"): yield "fwd", 128, W[n]
+    for s in (1024, 8192): yield "fwd", 64, sw(64, "causal", s)
+    for s in (512, 2048): yield "fwd", 64, sw(64, "full", s)
+    for s, m in ((512, "causal"), (16384, "full")): yield "fwd", 256, sw(256, m, s)
     yield "fwd", 192, W["deepseek-v3-s4096"]
-    yield "fwd", 192, shapes.dense("d192 causal s512", "x", 32, 512, (16, 16), (192, 128), **CAUSAL)
-    for w in (sw(256, "full", 8192), sw(256, "causal", 8192), W["deepseek-v3-s4096"], sw(128, "causal", 8192), sw(64, "causal", 2048)): yield "split", w.head_dim_qk, w
-    for d, s, batch in ((128, 512, 4), (128, 512, 32), (128, 1024, 1), (128, 1024, 4), (64, 512, 32), (64, 1024, 4), (64, 1024, 16)): yield "smallbwd", d, small(d, s, batch, 16, "causal")
-    for d, s, batch, m in ((64, 256, 64, "causal"), (64, 512, 4, "causal"), (64, 1024, 4, "no_mask"), (128, 256, 8, "causal"), (128, 256, 64, "causal"), (128, 512, 1, "causal")): yield "small", d, small(d, s, batch, 16, m)
+    for d, s, batch in ((128, 512, 32), (128, 1024, 4), (64, 1024, 16)): yield "smallbwd", d, small(d, s, batch, 16, "causal")
 
 def time_one(calls, flush, share):
     for c in calls.values(): c()
@@ -155,6 +146,12 @@ def peer_sdpa(q, k, v, causal):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return call
 
+def peer_backward(q, k, v, dout, causal):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)); dout = dout.transpose(1, 2).contiguous()
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]): o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return lambda: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True)
+
 def timing(file, seconds):
     began = time.monotonic()
     flush = torch.empty(2**30, dtype=torch.int8, device="cuda")
@@ -176,14 +173,10 @@ def timing(file, seconds):
                 if kind == "split":
                     for n, m in (("old split", old_split), ("split", hopper_backward)): calls[n] = lambda m=m: m.hopper_backward(problem, out, lse, dout, None, *g, do)
                 else:
-                    tiles = BWD[dim] if kind == "bwd" else {n: x for n, x in BWD[dim].items() if n in ("base", "PW", "PLWK", "PNLWK")}
-                    for n, tile in tiles.items(): calls[n] = lambda tile=tile: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=tile)
-                    if dim == 128 and w.is_ragged:
-                        for sec in (2, 4, 8): calls[f"PW section {sec}"] = lambda sec=sec: hopper_one_pass.one_pass_backward(problem, out, lse, dout, None, *g, do, tile=b(128, "PW", sec))
-                if kind == "smallbwd":
-                    calls["split"] = lambda: hopper_backward.hopper_backward(problem, out, lse, dout, None, *g, do)
-                    calls["portable"] = lambda: backward.attention_backward(problem, out, lse, dout, None, *g, None, do)
-            us = time_one(calls, flush, 50.0 if kind in ("fwd", "bwd", "split") else 15.0)
+                    for n, run in BWD[dim].items(): calls[n] = lambda run=run: run(problem, out, lse, dout, None, *g, do)
+                    if plain and w.group_size == 1: calls["sdpa cudnn"] = peer_backward(q, k, v, dout, w.is_causal)
+                if kind == "smallbwd": calls["portable"] = lambda: backward.attention_backward(problem, out, lse, dout, None, *g, None, do)
+            us = time_one(calls, flush, 35.0)
             flops = work(w, "forward" if kind in ("fwd", "small") else "backward").flops
             row = {"kind": kind, "workload": w.name, "shape": str(w), "us": {n: round(x, 2) for n, x in us.items()}, "tflops": {n: round(flops / x / 1e6, 1) for n, x in us.items()}}
         except Exception as e:

@@ -1,0 +1,580 @@
+"""Backward attention on Hopper (sm_90) in Gluon, in one pass: scores are computed once, for dk and dv, which stay, and for dq.
+
+A warp loads by TMA and two warpgroups compute, 64 keys each. Their dq goes tile by tile through shared memory, from where a warp
+of its own has the copy engine add it to fp32 sums in global memory, in whatever order programs come to it: so the last bits of dq
+vary from run to run. What `refusal` names, and what must repeat, runs on `hopper_backward`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton import hopper_backward, hopper_forward
+from flexattn.kernels_triton.configs import HopperOnePassTile, Tile, select_hopper_one_pass_tile
+from flexattn.kernels_triton.hopper import (
+    allocate_barriers,
+    batch_steps_of,
+    blocks_of_queries,
+    head_of,
+    hide_queries_past_the_end,
+    load_rows,
+    load_statistics,
+    mask_by_mod,
+    modified,
+    named_barrier_arrive_at,
+    named_barrier_sync,
+    named_barrier_sync_at,
+    opaque_zero,
+    query_block,
+    ragged_descriptor,
+    reduce_add,
+    sequences,
+    store_rows,
+)
+from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch, num_processors
+from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile, through_mods
+from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.ragged import work_table, zero_padding
+from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
+
+_ROWS = gl.constexpr(64)
+_QUERIES = 64  # of a turn, and of a tile of statistics and of dq
+_KEYS = 128  # of a program: two warpgroups'
+_BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
+_EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
+_LAST = gl.constexpr(13)
+_STAGES = gl.constexpr(2)  # of q, of dout and of dq in shared memory
+_FAR = gl.constexpr(2**30)
+_NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
+_CONVERSION_TILE = Tile(64, 64, 4, 1)
+
+
+class OnePassMeta(NamedTuple):
+    """What the kernel is compiled for."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_FP32: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int
+    BLOCK_SIZE_KV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    DIM: int
+    DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
+
+
+@gluon.jit
+def _block_of(table_ptr, num_heads_kv, blocks, META: gl.constexpr):
+    # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. The
+    # blocks of a head come one after the other, so that the sums of its dq are in L2 while they are added to.
+    pid = gl.program_id(0)
+    if META.HAS_LENGTHS:
+        room = gl.num_programs(0) // num_heads_kv
+        count = gl.load(table_ptr + 1)
+        t = count - 1 - pid % room
+        entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
+        return gl.where(t >= 0, entry % blocks, blocks), pid // room, gl.where(t >= 0, entry // blocks, 0)
+    else:
+        return pid % blocks, pid // blocks % num_heads_kv, pid // blocks // num_heads_kv
+
+
+@gluon.jit
+def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
+    q_descriptor, dout_descriptor, k_descriptor, v_descriptor, statistics_descriptor, _, dk_descriptor, dv_descriptor = descriptors
+    q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
+    q_full, q_empty, dout_full, dout_empty, kv_full, _, _, dkdv_full = barriers
+    first_row, len_q, len_kv, q_place, dout_place, k_place, v_place, dk_place, dv_place, first_tile, tiles_of_a_head = places
+    full = kv_full.index(0)
+    mbarrier.expect(full, 2 * (k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes))
+    for part in gl.static_range(2):
+        row = first_row + part * _ROWS
+        load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
+        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
+    t = 0
+    head = 0
+    for turn in range(num_blocks * group_size):
+        row = query_block(t, found, META)[0]
+        slot = turn % _STAGES
+        before = ((turn // _STAGES) & 1) ^ 1
+        full = q_full.index(slot)
+        mbarrier.wait(q_empty.index(slot), before)
+        mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
+        load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
+        of_head = first_tile + head * tiles_of_a_head
+        load_statistics(statistics_descriptor, of_head, row, len_q, full, statistics_tiles.index(slot), META)
+        full = dout_full.index(slot)
+        if META.DOUT_APART:
+            mbarrier.wait(dout_empty.index(slot), before)
+        mbarrier.expect(full, dout_descriptor.block_type.nbytes)
+        load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, full, dout_tiles.index(slot))
+        t += 1
+        if t == num_blocks:
+            t = 0
+            head += 1
+    mbarrier.wait(dkdv_full.index(0), 0)
+    for part in gl.static_range(2):
+        row = first_row + part * _ROWS
+        store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k_tiles.index(part))
+        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, v_tiles.index(part))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
+    _, _, _, _, _, dq_descriptor, _, _ = descriptors
+    _, _, _, _, _, _, dq_tiles = tiles
+    _, _, _, _, _, dq_full, dq_empty, _ = barriers
+    _, len_q, _, _, _, _, _, _, _, first_tile, tiles_of_a_head = places
+    t = 0
+    head = 0
+    for turn in range(num_blocks * group_size):
+        slot = turn % _STAGES
+        row = query_block(t, found, META)[0]
+        at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
+        mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)
+        # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
+        if META.BLOCK_SIZE_Q == 0 or row < len_q:
+            for part in gl.static_range(2):
+                reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+        tma.store_wait(0)  # the engine has read the tile
+        mbarrier.arrive(dq_empty.index(slot), count=1)
+        t += 1
+        if t == num_blocks:
+            t = 0
+            head += 1
+
+
+@gluon.jit
+def _mask(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
+    # s is transposed: rows are keys, columns queries. Keys past the end are hidden too: of rows of zeros p may be inf, and dq is
+    # a sum over them.
+    first = gl.zeros_like(rows)
+    if META.HAS_RIGHT:
+        first = rows - shift - window_right
+    first = gl.where(rows < len_kv, first, _FAR)
+    visible = columns[None, :] >= first[:, None]
+    if META.HAS_LEFT:
+        visible = visible & (columns[None, :] <= (rows - shift + window_left)[:, None])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # This warpgroup's half of the columns of a tile of dq, from all 128 keys.
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    COLUMNS: gl.constexpr = META.DIM // 2
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout=DQ)
+    for part in gl.static_range(2):
+        k = k_tiles.index(zero + part).reshape([_ROWS, META.DIM]).slice(CONSUMER * COLUMNS, COLUMNS, 1)
+        dq = warpgroup_mma(ds_tiles.index(buffer + part).permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+    slot = turn % _STAGES
+    mbarrier.wait(dq_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+    dq_tiles.index(2 * slot + CONSUMER).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(slot), count=1)
+
+
+@gluon.jit
+def _compute(
+    tiles,
+    barriers,
+    common,
+    group_size,
+    num_blocks,
+    found,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles = tiles
+    q_full, q_empty, dout_full, dout_empty, kv_full, dq_full, dq_empty, dkdv_full = barriers
+    first_row, window_left, window_right, scores, bias, place = common
+    len_q, len_kv, shift, b, first_head = place
+    softmax_scale, _, _, _, captures = scores
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    DIM: gl.constexpr = META.DIM
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
+    own_row = first_row + CONSUMER * _ROWS
+    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
+    uncut_from = 0  # blocks of queries that begin before it need the mask
+    if META.HAS_RIGHT:
+        uncut_from = own_row + _ROWS - 1 - shift - window_right
+    uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
+    # dq of a turn is computed in the next one, so that its product runs under that one's exp; before the first there is none.
+    ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    fence_async_shared()
+    named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
+    mbarrier.wait(kv_full.index(0), 0)
+    t = 0
+    h = first_head
+    head = head_of(bias, b, h, META)
+    turns = num_blocks * group_size
+    for turn in range(turns):
+        row, is_full = query_block(t, found, META)
+        columns = row + block_columns
+        zero = opaque_zero(turn)
+        slot = turn % _STAGES
+        phase = (turn // _STAGES) & 1
+        q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
+        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
+        mbarrier.wait(q_full.index(slot), phase)
+        own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        kq = warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
+        last = ((turn + 1) & 1) * 2
+        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+        sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
+        kq = warpgroup_mma_wait(2, deps=[kq])
+        place = (len_q, len_kv, shift, b, h)
+        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, scores, head, MODS, META)
+        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
+        if META.HAS_LEFT:
+            is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
+        if is_cut:
+            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, captures, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
+        minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+        p = gl.exp2(s * factor + minus_lse[None, :])
+        p16 = gl.convert_layout(p.to(DTYPE), LEFT)
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        mbarrier.wait(dout_full.index(slot), phase)
+        sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
+        if turn > 0:  # under the product; dp then takes the registers of dq
+            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        if META.DOUT_APART:
+            mbarrier.arrive(dout_empty.index(slot), count=1)
+        dlogit = p * (dp + minus_delta[None, :])
+        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
+        ds = dscore.to(DTYPE)
+        ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
+        fence_async_shared()
+        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        ds16 = gl.convert_layout(ds, LEFT)
+        sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
+        dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        t += 1
+        if t == num_blocks:
+            t = 0
+            h += 1
+            head = head_of(bias, b, gl.minimum(h, first_head + group_size - 1), META)
+    last = ((turns + 1) & 1) * 2
+    named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+    if turns > 0:
+        sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
+    named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
+    k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(dkdv_full.index(0), count=1)
+
+
+@hopper_kernel
+def _attn_bwd_one_pass_hopper_kernel(
+    q_descriptor,
+    dout_descriptor,
+    k_descriptor,
+    v_descriptor,
+    statistics_descriptor,
+    dq_descriptor,
+    dk_descriptor,
+    dv_descriptor,
+    tiles_of_a_head,
+    table_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    batch,
+    num_heads,
+    group_size,
+    blocks,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    step_qs,
+    step_qh,
+    step_dos,
+    step_doh,
+    step_ks,
+    step_kh,
+    step_vs,
+    step_vh,
+    step_dks,
+    step_dkh,
+    step_dvs,
+    step_dvh,
+    bias_ptr,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slopes_ptr,
+    stride_alibi_b,
+    softcap,
+    captures,
+    block_counts_ptr,  # of the block mask, the lists of query blocks
+    block_indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_descriptor.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    q_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
+    EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * _STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
+    barriers = (
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(_STAGES, 2),
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(_STAGES, 2),
+        allocate_barriers(1, 1),
+        allocate_barriers(_STAGES, 2),
+        allocate_barriers(_STAGES, 1),
+        allocate_barriers(1, 2),
+    )
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, META)
+    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
+    start_q, len_q, start_kv, len_kv = sequences(
+        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    )
+    shift = (len_kv - len_q) * bottom_right
+    first_row = gl.minimum(block * META.BLOCK_N, len_kv)
+    h = h_kv * group_size
+    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
+    num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
+    num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
+    descriptors = (
+        q_descriptor,
+        dout_descriptor,
+        k_descriptor,
+        v_descriptor,
+        statistics_descriptor,
+        dq_descriptor,
+        dk_descriptor,
+        dv_descriptor,
+    )
+    tiles = (q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles)
+    places = (
+        first_row,
+        len_q,
+        len_kv,
+        (start_q + b * step_qs, h + b * step_qh),
+        (start_q + b * step_dos, h + b * step_doh),
+        (start_kv + b * step_ks, h_kv + b * step_kh),
+        (start_kv + b * step_vs, h_kv + b * step_vh),
+        (start_kv + b * step_dks, h_kv + b * step_dkh),
+        (start_kv + b * step_dvs, h_kv + b * step_dvh),
+        statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M),
+        tiles_of_a_head,
+    )
+    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
+    bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
+    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    gl.warp_specialize(
+        [
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
+            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
+            (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+@kernel
+def _attn_bwd_dq_conversion_kernel(
+    dq_sums_ptr,  # fp32 [tiles * SIZE, HEAD_DIM_QK]
+    dq_ptr,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    softmax_scale,
+    batch,
+    num_heads,
+    num_tokens_q,
+    max_seqlen_q,
+    tiles,
+    SIZE: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start_q, len_q, _ = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    first_row = block * BLOCK_M
+    if first_row >= len_q:
+        return
+    first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
+    sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
+    sum_offsets = tl.arange(0, BLOCK_M) * HEAD_DIM
+    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+    _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
+    dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
+    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM)
+    if META.QK1 > 0:
+        dq1 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM, True)
+        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM)
+
+
+def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """None if the kernel runs this problem's backward, else why others do."""
+    x = problem
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return "its accumulators hold head dims up to 128"
+    return hopper_backward.refusal(x, out, dout)
+
+
+def is_faster(problem: Problem) -> bool:
+    """Whether a problem is one of those that were measured to be faster here than with the other kernels."""
+    x = problem
+    is_narrow = x.window_left is not None and x.window_left < _NARROWEST - 1
+    if x.bias is not None or is_narrow or max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return False
+    tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
+    tokens_kv = x.k.numel() // x.k.shape[-1]
+    return tokens_kv >= _KEYS * num_processors(x.device) and hopper_forward.is_measured(x, tile)
+
+
+def one_pass_backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsoftmax_offset: Tensor | None = None,
+    tile: HopperOnePassTile | None = None,
+) -> None:
+    """`hopper_backward.hopper_backward` for a problem that `refusal` has no objection to; the bits of dq vary from run to run."""
+    x = problem
+    tile = tile or select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
+    dim, size = tile.head_dim, _QUERIES
+    num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
+    statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
+    has_lengths = x.cu_seqlens_q is not None
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    dq_block = [size, dim // 2]
+    dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
+    blocks = triton.cdiv(x.longest_kv, _KEYS)
+    table = work_table(x, _KEYS, "kv") if has_lengths else None
+    programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
+    meta = OnePassMeta(
+        IS_RAGGED_Q=x.q.dim() == 3,
+        IS_RAGGED_KV=x.k.dim() == 3,
+        HAS_LENGTHS=has_lengths,
+        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
+        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
+        HAS_LEFT=x.window_left is not None,
+        HAS_RIGHT=x.window_right is not None,
+        **x.score_meta(),
+        BLOCK_M=size,
+        BLOCK_N=_KEYS,
+        DIM=dim,
+        DOUT_APART=tile.dout_apart,
+    )
+    launch(
+        _attn_bwd_one_pass_hopper_kernel,
+        programs,
+        x.device,
+        Tile(size, _KEYS, 4, 2),
+        (
+            *(ragged_descriptor(t, size, dim) for t in (x.q, dout)),
+            *(ragged_descriptor(t, _ROWS.value, dim) for t in (x.k, x.v)),
+            TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+            TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
+            *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
+            *(tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
+            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks),
+            *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
+            *batch_steps_of(x.q, dout, x.k, x.v, dk, dv),
+            *x.score_arguments(),
+            *x.list_arguments("q"),
+            x.mods,
+            meta,
+        ),
+    )
+    portable = x.meta(_CONVERSION_TILE, (dq,))
+    launch(
+        _attn_bwd_dq_conversion_kernel,
+        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
+        x.device,
+        _CONVERSION_TILE,
+        (
+            *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
+            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
+        ),
+    )
+    if has_lengths:
+        zero_padding(x, dq, "q")
+        zero_padding(x, dk, "kv")
+        zero_padding(x, dv, "kv")
