@@ -254,7 +254,8 @@ class HopperTile(NamedTuple):
     q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
     out_in_q: bool  # out leaves through q's buffer, for want of shared memory
     # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
-    # than `FORWARD` (bench/results/standard_h200.json; 192/128 but for causal at 4096 in a run that was not kept).
+    # than `FORWARD` (bench/results/standard_h200.json and hopper_turns_h200.json; 192/128 but for causal at 4096 in a run that was
+    # not kept).
     open_from: int
     causal_from: int  # open on the left
     windowed_from: int
@@ -269,9 +270,10 @@ HOPPER_FLOPS = 2**36
 
 HOPPER_FORWARD = (
     HopperTile(64, 64, 192, 128, 2, 160, 1, False, 2048, 8192, NEVER, NEVER, NEVER, HOPPER_FLOPS),
-    HopperTile(64, 64, 256, 64, 4, 112, 2, False, 512, 1024, NEVER, NEVER, NEVER, HOPPER_FLOPS),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, False, 512, 1024, 8192, NEVER, NEVER, 2**35),
     HopperTile(64, 64, 128, 128, 2, 240, 1, False, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
-    HopperTile(128, 128, 128, 128, 2, 240, 2, False, 512, 512, 8192, modified_from=1024, loaded_from=1024, flops_from=2**31),
+    HopperTile(128, 128, 128, 128, 2, 240, 1, False, 4096, 4096, 8192, modified_from=1024, loaded_from=1024, flops_from=2**31),
+    HopperTile(128, 128, 128, 128, 2, 240, 2, False, 512, 512, NEVER, NEVER, NEVER, flops_from=2**31),
     HopperTile(192, 128, 128, 128, 2, 240, 1, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**31),
     HopperTile(256, 256, 128, 64, 2, 240, 1, True, 256, 256, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**29),
 )
@@ -339,6 +341,9 @@ class HopperOnePassTile(NamedTuple):
     # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but the consumers, which
     # meet at it, are measured to be 2 to 7 % faster with it at 64, and up to 9 % slower at 128.
     dout_apart: bool
+    # Whether waits and fences come behind what can run beside the products: measured to be 5 % faster at 128, and at 64 2 to 3 %
+    # slower (bench/results/hopper_turns_h200.json).
+    is_late: bool
     open_from: int  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
     causal_from: int
     windowed_from: int
@@ -348,8 +353,8 @@ class HopperOnePassTile(NamedTuple):
 
 
 HOPPER_ONE_PASS = (
-    HopperOnePassTile(64, True, open_from=4096, causal_from=2048, windowed_from=2048, modified_from=1024, loaded_from=1024),
-    HopperOnePassTile(128, False, open_from=512, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(64, True, False, open_from=4096, causal_from=2048, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(128, False, True, open_from=512, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
 )
 
 

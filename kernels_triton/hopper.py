@@ -114,13 +114,6 @@ def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-@gluon.jit
-def hold_wait(barrier, phase):
-    # What is computed while products run must come before the wait for them, but ptxas moves a wait for all products up to the
-    # start of its basic block. So here another block begins, with a wait for a barrier of which it is known that it is complete.
-    mbarrier.wait(barrier, phase)
-
-
 @gluon.constexpr_function
 def _barrier_assembly(operation, barrier, threads):
     return f"bar.{operation} {barrier}, {threads}; mov.b32 $0, 0;"

@@ -28,7 +28,6 @@ from flexattn.kernels_triton.hopper import (
     head_of,
     heads_per_section,
     hide_queries_past_the_end,
-    hold_wait,
     in_sections,
     key_block,
     load_rows,
@@ -210,7 +209,6 @@ def _dq_compute(
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
         s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
         p = gl.exp2(s * factor + minus_lse[:, None])
-        hold_wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_slot), count=1)
         dlogit = p * (dp + minus_delta[:, None])
@@ -492,7 +490,6 @@ def _dkdv_compute(
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        hold_wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
@@ -597,7 +594,6 @@ def _dkdv_compute_columns(
         fence_async_shared()
         named_barrier_sync(9, BOTH)
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
-        hold_wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         sum_of_dout = dv
         for half in gl.static_range(2):

@@ -569,7 +569,7 @@ def _kind_of(problem: Problem) -> tuple[Kind, float]:
 
 def _tile_of(problem: Problem) -> HopperTile:
     x = problem
-    length = max(x.longest_q, x.longest_kv)
+    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
     return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified, kind=_kind_of(x)[0], length=length)
 
 

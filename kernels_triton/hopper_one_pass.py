@@ -84,13 +84,14 @@ class OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
+    IS_LATE: bool  # the wait for dq and the fences come behind what can run beside the products
 
 
 @gluon.jit
 def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
     # (block, key head, batch) of this program: of a section of heads, so that the sums of their dq are in L2 while they are added
-    # to, the blocks with the most to do first. With lengths a block is counted from its sequence's last one, as a causal band gives the
-    # first ones the most to do; where there are fewer blocks than programs, it is -1, past the last.
+    # to, the first blocks first, to which a causal band gives the most to do. Where there are fewer blocks than programs, a block
+    # past every sequence's end.
     pid = gl.program_id(0)
     room = blocks  # of the programs of a head
     heads = gl.num_programs(0) // blocks
@@ -99,9 +100,9 @@ def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
         heads = num_heads_kv
     t, head = in_sections(pid, room, heads, section)
     if META.HAS_LENGTHS:
-        is_there = t < gl.load(table_ptr + 1)
-        entry = gl.load(table_ptr + 2 + gl.where(is_there, t, 0))
-        return gl.where(is_there, entry % blocks, -1), head, gl.where(is_there, entry // blocks, 0)
+        t = gl.load(table_ptr + 1) - 1 - t
+        entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
+        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
     else:
         return t, head % num_heads_kv, head // num_heads_kv
 
@@ -209,10 +210,15 @@ def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.con
 
 
 @gluon.jit
-def _hand_over(dq_full, turn, META: gl.constexpr):
-    slot = turn % _STAGES
+def _hand_over(dq_full, turn):
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
+    mbarrier.arrive(dq_full.index(turn % _STAGES), count=1)
+
+
+@gluon.jit
+def _exchange(CONSUMER: gl.constexpr, turn):
+    fence_async_shared()
+    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
 
 
 @gluon.jit
@@ -286,15 +292,20 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-        mbarrier.wait(dout_full.index(slot), phase)  # between exp and the wait for dq: see `hold_wait`
+        if META.IS_LATE:  # ptxas moves a wait for all products up to the start of its basic block: here one begins, behind exp
+            mbarrier.wait(dout_full.index(slot), phase)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        if not META.IS_LATE:
+            mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
         if turn > 0:  # under the product; dp then takes the registers of dq
             _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+            if not META.IS_LATE:
+                _hand_over(dq_full, turn - 1)
         own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if turn > 0:
-            _hand_over(dq_full, turn - 1, META)
+        if META.IS_LATE and turn > 0:
+            _hand_over(dq_full, turn - 1)
         dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -304,10 +315,12 @@ def _compute(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], captures, MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
+        if not META.IS_LATE:
+            _exchange(CONSUMER, turn)
         ds16 = gl.convert_layout(ds, LEFT)
         sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
-        fence_async_shared()  # under the product
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        if META.IS_LATE:
+            _exchange(CONSUMER, turn)
         dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
         mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
@@ -321,7 +334,7 @@ def _compute(
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-        _hand_over(dq_full, turns - 1, META)
+        _hand_over(dq_full, turns - 1)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
@@ -415,8 +428,6 @@ def _attn_bwd_one_pass_hopper_kernel(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
-    if META.HAS_LENGTHS:
-        block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
@@ -565,6 +576,7 @@ def one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DOUT_APART=tile.dout_apart,
+        IS_LATE=tile.is_late,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,

@@ -32,8 +32,8 @@ from flexattn.testing import (
 )
 
 # A tile may lie past its sequence's end; `keep_pairs` keeps the packed registers of p, which the emulator does not follow; half of
-# the columns of 64 are half of a swizzled row, which tests/test_hopper.py holds to the oracle on a GPU; `hold_wait` waits again.
-HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle", "phase-repeat"}
+# the columns of 64 are half of a swizzled row, which tests/test_hopper.py holds to the oracle on a GPU.
+HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_one_pass)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
@@ -130,14 +130,18 @@ def test_dense(mask: str, dims: tuple[int, int]) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("tile", HOPPER_FORWARD[:4], ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}")
+@pytest.mark.parametrize(
+    "tile", HOPPER_FORWARD[:3] + HOPPER_FORWARD[4:5], ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}"
+)
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each consumer passes over blocks that others see, at either end; tiles of few blocks and of many, more than one for a program."""
+    """Each consumer passes over blocks that only others see, at either end; a program has several tiles."""
     monkeypatch.setattr(hopper_forward, "_tile_of", lambda problem: tile)
     inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
     bands = ({"attn_mask_type": "padding_causal", "window_size": (150, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
     for seed, band in enumerate((*bands, {"attn_mask_type": "padding_causal_bottom_right"}), start=4):
-        reports = run(seed, band, backwards=(), qkv_format="thd", head_dim_qk=tile.head_dim_qk, head_dim_v=tile.head_dim_v, **inputs)
+        reports = run(
+            seed, band, backwards=(), qkv_format="thd", head_dim_qk=tile.head_dim_qk, head_dim_v=tile.head_dim_v, **inputs
+        )
         for name, report in reports.items():
             assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
 
@@ -224,8 +228,8 @@ PLANTED = {
     ),
     "one pass: ds is read without a fence": (
         "hopper_one_pass",
-        "        fence_async_shared()  # under the product\n        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)",
-        "        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)",
+        "    fence_async_shared()\n    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)",
+        "    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)",
     ),
     "one pass: dq is added before it is written": (
         "hopper_one_pass",
@@ -239,8 +243,8 @@ PLANTED = {
     ),
     "one pass: dq is added without a fence": (
         "hopper_one_pass",
-        "    slot = turn % _STAGES\n    fence_async_shared()\n",
-        "    slot = turn % _STAGES\n",
+        "    fence_async_shared()\n    mbarrier.arrive(dq_full",
+        "    mbarrier.arrive(dq_full",
     ),
     "one pass: k is overwritten while the other warpgroup multiplies by it": (
         "hopper_one_pass",
