@@ -53,6 +53,7 @@ PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 PTXAS_WARNING = re.compile(r"warning|\(C75\d\d\)")
 SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
 
+SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
 SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 SASS_BRANCH = re.compile(r"\bBRA\b.*`\(\.(L_x_\d+)\)")
 
@@ -151,6 +152,8 @@ class CompileReport:
     instructions: how often each SASS operation stands in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static, not
         executed, counts.
     loops: the same for each innermost loop, in the order of the code.
+    exposed_exponentials: those of exp2 in innermost loops that stand behind a wait for all products (wgmma's) and so run under none
+        of this warpgroup's: ptxas moves such a wait up to the start of its basic block.
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
     """
@@ -164,6 +167,7 @@ class CompileReport:
     loops: tuple[dict[str, int], ...] = field(repr=False)
     warnings: tuple[str, ...]
     compile_seconds: float
+    exposed_exponentials: int = 0
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -224,6 +228,7 @@ def compile_for(
         loops=_innermost_loops(sass),
         warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
         compile_seconds=seconds,
+        exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
     )
 
 
@@ -260,14 +265,23 @@ def _spills(instructions: Mapping[str, int]) -> int:
     return instructions.get("STL", 0) + instructions.get("LDL", 0)
 
 
-def _innermost_loops(sass: str) -> tuple[dict[str, int], ...]:
-    """Instruction counts between each branch back and the label it goes to, where no other such stretch lies inside."""
+def _innermost_loop_lines(sass: str) -> list[list[str]]:
+    """What stands between each branch back and the label it goes to, where no other such stretch lies inside."""
     lines = sass.splitlines()
     labels = {found[1]: n for n, line in enumerate(lines) if (found := SASS_LABEL.match(line))}
     branches = ((n, SASS_BRANCH.search(line)) for n, line in enumerate(lines))
     loops = [(labels[found[1]], n) for n, found in branches if found and labels.get(found[1], n) < n]
     innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
-    return tuple(dict(Counter(SASS_OPERATION.findall("\n".join(lines[a : b + 1])))) for a, b in innermost)
+    return [lines[a : b + 1] for a, b in innermost]
+
+
+def _innermost_loops(sass: str) -> tuple[dict[str, int], ...]:
+    return tuple(dict(Counter(SASS_OPERATION.findall("\n".join(lines)))) for lines in _innermost_loop_lines(sass))
+
+
+def _exposed_exponentials(loop: list[str]) -> int:
+    first = next((n for n, line in enumerate(loop) if SASS_WAIT_FOR_ALL.search(line)), len(loop))
+    return sum("MUFU.EX2" in line for line in loop[first:])
 
 
 def _compile(source: ASTSource, target: GPUTarget, options: dict[str, int]) -> tuple[CompiledKernel, str]:

@@ -8,7 +8,7 @@ the last of them); no other row has been timed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
@@ -251,27 +251,35 @@ class HopperTile(NamedTuple):
     block_n: int
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
+    q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
     out_in_q: bool  # out leaves through q's buffer, for want of shared memory
     # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
-    # than `FORWARD` (bench/results/standard_h200.json; 192/128 but for causal at 4096 in a run that was not kept).
+    # than `FORWARD` (bench/results/standard_h200.json and hopper_turns_h200.json; 192/128 but for causal at 4096 in a run that was
+    # not kept).
     open_from: int
     causal_from: int  # open on the left
     windowed_from: int
     # By bench/results/modified_scores_h200.json (192/128 as 128):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
+    flops_from: int  # of a call: with less to do, its large tiles leave much of the device idle
 
-
-HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, False, 2048, 8192, NEVER, NEVER, NEVER),
-    HopperTile(64, 64, 128, 128, 2, 240, False, NEVER, NEVER, NEVER, modified_from=NEVER, loaded_from=1024),
-    HopperTile(128, 128, 128, 128, 2, 240, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
-    HopperTile(192, 128, 128, 128, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
-    HopperTile(256, 256, 128, 64, 2, 240, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024),
-)
 
 HOPPER_FLOPS = 2**36
-"""Of a call, from which the kernels of sm_90 are used: below, their launch costs the host more time than they save the device."""
+"""Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
+
+HOPPER_FORWARD = (
+    HopperTile(64, 64, 192, 128, 2, 160, 1, False, 2048, 8192, NEVER, NEVER, NEVER, HOPPER_FLOPS),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, False, 512, 1024, 8192, NEVER, NEVER, 2**35),
+    HopperTile(64, 64, 128, 128, 2, 240, 1, False, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
+    HopperTile(128, 128, 128, 128, 2, 240, 1, False, 4096, 4096, 8192, modified_from=1024, loaded_from=1024, flops_from=2**31),
+    HopperTile(128, 128, 128, 128, 2, 240, 2, False, 512, 512, NEVER, NEVER, NEVER, flops_from=2**31),
+    HopperTile(192, 128, 128, 128, 2, 240, 1, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**31),
+    HopperTile(256, 256, 128, 64, 2, 240, 1, True, 256, 256, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**29),
+)
+
+Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
+"""What decides a row beside the head dims: which of its `..._from` a call must reach."""
 
 HOPPER_BYTES = 2**26
 """Of k and v, likewise, where few queries make loading them all there is to do."""
@@ -283,13 +291,20 @@ HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}
 """Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
 
 
-def select_hopper_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperTile:
-    """The narrowest row that serves the head dims, which are at most 256; scores that are modified need a row with registers."""
-    return next(
+def select_hopper_tile(
+    head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False, kind: Kind = "open", length: int = NEVER - 1
+) -> HopperTile:
+    """Of the narrowest rows that serve the head dims, at most 256, the first that `length` tokens are enough for, or else the last.
+
+    Scores that are modified need a row with registers. Head dim 64 has a row for what is long and one for what is not.
+    """
+    rows = [
         tile
         for tile in HOPPER_FORWARD
         if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
-    )
+    ]
+    narrowest = [tile for tile in rows if tile[:2] == rows[0][:2]]
+    return next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
 
 
 class HopperBackwardTile(NamedTuple):
@@ -306,6 +321,7 @@ class HopperBackwardTile(NamedTuple):
     windowed_from: int
     modified_from: int
     loaded_from: int
+    flops_from: int = HOPPER_FLOPS
 
     @property
     def keys(self) -> int:
@@ -334,16 +350,20 @@ class HopperOnePassTile(NamedTuple):
     # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but the consumers, which
     # meet at it, are measured to be 2 to 7 % faster with it at 64, and up to 9 % slower at 128.
     dout_apart: bool
+    # Whether waits and fences come behind what can run beside the products: measured to be 5 % faster at 128, and at 64 2 to 3 %
+    # slower (bench/results/hopper_turns_h200.json).
+    is_late: bool
     open_from: int  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
     causal_from: int
     windowed_from: int
     modified_from: int  # bench/results/one_pass_modified_h200.json
     loaded_from: int  # with a block mask; a bias was not measured
+    flops_from: int = HOPPER_FLOPS
 
 
 HOPPER_ONE_PASS = (
-    HopperOnePassTile(64, True, open_from=4096, causal_from=2048, windowed_from=2048, modified_from=1024, loaded_from=1024),
-    HopperOnePassTile(128, False, open_from=512, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(64, True, False, open_from=4096, causal_from=2048, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(128, False, True, open_from=512, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
 )
 
 

@@ -21,8 +21,15 @@ _FAR = 0x7FFF0000
 _RAGGED = gl.constexpr(2**30)
 _WRAP = 2**34  # elements: 2**30 times this, times 1 or 2 bytes, is 0 modulo 2**64
 
+_L2_BYTES = 32 * 2**20  # of what is read, or added to, again and again while it is in L2
+
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+
+
+def heads_per_section(heads: int, bytes_per_head: int) -> int:
+    """How many of `heads` heads share L2, at least one: see `in_sections`."""
+    return min(heads, max(1, _L2_BYTES // bytes_per_head))
 
 
 def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
@@ -188,6 +195,16 @@ def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, m
         META,
     )
     return start_q, len_q, start_kv, len_kv
+
+
+@gluon.jit
+def in_sections(t, length, heads, heads_per_section):
+    # Of `heads` lists of `length` pieces each, piece t: (place in its list, head). Within a section, as many heads as L2 has room
+    # for, the first pieces of all heads come first: they are the longest, and what is short fills up the end.
+    section = t // (heads_per_section * length)
+    rest = t - section * heads_per_section * length
+    heads_here = gl.minimum(heads_per_section, heads - section * heads_per_section)
+    return rest // heads_here, section * heads_per_section + rest % heads_here
 
 
 @gluon.jit

@@ -25,7 +25,9 @@ from flexattn.kernels_triton.hopper import (
     blocks_of_queries,
     descriptor_error,
     head_of,
+    heads_per_section,
     hide_queries_past_the_end,
+    in_sections,
     key_block,
     load_rows,
     load_statistics,
@@ -86,7 +88,7 @@ class BackwardMeta(NamedTuple):
 
 
 @gluon.jit
-def block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.constexpr):
+def block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.constexpr, section=1):
     # (block, head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end.
     pid = gl.program_id(0)
     if META.HAS_LENGTHS:
@@ -99,10 +101,10 @@ def block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.co
         b = gl.where(is_there, entry // blocks, 0)
         return gl.where(is_there, entry % blocks, blocks), pid % num_heads, b
     else:
-        block = pid % blocks
+        block, b_h = in_sections(pid, blocks, gl.num_programs(0) // blocks, section)
         if LAST_FIRST:
             block = blocks - 1 - block
-        return block, pid // blocks % num_heads, pid // blocks // num_heads
+        return block, b_h % num_heads, b_h // num_heads
 
 
 @gluon.jit
@@ -253,6 +255,7 @@ def _attn_bwd_dq_hopper_kernel(
     num_heads,
     group_size,
     blocks,
+    section,
     num_tokens_q,
     num_tokens_kv,
     max_seqlen_q,
@@ -312,7 +315,7 @@ def _attn_bwd_dq_hopper_kernel(
         allocate_barriers(STAGES1, 2),
         allocate_barriers(1, 2),
     )
-    block, h, b = block_of(table_ptr, num_heads, blocks, True, META)
+    block, h, b = block_of(table_ptr, num_heads, blocks, True, META, section)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -663,6 +666,7 @@ def _attn_bwd_dkdv_hopper_kernel(
     num_heads,
     group_size,
     blocks,
+    section,
     num_tokens_q,
     num_tokens_kv,
     max_seqlen_q,
@@ -727,7 +731,7 @@ def _attn_bwd_dkdv_hopper_kernel(
         allocate_barriers(1, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, False, META)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, False, META, section)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -882,8 +886,12 @@ def hopper_backward(
         longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
         blocks = triton.cdiv(longest, rows)
         table = work_table(x, rows, side) if has_lengths else None
+        # Of a head: k and v, or q, dout and their own k, v, which are read once.
+        section = heads_per_section(
+            heads * x.batch, x.longest_kv * (qk0 + qk1 + v0) * 2 if side == "q" else x.longest_q * (qk0 + qk1 + v0) * 4
+        )
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
-        head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, *sizes)
+        head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section, *sizes)
         inlined = (*x.score_arguments(), *x.dropout_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
         if side == "q":
             own = descriptors(64, (x.q, qk0), (dout, v0)) + descriptors(tile.block_n, (x.k, qk0), (x.v, v0))

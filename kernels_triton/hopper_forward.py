@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.configs import (
     HOPPER_BYTES,
     HOPPER_DROPOUT_FROM,
-    HOPPER_FLOPS,
     HOPPER_SHARED_FROM,
     NEVER,
     HopperBackwardTile,
     HopperOnePassTile,
     HopperTile,
+    Kind,
     Tile,
     select_hopper_tile,
     split_head_dim,
@@ -36,6 +36,8 @@ from flexattn.kernels_triton.hopper import (
     batch_steps_of,
     blocks_of_keys,
     descriptor_error,
+    heads_per_section,
+    in_sections,
     keep_pairs,
     key_block,
     load_rows,
@@ -44,6 +46,7 @@ from flexattn.kernels_triton.hopper import (
     modified,
     named_barrier_arrive,
     named_barrier_sync,
+    opaque_zero,
     pack_pairs,
     ragged_descriptor,
     sequences,
@@ -58,7 +61,6 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
-_L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
 
 
 class ForwardMeta(NamedTuple):
@@ -97,6 +99,8 @@ class ForwardMeta(NamedTuple):
     TAKES_TURNS: bool
     OUT_IN_Q: bool  # out leaves through the buffer that q came in
     REGISTERS: int
+    SKIPS: bool
+    Q_STAGES: int
 
 
 @gluon.jit
@@ -114,13 +118,9 @@ def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, MET
         entry = gl.load(table_ptr + 2 + t // num_heads)
         return entry % blocks * META.BLOCK_M, t % num_heads, entry // blocks
     else:
-        section = t // (heads_per_section * blocks)
-        rest = t - section * heads_per_section * blocks
-        heads_here = gl.minimum(heads_per_section, batch * num_heads - section * heads_per_section)
-        block = rest // heads_here
+        block, b_h = in_sections(t, blocks, batch * num_heads, heads_per_section)
         if META.HAS_RIGHT:
             block = blocks - 1 - block
-        b_h = section * heads_per_section + rest % heads_here
         return block * META.BLOCK_M, b_h % num_heads, b_h // num_heads
 
 
@@ -161,12 +161,13 @@ def _load_partition(common, META: gl.constexpr):
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * (_ROWS // GROUP)
             token, head = start_q + b * step_qs, h + b * step_qh
-            full = q_full.index(consumer)
-            mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
+            slot = consumer + turn % META.Q_STAGES * CONSUMERS
+            full = q_full.index(slot)
+            mbarrier.wait(q_empty.index(slot), ((turn // META.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(full, q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
-            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(consumer))
+            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(slot))
             if META.QK1 > 0:
-                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(consumer))
+                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(slot))
         for t in range(num_blocks):
             row = key_block(num_blocks - 1 - t, found, META)[0]
             slot = loaded % META.STAGES
@@ -192,15 +193,15 @@ def _load_partition(common, META: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, zeros, META: gl.constexpr):
+def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.constexpr):
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    q0 = q_tiles.index(CONSUMER).reshape([_ROWS, QK0])
+    q0 = q_tiles.index(q_slot).reshape([_ROWS, QK0])
     k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
     qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if QK1 > 0:
-        q1 = q1_tiles.index(CONSUMER).reshape([_ROWS, QK1])
+        q1 = q1_tiles.index(q_slot).reshape([_ROWS, QK1])
         k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
         qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
     return qk
@@ -215,6 +216,73 @@ def _softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META:
     row_sum = row_sum * decay + gl.sum(p, 1)
     p = kept(p, drawn, False, META)
     return pack_pairs(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
+
+
+@gluon.jit
+def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META: gl.constexpr):
+    # Of a tile's blocks of keys, of which the last come first: (how many to pass over, how many this consumer's queries see, what
+    # `key_block` finds these by).
+    if not META.SKIPS:
+        return 0, num_blocks, found
+    else:
+        begin = found
+        end = found + num_blocks
+        if META.HAS_RIGHT:
+            last = gl.cdiv(gl.maximum(own_row + _ROWS // META.GROUP + shift + window_right, 0), META.BLOCK_N)
+            end = gl.minimum(gl.maximum(last, found), end)
+        if META.HAS_LEFT:
+            begin = gl.minimum(gl.maximum(gl.maximum(own_row + shift - window_left, 0) // META.BLOCK_N, found), end)
+        if META.HAS_LENGTHS:
+            end = gl.where(own_row < len_q, end, begin)
+        return found + num_blocks - end, end - begin, begin
+
+
+@gluon.jit
+def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
+    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+    PAIR: gl.constexpr = 2 * 128
+    for _ in range(count):
+        slot = loaded % META.STAGES
+        phase = (loaded // META.STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if META.TAKES_TURNS:
+            named_barrier_sync(_TURN + CONSUMER, PAIR)
+            named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+        mbarrier.wait(v_full.index(slot), phase)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        loaded += 1
+    return loaded
+
+
+@gluon.jit
+def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, IS_LAST: gl.constexpr, META: gl.constexpr):
+    # Only blocks that an edge cuts pay for it, by scalar branches; `opaque_zero` keeps them from being made selections. Of a band's
+    # blocks only the last has keys past the end.
+    first_row = own_row + shift
+    is_cut_left = False
+    if META.HAS_LEFT:
+        is_cut_left = column < first_row + _ROWS // META.GROUP - 1 - window_left
+    if META.BLOCK_SIZE_Q > 0:
+        is_cut = is_cut_left | (column + META.BLOCK_N > len_kv)
+        if META.HAS_RIGHT:
+            is_cut = is_cut | (column + META.BLOCK_N > first_row + 1 + window_right)
+        if is_cut:
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+    else:
+        if IS_LAST or META.HAS_RIGHT:
+            end = len_kv
+            if META.HAS_RIGHT:
+                end = gl.minimum(len_kv, first_row + 1 + window_right)
+            if column + META.BLOCK_N > end:
+                last = gl.zeros_like(rows) + (len_kv - 1 + opaque_zero(column))
+                if META.HAS_RIGHT:
+                    last = gl.minimum(last, rows + shift + window_right)
+                s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
+        if is_cut_left:
+            first = rows + (shift - window_left + opaque_zero(column))
+            s = gl.where(columns[None, :] >= first[:, None], s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -265,6 +333,7 @@ def _compute_partition(
             first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
         )
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
+        skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         h_of_rows, h_of_scores = h, h
         if GROUP > 1:
@@ -274,7 +343,7 @@ def _compute_partition(
             h_of_scores = h_of_rows[:, None]
         head = load_head(bias_ptr, alibi_slopes_ptr, b, h_of_scores, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         place = (len_q, len_kv, shift, b, h_of_scores)
-        own_captures = captures_of_head(b, h, captures, MODS, META)
+        own_captures = captures_of_head(b, h_of_scores, captures, MODS, META)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
         row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
@@ -286,27 +355,30 @@ def _compute_partition(
                 row_max = gl.maximum(row_max, sink)
                 row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if num_blocks > 0:
+        q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
+        mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
+        if META.SKIPS:
+            loaded = _pass_over(skipped, loaded, barriers, CONSUMER, META)
+        if own_num > 0:
             slot = loaded % META.STAGES
             mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
             if META.TAKES_TURNS:
                 named_barrier_sync(_TURN + CONSUMER, PAIR)
-            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
             if META.TAKES_TURNS:
                 named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
-            column, is_full = key_block(num_blocks - 1, found, META)
+            column, is_full = key_block(own_num - 1, own_found, META)
             drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
             qk = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(k_empty.index(slot), count=1)
             columns = column + block_columns
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, True, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
             pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             loaded += 1
-            for t in range(1, num_blocks):
-                column, is_full = key_block(num_blocks - 1 - t, found, META)  # read from a list while the products run
+            for t in range(1, own_num):
+                column, is_full = key_block(own_num - 1 - t, own_found, META)  # read from a list while the products run
                 slot = loaded % META.STAGES
                 last_slot = (loaded - 1) % META.STAGES
                 # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
@@ -314,27 +386,17 @@ def _compute_partition(
                 mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
                 if META.TAKES_TURNS:
                     named_barrier_sync(_TURN + CONSUMER, PAIR)
-                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
                 mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
                 sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
                 if META.TAKES_TURNS:
                     named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
-                column, is_full = key_block(num_blocks - 1 - t, found, META)
                 drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 columns = column + block_columns
                 s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-                if META.HAS_LEFT or META.HAS_RIGHT or META.BLOCK_SIZE_Q > 0:  # scalar branches: only what is cut pays for masks
-                    is_cut = False
-                    if META.BLOCK_SIZE_Q > 0:
-                        is_cut = column + BLOCK_N > len_kv
-                    if META.HAS_RIGHT:
-                        is_cut = is_cut | (column + BLOCK_N > first_row + 1 + shift + window_right)
-                    if META.HAS_LEFT:
-                        is_cut = is_cut | (column < first_row + META.BLOCK_M // GROUP - 1 + shift - window_left)
-                    if is_cut:
-                        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, False, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
                 new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
@@ -344,7 +406,7 @@ def _compute_partition(
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
                 loaded += 1
             if not META.OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                mbarrier.arrive(q_empty.index(q_slot), count=1)
             slot = (loaded - 1) % META.STAGES
             mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
             p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
@@ -353,7 +415,9 @@ def _compute_partition(
             keep_pairs(pairs)
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not META.OUT_IN_Q:
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
+        if META.SKIPS:
+            loaded = _pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
             of_head = max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
             gl.atomic_max(of_head, row_max * LN2, mask=rows < len_q, sem="relaxed")
@@ -376,7 +440,7 @@ def _compute_partition(
         store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
         mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
         piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
@@ -449,7 +513,8 @@ def _attn_fwd_hopper_kernel(
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
-    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q_descriptor.block_type.shape, q_descriptor.layout)
+    Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
+    q_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q_descriptor.block_type.shape, q_descriptor.layout)
     if META.OUT_IN_Q:
         out_tiles = q_tiles
     else:
@@ -459,12 +524,12 @@ def _attn_fwd_hopper_kernel(
     q1_tiles = q_tiles
     k1_tiles = k_tiles
     if META.QK1 > 0:
-        q1_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        q1_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q1_descriptor.block_type.shape, q1_descriptor.layout)
         k1_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
     next_piece = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = (
-        allocate_barriers(CONSUMERS, 1),
-        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(Q_TILES, 1),
+        allocate_barriers(Q_TILES, 1),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, CONSUMERS),
         allocate_barriers(STAGES, 1),
@@ -494,6 +559,18 @@ def _attn_fwd_hopper_kernel(
             ],
             [4, 1],
             [REGISTERS, 24],
+        )
+    elif CONSUMERS == 4:
+        gl.warp_specialize(
+            [
+                (_load_partition, (common, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 2, MODS, META)),
+                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 3, MODS, META)),
+            ],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -542,24 +619,27 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
-    """None if the problem is long enough for its row, and for what the launch costs the host, else what it lacks."""
+def _kind_of(problem: Problem) -> tuple[Kind, float]:
+    """Which of a row's lengths counts, and what share of all (query, key) pairs is seen."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
-        field, share = "loaded_from", 1.0
-    elif x.is_modified:
-        field, share = "modified_from", 1.0 if x.window_right is None else 0.5
-    elif x.window_left is not None:
-        field, share = "windowed_from", min(1.0, (x.window_left + 1) / x.longest_kv)
-    elif x.window_right is not None:
-        field, share = "causal_from", 0.5
-    else:
-        field, share = "open_from", 1.0
+        return "loaded", 1.0
+    if x.is_modified:
+        return "modified", 1.0 if x.window_right is None else 0.5
+    if x.window_left is not None:
+        return "windowed", min(1.0, (x.window_left + 1) / x.longest_kv)
+    return ("open", 1.0) if x.window_right is None else ("causal", 0.5)
+
+
+def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
+    """None if the problem is long enough for its row, and is enough work, else what it lacks."""
+    x = problem
+    kind, share = _kind_of(x)
     longest = max(x.longest_q, x.longest_kv)
-    needed = {field: getattr(tile, field)}
+    needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
     if x.dropout_p > 0:
         head_dim = tile.head_dim if isinstance(tile, HopperOnePassTile) else tile.head_dim_qk
-        own = needed if field not in ("open_from", "causal_from") else {}
+        own = needed if kind not in ("open", "causal") else {}
         needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
     for name, shortest in needed.items():
         if longest < shortest:
@@ -567,7 +647,7 @@ def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | H
             return f"{name} of its row is {least}, and the longest sequence has {longest}"
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
-    return None if flops >= HOPPER_FLOPS else "there is too little work for what the launch costs the host"
+    return None if flops >= tile.flops_from else "there is too little work for its large tiles"
 
 
 def objection(problem: Problem) -> str | None:
@@ -592,7 +672,9 @@ def too_few_keys(problem: Problem, keys: int) -> str | None:
 def tile_of(problem: Problem) -> HopperTile:
     """The committed one; what is drawn for dropout needs registers as modified scores do."""
     x = problem
-    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified or x.dropout_p > 0)
+    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
+    is_modified = x.is_modified or x.dropout_p > 0
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=_kind_of(x)[0], length=length)
 
 
 def hopper_forward(
@@ -639,6 +721,8 @@ def hopper_forward(
         TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
         OUT_IN_Q=tile.out_in_q,
         REGISTERS=tile.registers,
+        SKIPS=x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
+        Q_STAGES=tile.q_stages,
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)
@@ -675,7 +759,7 @@ def hopper_forward(
             x.num_heads,
             x.group_size,
             blocks,
-            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size) // group,
+            heads_per_section(x.batch * x.num_heads_kv, group_bytes) * x.group_size // group,
             x.q.shape[-3],
             x.k.shape[-3],
             x.longest_q,

@@ -25,7 +25,9 @@ from flexattn.kernels_triton.hopper import (
     batch_steps_of,
     blocks_of_queries,
     head_of,
+    heads_per_section,
     hide_queries_past_the_end,
+    in_sections,
     load_rows,
     load_statistics,
     mask_by_mod,
@@ -95,21 +97,27 @@ class OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
+    IS_LATE: bool  # the wait for dq and the fences come behind what can run beside the products
 
 
 @gluon.jit
-def _block_of(table_ptr, num_heads_kv, blocks, META: gl.constexpr):
-    # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. The
-    # blocks of a head come one after the other, so that the sums of its dq are in L2 while they are added to.
+def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
+    # (block, key head, batch) of this program: of a section of heads, so that the sums of their dq are in L2 while they are added
+    # to, the first blocks first, to which a causal band gives the most to do. Where there are fewer blocks than programs, a block
+    # past every sequence's end.
     pid = gl.program_id(0)
+    room = blocks  # of the programs of a head
+    heads = gl.num_programs(0) // blocks
     if META.HAS_LENGTHS:
         room = gl.num_programs(0) // num_heads_kv
-        count = gl.load(table_ptr + 1)
-        t = count - 1 - pid % room
+        heads = num_heads_kv
+    t, head = in_sections(pid, room, heads, section)
+    if META.HAS_LENGTHS:
+        t = gl.load(table_ptr + 1) - 1 - t
         entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
-        return gl.where(t >= 0, entry % blocks, blocks), pid // room, gl.where(t >= 0, entry // blocks, 0)
+        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
     else:
-        return pid % blocks, pid // blocks % num_heads_kv, pid // blocks // num_heads_kv
+        return t, head % num_heads_kv, head // num_heads_kv
 
 
 @gluon.jit
@@ -206,12 +214,24 @@ def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: g
 
 
 @gluon.jit
-def _hand_over(dq, dq_tiles, dq_full, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
     slot = turn % _STAGES
     mbarrier.wait(dq_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+    # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
+    dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
+
+
+@gluon.jit
+def _hand_over(dq_full, turn):
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
+    mbarrier.arrive(dq_full.index(turn % _STAGES), count=1)
+
+
+@gluon.jit
+def _exchange(CONSUMER: gl.constexpr, turn):
+    fence_async_shared()
+    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
 
 
 @gluon.jit
@@ -289,13 +309,20 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
+        if META.IS_LATE:  # ptxas moves a wait for all products up to the start of its basic block: here one begins, behind exp
+            mbarrier.wait(dout_full.index(slot), phase)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        mbarrier.wait(dout_full.index(slot), phase)
+        if not META.IS_LATE:
+            mbarrier.wait(dout_full.index(slot), phase)
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
         if turn > 0:  # under the product; dp then takes the registers of dq
-            _hand_over(dq, dq_tiles, dq_full, dq_empty, turn - 1, CONSUMER, META)
+            _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+            if not META.IS_LATE:
+                _hand_over(dq_full, turn - 1)
         own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if META.IS_LATE and turn > 0:
+            _hand_over(dq_full, turn - 1)
         dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -305,10 +332,12 @@ def _compute(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
         ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
-        fence_async_shared()
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+        if not META.IS_LATE:
+            _exchange(CONSUMER, turn)
         ds16 = gl.convert_layout(ds, LEFT)
         sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
+        if META.IS_LATE:
+            _exchange(CONSUMER, turn)
         dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
         mbarrier.arrive(q_empty.index(slot), count=1)
         t += 1
@@ -323,7 +352,8 @@ def _compute(
     if turns > 0:
         sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        _hand_over(dq, dq_tiles, dq_full, dq_empty, turns - 1, CONSUMER, META)
+        _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
+        _hand_over(dq_full, turns - 1)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
@@ -352,6 +382,7 @@ def _attn_bwd_one_pass_hopper_kernel(
     num_heads,
     group_size,
     blocks,
+    section,
     num_tokens_q,
     num_tokens_kv,
     max_seqlen_q,
@@ -413,7 +444,7 @@ def _attn_bwd_one_pass_hopper_kernel(
         allocate_barriers(_STAGES, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, META)
+    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, section, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -495,8 +526,9 @@ def _attn_bwd_dq_conversion_kernel(
     if first_row >= len_q:
         return
     first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
+    rows = tl.arange(0, BLOCK_M)
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
-    sum_offsets = tl.arange(0, BLOCK_M) * HEAD_DIM
+    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `_write_dq` put them
     dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
     _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
     dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
@@ -547,6 +579,9 @@ def one_pass_backward(
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
+    # Of a head: k, v, q and dout of two bytes, dq of four. With lengths more than two heads are measured to be slower.
+    bytes_per_head = 12 * max(x.longest_q, x.longest_kv) * dim
+    section = min(2, x.num_heads_kv) if has_lengths else heads_per_section(x.num_heads_kv * x.batch, bytes_per_head)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [size, dim // 2]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
@@ -567,6 +602,7 @@ def one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DOUT_APART=tile.dout_apart,
+        IS_LATE=tile.is_late,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,
@@ -580,7 +616,7 @@ def one_pass_backward(
             TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
             *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
             *(tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
-            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks),
+            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
             *batch_steps_of(x.q, dout, x.k, x.v, dk, dv),
             *x.score_arguments(),

@@ -8,7 +8,14 @@ import pytest
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileError, CompileRequest, compile_for, compile_many
+from flexattn.kernels_triton.compile_report import (
+    SHARED_MEMORY_LIMIT,
+    CompileError,
+    CompileRequest,
+    _exposed_exponentials,
+    compile_for,
+    compile_many,
+)
 
 MATRIX_INSTRUCTIONS = {
     ("bf16", 80): "HMMA",
@@ -68,6 +75,14 @@ def test_reports_in_the_order_of_the_requests():
         tiles = 2 * 64 * 64 * (1 if dtype == "fp8e4nv" else 2) * (STAGES - 1)
         assert tiles <= report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
         assert report.compile_seconds > 0
+
+
+def test_exponentials_behind_a_wait_for_all_products_are_seen():
+    one_runs_on = "        /*0a10*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;"
+    none_does = one_runs_on.replace("0x1 ;", "0x0 ;")
+    exp = "        /*0a20*/                   MUFU.EX2 R12, R12 ;"
+    assert _exposed_exponentials([exp, one_runs_on, exp, none_does, exp, exp]) == 2
+    assert _exposed_exponentials([one_runs_on, exp, none_does]) == _exposed_exponentials([exp]) == 0
 
 
 def test_spills_and_warnings_are_seen():
