@@ -136,7 +136,7 @@ def test_dense(mask: str, dims: tuple[int, int]) -> None:
 )
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each consumer passes over blocks that only others see, at either end; a program has several tiles."""
-    monkeypatch.setattr(hopper_forward, "_tile_of", lambda problem: tile)
+    monkeypatch.setattr(hopper_forward, "tile_of", lambda problem: tile)
     inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
     bands = ({"attn_mask_type": "padding_causal", "window_size": (150, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
     for seed, band in enumerate((*bands, {"attn_mask_type": "padding_causal_bottom_right"}), start=4):
