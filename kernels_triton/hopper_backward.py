@@ -886,10 +886,9 @@ def hopper_backward(
         longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
         blocks = triton.cdiv(longest, rows)
         table = work_table(x, rows, side) if has_lengths else None
-        # Of a head: k and v, or q, dout and their own k, v, which are read once.
-        section = heads_per_section(
-            heads * x.batch, x.longest_kv * (qk0 + qk1 + v0) * 2 if side == "q" else x.longest_q * (qk0 + qk1 + v0) * 4
-        )
+        # What is read again and again of a head: k and v for dq, q and dout for dk and dv (as room for half as many heads).
+        again = x.longest_kv * 2 if side == "q" else x.longest_q * 4
+        section = heads_per_section(heads * x.batch, again * (qk0 + qk1 + v0))
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
         head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section, *sizes)
         inlined = (*x.score_arguments(), *x.dropout_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
