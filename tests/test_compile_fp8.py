@@ -175,8 +175,8 @@ def test_layers_with_states_and_a_checkpoint_in_one_graph(backend: str) -> None:
     for got, want in zip(*reversed(found), strict=True):
         if backend == "aot_eager":
             assert torch.equal(got, want)
-        else:  # Inductor keeps fp32 where eager rounds to bf16
-            torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+        else:  # Inductor keeps fp32 where eager rounds to bf16: now and then a number is quantised to e4m3's next, 1/16 off
+            assert (got - want).float().norm() <= want.float().norm() / 16
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
