@@ -10,7 +10,7 @@ import torch
 from test_support import ROWS, make_case
 
 import flexattn
-from flexattn.dispatch import canary, eager_backend, heuristics, triton_backend
+from flexattn.dispatch import canary, eager_backend, explain, heuristics, triton_backend
 from flexattn.dispatch.select import forget_rejections
 from flexattn.dispatch.spec import AttentionSpec
 
@@ -26,7 +26,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(heuristics, "DEFAULTS", dict.fromkeys(("cpu", "cuda"), heuristics.DEFAULTS["cuda"]))
     for name in ("support_error", "forward", "backward"):
         monkeypatch.setattr(triton_backend, name, getattr(eager_backend, name))
-    monkeypatch.setattr(triton_backend, "kernels_of", lambda *call: None)  # it has none in this guise
+    monkeypatch.setattr(explain, "kernels_of", lambda *call: None)  # it has none in this guise
     forget()
     yield
     forget()
