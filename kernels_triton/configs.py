@@ -284,7 +284,7 @@ Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
 HOPPER_BYTES = 2**26
 """Of k and v, likewise, where few queries make loading them all there is to do."""
 
-# As `open_from` and the like, by a row's head dim of q and k, in runs that were not kept.
+# As `open_from` and the like, by a row's head dim of q and k (bench/results/dropout_h200.json and decode_h200.json).
 HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}
 """With dropout, forward and backward, whatever the band; a window and modified scores need their own length too."""
 HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}

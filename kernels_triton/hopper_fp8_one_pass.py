@@ -49,6 +49,7 @@ from flexattn.kernels_triton.hopper import (
 from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
+from flexattn.kernels_triton.hopper_one_pass import block_of
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, kernel, launch
 from flexattn.kernels_triton.primitives import (
     LOG2E,
@@ -73,8 +74,6 @@ _LAST = gl.constexpr(13)
 _RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
 _STAGES = gl.constexpr(2)  # of q and dout in shared memory
 _FAR = gl.constexpr(2**30)
-_L2_BYTES = 32 * 2**20
-_BYTES = 12  # of L2 for each element of a head, about: q and dout in both forms, dq in fp32
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
 
@@ -118,29 +117,6 @@ class Fp8OnePassMeta(NamedTuple):
     DIM: int
     DQ_STAGES: int
     IS_LATE: bool
-
-
-@gluon.jit
-def _block_of(table_ptr, num_heads_kv, blocks, heads_per_section, META: gl.constexpr):
-    # (block, key head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end. Of a
-    # section, as many heads as L2 has room for, the first blocks of all heads come first: they have the most to do.
-    pid = gl.program_id(0)
-    room = blocks  # of the programs of a head
-    heads = gl.num_programs(0) // blocks
-    if META.HAS_LENGTHS:
-        room = gl.num_programs(0) // num_heads_kv
-        heads = num_heads_kv
-    first_head = pid // (heads_per_section * room) * heads_per_section
-    heads_here = gl.minimum(heads_per_section, heads - first_head)
-    place = pid - first_head * room
-    t = place // heads_here
-    head = first_head + place % heads_here
-    if META.HAS_LENGTHS:
-        t = gl.load(table_ptr + 1) - 1 - t
-        entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
-        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
-    else:
-        return t, head % num_heads_kv, head // num_heads_kv
 
 
 @gluon.jit
@@ -551,12 +527,14 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         allocate_barriers(META.DQ_STAGES, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, META)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
+    if META.HAS_LENGTHS:
+        block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
@@ -757,7 +735,7 @@ def fp8_one_pass_backward(
     blocks = triton.cdiv(x.longest_kv, _KEYS)
     table = work_table(x, _KEYS, "kv") if has_lengths else None
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
-    section = min(x.batch * x.num_heads_kv, max(1, _L2_BYTES // (_BYTES * max(x.longest_q, x.longest_kv) * dim)))
+    section = hopper_one_pass.section_of(x, 12 * dim)  # about: q and dout in both forms, dq in fp32
     scales = scales_of(x)
     q16, k16, dout16 = (
         dequantize(x, side, t, scale, torch.empty_like(t, dtype=dq.dtype, memory_format=torch.contiguous_format))  # type: ignore[arg-type]

@@ -101,10 +101,10 @@ class OnePassMeta(NamedTuple):
 
 
 @gluon.jit
-def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
+def block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
     # (block, key head, batch) of this program: of a section of heads, so that the sums of their dq are in L2 while they are added
-    # to, the first blocks first, to which a causal band gives the most to do. Where there are fewer blocks than programs, a block
-    # past every sequence's end.
+    # to, the blocks with the most to do first. With lengths a block is counted from its sequence's last one, as a causal band gives
+    # the first ones the most to do; where there are fewer blocks than programs, it is -1, past the last.
     pid = gl.program_id(0)
     room = blocks  # of the programs of a head
     heads = gl.num_programs(0) // blocks
@@ -113,9 +113,9 @@ def _block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
         heads = num_heads_kv
     t, head = in_sections(pid, room, heads, section)
     if META.HAS_LENGTHS:
-        t = gl.load(table_ptr + 1) - 1 - t
-        entry = gl.where(t >= 0, gl.load(table_ptr + 2 + gl.maximum(t, 0)), blocks)
-        return gl.where(t >= 0, entry % blocks, blocks), head, gl.where(t >= 0, entry // blocks, 0)
+        is_there = t < gl.load(table_ptr + 1)
+        entry = gl.load(table_ptr + 2 + gl.where(is_there, t, 0))
+        return gl.where(is_there, entry % blocks, -1), head, gl.where(is_there, entry // blocks, 0)
     else:
         return t, head % num_heads_kv, head // num_heads_kv
 
@@ -444,12 +444,14 @@ def _attn_bwd_one_pass_hopper_kernel(
         allocate_barriers(_STAGES, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = _block_of(table_ptr, num_heads // group_size, blocks, section, META)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, section, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
+    if META.HAS_LENGTHS:
+        block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
@@ -559,6 +561,14 @@ def objection(problem: Problem) -> str | None:
     return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
 
 
+def section_of(problem: Problem, bytes_per_token: int) -> int:
+    """How many heads `block_of` takes together; with lengths more than two are measured to be slower."""
+    x = problem
+    if x.cu_seqlens_q is not None:
+        return min(2, x.num_heads_kv)
+    return heads_per_section(x.num_heads_kv * x.batch, bytes_per_token * max(x.longest_q, x.longest_kv))
+
+
 def one_pass_backward(
     problem: Problem,
     out: Tensor,
@@ -579,9 +589,7 @@ def one_pass_backward(
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
-    # Of a head: k, v, q and dout of two bytes, dq of four. With lengths more than two heads are measured to be slower.
-    bytes_per_head = 12 * max(x.longest_q, x.longest_kv) * dim
-    section = min(2, x.num_heads_kv) if has_lengths else heads_per_section(x.num_heads_kv * x.batch, bytes_per_head)
+    section = section_of(x, 12 * dim)  # k, v, q and dout of two bytes, dq of four
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [size, dim // 2]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
