@@ -197,7 +197,7 @@ DKDV[89, 1] = DKDV[120, 1] = (
 DKDV[90, 1] = (
     Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     Row(192, Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)),
-    Row(256, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    Row(256, Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
     Row(512, Tile(64, 64, 8, 2, apart=True), Tile(32, 64, 8, 2, apart=True)),
 )
 DKDV[100, 1] = (
