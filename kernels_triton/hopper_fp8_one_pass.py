@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,19 +48,10 @@ from flexattn.kernels_triton.hopper import (
 from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
-from flexattn.kernels_triton.hopper_one_pass import block_of
-from flexattn.kernels_triton.launch import capability_of, hopper_kernel, kernel, launch
-from flexattn.kernels_triton.primitives import (
-    LOG2E,
-    head_values,
-    load_sequence,
-    load_tile,
-    row_pointer,
-    row_steps,
-    store_tile,
-    through_mods,
-)
-from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.hopper_one_pass import block_of, convert_dq, dq_product, mask_band
+from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch
+from flexattn.kernels_triton.primitives import LOG2E, head_values, through_mods
+from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
@@ -74,7 +64,6 @@ _LAST = gl.constexpr(13)
 _RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
 _STAGES = gl.constexpr(2)  # of q and dout in shared memory
 _FAR = gl.constexpr(2**30)
-_CONVERSION_TILE = Tile(64, 64, 4, 1)
 
 
 class Fp8OnePassTile(NamedTuple):
@@ -205,20 +194,6 @@ def _add_dq(dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, f
 
 
 @gluon.jit
-def _mask(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    # s is transposed: rows are keys, columns queries. Keys past the end are hidden too: of rows of zeros p may be inf, and dq is
-    # a sum over them.
-    first = gl.zeros_like(rows)
-    if META.HAS_RIGHT:
-        first = rows - shift - window_right
-    first = gl.where(rows < len_kv, first, _FAR)
-    visible = columns[None, :] >= first[:, None]
-    if META.HAS_LEFT:
-        visible = visible & (columns[None, :] <= (rows - shift + window_left)[:, None])
-    return gl.where(visible, s, float("-inf"))
-
-
-@gluon.jit
 def _score_product(q_tiles, k_tiles, q_full, slot, phase, is_there, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
     # Of the turn whose q is in `slot`; transposed.
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -228,19 +203,6 @@ def _score_product(q_tiles, k_tiles, q_full, slot, phase, is_there, zero, CONSUM
     q = q_tiles.index(slot).reshape([BLOCK_M, META.DIM])
     zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
     return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # This warpgroup's half of the columns of a tile of dq, from all 128 keys.
-    BLOCK_M: gl.constexpr = META.BLOCK_M
-    COLUMNS: gl.constexpr = META.DIM // 2
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout=DQ)
-    for part in gl.static_range(2):
-        k = k_tiles.index(zero + part).reshape([_ROWS, META.DIM]).slice(CONSUMER * COLUMNS, COLUMNS, 1)
-        dq = warpgroup_mma(ds_tiles.index(buffer + part).permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
-    return dq
 
 
 @gluon.jit
@@ -324,7 +286,7 @@ def _compute(
             dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
         else:
             named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+            sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
@@ -337,7 +299,7 @@ def _compute(
         if META.HAS_LEFT:
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
         if is_cut:
-            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
@@ -375,7 +337,7 @@ def _compute(
         named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
         if META.IS_LATE:
             named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+            sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
         # The next turn's scores under these; in the last turn its own again, for nothing.
         is_there = turn + 1 < turns
         next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
@@ -401,7 +363,7 @@ def _compute(
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
     if turns > 0:
-        sum_of_k = _dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
+        sum_of_k = dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
         _hand_over(dq_full, turns - 1, META)
@@ -603,49 +565,6 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     )
 
 
-@kernel
-def _attn_bwd_dq_conversion_fp8_kernel(
-    dq_sums_ptr,  # fp32 [tiles * SIZE, HEAD_DIM_QK], the rows in the order of `_write_dq`
-    dq_ptr,
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    softmax_scale,
-    batch,
-    num_heads,
-    num_tokens_q,
-    max_seqlen_q,
-    tiles,
-    SIZE: tl.constexpr,
-    META: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
-    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % num_heads
-    b = tl.program_id(0) // blocks // num_heads
-    start_q, len_q, _ = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
-    )
-    first_row = block * BLOCK_M
-    if first_row >= len_q:
-        return
-    first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
-    sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
-    rows = tl.arange(0, BLOCK_M)
-    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM
-    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
-    _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
-    dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
-    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM)
-    if META.QK1 > 0:
-        dq1 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM, True)
-        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM)
-
-
 def select_fp8_one_pass_tile(head_dim_qk: int, head_dim_v: int) -> Fp8OnePassTile:
     """The narrowest row that serves the head dims, which are at most 128."""
     return next(tile for tile in FP8_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim)
@@ -783,17 +702,7 @@ def fp8_one_pass_backward(
             meta,
         ),
     )
-    portable = x.meta(_CONVERSION_TILE, (dq,))
-    launch(
-        _attn_bwd_dq_conversion_fp8_kernel,
-        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
-        x.device,
-        _CONVERSION_TILE,
-        (
-            *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
-        ),
-    )
+    convert_dq(x, dq_sums, tiles, size, dq)
     if has_lengths:
         zero_padding(x, dq, "q")
         zero_padding(x, dk, "kv")

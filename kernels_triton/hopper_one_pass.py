@@ -187,7 +187,7 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found,
 
 
 @gluon.jit
-def _mask(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
+def mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
     # s is transposed: rows are keys, columns queries. Keys past the end are hidden too: of rows of zeros p may be inf, and dq is
     # a sum over them.
     first = gl.zeros_like(rows)
@@ -201,7 +201,7 @@ def _mask(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.c
 
 
 @gluon.jit
-def _dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
+def dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
     # This warpgroup's half of the columns of a tile of dq, from all 128 keys.
     BLOCK_M: gl.constexpr = META.BLOCK_M
     COLUMNS: gl.constexpr = META.DIM // 2
@@ -293,7 +293,7 @@ def _compute(
         # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
         last = ((turn + 1) & 1) * 2
         named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-        sum_of_k = _dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
+        sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
         drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(2, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
@@ -303,7 +303,7 @@ def _compute(
         if META.HAS_LEFT:
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
         if is_cut:
-            s = _mask(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
@@ -350,7 +350,7 @@ def _compute(
     last = ((turns + 1) & 1) * 2
     named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
     if turns > 0:
-        sum_of_k = _dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
+        sum_of_k = dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
         _hand_over(dq_full, turns - 1)
@@ -561,6 +561,22 @@ def objection(problem: Problem) -> str | None:
     return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
 
 
+def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:
+    """dq from its fp32 sums, in tiles of `size` queries as the statistics are."""
+    x = problem
+    portable = x.meta(_CONVERSION_TILE, (dq,))
+    launch(
+        _attn_bwd_dq_conversion_kernel,
+        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
+        x.device,
+        _CONVERSION_TILE,
+        (
+            *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
+            *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, size, portable),
+        ),
+    )
+
+
 def section_of(problem: Problem, bytes_per_token: int) -> int:
     """How many heads `block_of` takes together; with lengths more than two are measured to be slower."""
     x = problem
@@ -634,17 +650,7 @@ def one_pass_backward(
             meta,
         ),
     )
-    portable = x.meta(_CONVERSION_TILE, (dq,))
-    launch(
-        _attn_bwd_dq_conversion_kernel,
-        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
-        x.device,
-        _CONVERSION_TILE,
-        (
-            *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, num_tokens_q, x.longest_q, tiles, size, portable),
-        ),
-    )
+    convert_dq(x, dq_sums, tiles, size, dq)
     if has_lengths:
         zero_padding(x, dq, "q")
         zero_padding(x, dk, "kv")

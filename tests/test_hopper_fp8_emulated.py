@@ -285,8 +285,8 @@ PLANTED_BACKWARD = {
     ),
     "late: dq is summed before the other half of ds is there": (
         "            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)\n"
-        "            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
-        "            sum_of_k = _dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
+        "            sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
+        "            sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
     ),
     "late: ds is overwritten while the other warpgroup reads it": (
         "            named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)\n",
