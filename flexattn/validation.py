@@ -23,7 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
-MAX_DROPOUT = 1 - 2**-32  # an element is kept iff its 32 random bits reach dropout_p * 2**32
+MAX_DROPOUT = 1 - 2**-16  # an element is kept iff its 16 random bits reach dropout_p * 2**16
 
 
 def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:
@@ -235,7 +235,7 @@ def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale, largest, "a finite Python number, at least 0, or None for 1/sqrt(head dim)")
     check_number("softcap", softcap, largest, "a finite Python number, at least 0 (0 for none)")
-    check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-32")
+    check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-16")
 
 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
