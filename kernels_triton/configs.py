@@ -158,8 +158,8 @@ for _table in (FORWARD, DQ, DKDV):
     _table[120, 2] = _table[86, 2]
     _table[INTERPRETER, 1] = _SMALL
 
-# FP8: PV, and in the backward each product, has an accumulator of its own beside the sum. The rows of 9.0 up to 256 are the fastest
-# of a few on an NVIDIA H200, causal at 8192 (fp8_tiles_h200.json); no other has been timed.
+# FP8: PV, and in the backward each product, has an accumulator of its own beside the sum. The rows of 9.0 up to 256 have first the
+# fastest of a few on an NVIDIA H200, causal at 8192 (fp8_tiles_h200.json); no other has been timed.
 FORWARD[89, 1] = FORWARD[120, 1] = (
     Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     Row(256, Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
