@@ -29,7 +29,7 @@ from torch.utils._device import DeviceContext
 
 from flexattn import ops
 from flexattn.block_mask import block_lists
-from flexattn.captures import Captures, find_captures
+from flexattn.captures import find_captures
 from flexattn.dispatch import context, options
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import backend_module, select
@@ -67,9 +67,9 @@ class Request(NamedTuple):
     """A call that has a key, and what of it is no part of that."""
 
     key: Hashable
-    tensors: tuple[Tensor | None, ...]  # as the Operands' fields, all of them or q, k and v; then what else a kind of call has
+    tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; what else a kind of call has; what mods capture
+    num_arguments: int  # of the tensors, before those that are captured
     addresses: list[int]
-    captures: tuple[Captures, ...]
     block_mask: Any
     came_before: bool
 
@@ -95,6 +95,20 @@ def look_up(
             parts.append(None)
         else:
             parts += (tuple(window_size), type(window_size), *map(type, window_size))
+        num_arguments = len(tensors)
+        block_mask = None
+        if mods is not None:
+            score_mod, mask_mod, explicit, block_mask = mods
+            if explicit:
+                return None, None
+            if block_mask is not None:
+                if mask_mod is not None:
+                    return None, None
+                mask_mod = block_mask.mask_mod
+            captured = _captured(score_mod, mask_mod, block_mask, parts)
+            if captured is None:
+                return None, None
+            tensors = (*tensors, *captured)
         addresses, together, ids = [], 0, []
         for t in tensors:
             if t is None:
@@ -112,27 +126,11 @@ def look_up(
             parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         if together & 15:
             parts.append(_low_bits(addresses))
-        captures: tuple[Captures, ...] = ()
-        block_mask = None
-        if mods is not None:
-            *callables, explicit, block_mask = mods
-            if explicit:
-                return None, None
-            if block_mask is not None:
-                if callables[1] is not None:
-                    return None, None
-                callables[1] = block_mask.mask_mod
-            found = _captures(callables, block_mask)
-            if found is None:
-                return None, None
-            captures, key = found
-            parts.append(key)
-            ids += [id(t) for part in captures for _, t in part.tensors]
         if len(set(ids)) < len(ids):
             parts.append(_same(ids))
         whole = tuple(parts)
         known = _calls.get(whole, _NEW)
-        request = _request((whole, tensors, addresses, captures, block_mask, known is not _NEW))
+        request = _request((whole, tensors, num_arguments, addresses, block_mask, known is not _NEW))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
         return None, None
     if known is None or known is _NEW:
@@ -197,27 +195,24 @@ def _are_device_contexts() -> bool:
     )
 
 
-def _captures(mods: Sequence[Any], block_mask: Any) -> tuple[tuple[Captures, ...], Hashable] | None:
-    found: list[Captures] = []
-    parts: list[Any] = []
-    gradient = getattr(mods[0], "score_mod_gradient", None)
-    for mod in (*mods, gradient):
+def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
+    """The tensors that mods capture; what else tells them apart is added to the key's parts. None where there is no such key."""
+    tensors: list[Tensor] = []
+    gradient = getattr(score_mod, "score_mod_gradient", None)
+    for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
         if mod is None:
             parts.append(None)
             continue
         captures = find_captures(mod, tensors_too=False)
         if captures.key is None:
             return None
-        found.append(captures)
         parts += (captures.key, captures.values)
         for _, t in captures.tensors:
-            if type(t) not in _PLAIN or t.is_neg():
-                return None
-            parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+            tensors.append(t)
     if block_mask is not None:
         lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices)
         parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), *(t.shape for t in lists))
-    return tuple(found), tuple(parts)
+    return tensors
 
 
 def new_call(
@@ -234,10 +229,9 @@ def new_call(
         return None  # a tensor that `Call.operands` would not put in its place
     if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or (x.q.is_cuda and torch.cuda.is_current_stream_capturing())):
         return None  # a captured graph's slopes are not for later calls
-    given = [*request.tensors, *(t for captures in request.captures for _, t in captures.tensors)]
-    position = {id(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
+    position = {id(t): i for i, t in reversed(list(enumerate(request.tensors))) if t is not None}
     has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
-    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: len(request.tensors)]
+    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: request.num_arguments]
     sources: list[int | Tensor | None] = []
     for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
         if t is None or name == "rng_state":
@@ -280,8 +274,11 @@ class Call:
         self.template = x._replace(**nothing, mod_tensors=(), block_mask=())
         self.sources = tuple(sources)
         self.has_dropout = x.dropout_p > 0.0
-        is_plain = not (self.has_dropout or x.mod_tensors or x.block_mask)
-        self.is_as_given = is_plain and not any(isinstance(s, Tensor) for s in self.sources)
+        # Whether the arguments, and what is captured, are the inputs as they come.
+        is_in_place = all(s is None or type(s) is int for s in sources) and list(sources[len(names) :]) == list(
+            range(len(names), len(sources))
+        )
+        self.is_as_given = is_in_place and not (self.has_dropout or x.block_mask)
         self.block_arguments = (len(x.block_mask) > 0) and _block_arguments(self.spec, x)
         differentiable = ("q", "k", "v", "bias", "softmax_offset")
         leaves = [i for i, name in enumerate(names) if name in differentiable and getattr(x, name) is not None]
@@ -312,16 +309,14 @@ class Call:
         return self.forward(tensors, addresses)
 
     def _inputs(self, request: Request) -> tuple[tuple[Tensor | None, ...], list[int]]:
-        given: list[Any] = [*request.tensors]
-        for captures in request.captures:
-            given += [t for _, t in captures.tensors]
+        given = request.tensors
         tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]
         if self.has_dropout:
-            state = request.tensors[_RNG_STATE] if len(request.tensors) > _RNG_STATE else None
+            state = given[_RNG_STATE] if request.num_arguments > _RNG_STATE else None
             tensors[_RNG_STATE] = ops.new_rng_state(self.device) if state is None else state
         if self.block_arguments:
             tensors += block_lists(request.block_mask, *self.block_arguments, self.device).tensors
-        tensors += request.tensors[len(self.names) :]
+        tensors += given[len(_TENSOR_FIELDS) : request.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:

@@ -53,9 +53,12 @@ class _Memo:
         for known, code, defaults, keywords in self.functions:
             if known.__code__ is not code or known.__defaults__ is not defaults or known.__kwdefaults__ is not keywords:
                 return False
-        for cell, value in self.cells:
-            if _contents(cell) is not value:
-                return False
+        try:
+            for cell, value in self.cells:
+                if cell.cell_contents is not value:
+                    return False
+        except ValueError:  # not bound
+            return False
         for owner, name, value in self.entries:
             if owner.get(name, _ABSENT) is not value:
                 return False

@@ -304,6 +304,52 @@ def test_captured_tensors_and_numbers_are_those_of_the_call() -> None:
         assert torch.allclose(gradient, torch.autograd.grad(want.sum(), slopes, retain_graph=True)[0])
 
 
+def two_read(one: Tensor, other: Tensor, q: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: score * other[h] + one[h]
+
+
+def one_read(one: Tensor, other: Tensor, q: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * other[h] if q is not None else score + one[h]
+
+    return score_mod
+
+
+def an_argument(one: Tensor, other: Tensor, q: Tensor) -> Callable[..., Tensor]:
+    first = (0,) * (q.dim() - 2)
+    return lambda score, b, h, i, j: score * one[h] + q[(*first, h, 0)]
+
+
+@pytest.mark.parametrize("make_mod", [two_read, one_read, an_argument])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"bias_type": "alibi"},
+        {"dropout_p": 0.3, "rng_state": torch.tensor([3, 4])},
+        {"mask_mod": before},
+        BIAS,
+        {**PACKED, "attn_mask_type": "padding_causal"},
+    ],
+    ids=["alone", "slopes that are no argument", "dropout", "mask_mod", "bias", "packed"],
+)
+def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: dict[str, Any], keys: list[Any]) -> None:
+    """Each call has other tensors, so that one in the place of another is seen."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(4):
+        call = base() | more
+        call["q"] = torch.rand(call["q"].shape, generator=generator)
+        call["score_mod"] = make_mod(*torch.rand(2, 4, generator=generator), call["q"])
+        made.append(call)
+    got = [flexattn.attention(**call) for call in made]
+    assert keys[0] is not None
+    assert len(set(keys)) == 1
+    for call, out in zip(made, got, strict=True):
+        calls.clear_cache()
+        assert torch.equal(flexattn.attention(**call), out)
+
+
 def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MOST_CALLS", 8)
     for _ in range(2):
