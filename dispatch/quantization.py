@@ -35,6 +35,7 @@ class Unquantized(NamedTuple):
     max_seqlen: int
     scale: Tensor | None  # [h | 1]: of delayed scaling
     rotation: bool = False
+    history: Tensor | None = None  # [amax_history_len, h | 1], with a scale: its first row becomes the larger of it and the amax
 
 
 def quantize(
@@ -55,10 +56,18 @@ def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows:
     group, is_real = _groups(x, fmt, t.cu_seqlens, t.cu_seqlens_padded, sizes, block_rows)
     magnitude = torch.where(rows.isfinite() & is_real[..., None, None], rows.abs(), 0.0).amax(-1)
     amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax").view(sizes)
+    if t.history is not None:
+        note_amax(t.history, amax)
     found = scale_of(amax, dtype, margin) if scale is None else scale.view(1, -1, 1)
     data = cast(rows, found.flatten()[group][..., None], dtype)
     data = torch.where(is_real[..., None, None], data.view(torch.uint8), 0).view(dtype)
     return as_bshd(data, fmt).contiguous(), 1.0 / found, amax
+
+
+def note_amax(history: Tensor, amax: Tensor) -> None:
+    """The largest of a step, in the first row of a history."""
+    newest = history[0]
+    torch.maximum(newest, amax.view(-1), out=newest)
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -97,6 +97,7 @@ def quantize(
             cu_seqlens_padded=t.cu_seqlens_padded,
             max_seqlen=t.max_seqlen,
             scale=t.scale,
+            history=t.history,
             sizes=amax_sizes(t.x, t.fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows),
             rotation=t.rotation,
         )

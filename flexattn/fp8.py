@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8_ops
-from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, scale_of
+from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, note_amax, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.ops import Settings
 from flexattn.validation import FP8_DTYPES, check_lengths_of, check_name, describe
@@ -163,7 +163,7 @@ class DelayedScaling(torch.nn.Module):
 
     def note(self, name: str, amax: Tensor) -> None:
         """This step's amax of a tensor, [1, heads | 1, 1]; the largest counts."""
-        fp8_ops.note_amax(self.history(name), amax)
+        note_amax(self.history(name), amax)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -223,6 +223,7 @@ def quantize(
         cu_seqlens,
         cu_seqlens_padded,
         longest,
+        None,
         None,
         fmt,
         str(dtype).removeprefix("torch."),
@@ -377,11 +378,8 @@ def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, s
     """
     fmt, _ = parse_format(settings.qkv_format)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-    scale = None if state is None else state.scale("out")
+    scale, history = (None, None) if state is None else (state.scale("out"), state.history("out"))
     dtype = str(recipe.out_dtype).removeprefix("torch.")
     kind = (fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
-    data, descale, amax = fp8_ops.quantize(out.detach(), *lengths, scale, *kind)
-    found = QuantizedTensor(data, descale, amax, out if out.requires_grad else None)
-    if state is not None:
-        fp8_ops.note_amax(state.history("out"), found.amax)
-    return found
+    data, descale, amax = fp8_ops.quantize(out.detach(), *lengths, scale, history, *kind)
+    return QuantizedTensor(data, descale, amax, out if out.requires_grad else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -18,20 +19,19 @@ _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no
 _LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
 _KIND = "str granularity, int block_rows, int margin, bool rotation"
 _library.define(
-    f"quantize(Tensor x, {_LENGTHS.format('')}, Tensor? scale, str fmt, str dtype, {_KIND})"
+    f"quantize(Tensor x, {_LENGTHS.format('')}, Tensor? scale, Tensor(a!)? history, str fmt, str dtype, {_KIND})"
     " -> (Tensor data, Tensor descale, Tensor amax)"
 )
 _library.define(
     f"quantize_qkv(Tensor q, Tensor k, Tensor v, {_LENGTHS.format('_q')}, {_LENGTHS.format('_kv')},"
-    f" Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, str qkv_format, {_KIND})"
-    " -> (Tensor q8, Tensor k8, Tensor v8, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor amax)"
+    f" Tensor? scale_q, Tensor? scale_k, Tensor? scale_v,"
+    f" Tensor(a!)? history_q, Tensor(b!)? history_k, Tensor(c!)? history_v, str qkv_format, {_KIND})"
+    " -> (Tensor q8, Tensor k8, Tensor v8, Tensor descale_q, Tensor descale_k, Tensor descale_v)"
 )
 _library.define("unrotate(Tensor dq, Tensor dk) -> (Tensor, Tensor)")
-_library.define("note_amax(Tensor(a!) history, Tensor amax) -> ()")
 quantize = torch.ops.flexattn.quantize.default
 _quantize_qkv_op = torch.ops.flexattn.quantize_qkv.default
 _unrotate_op = torch.ops.flexattn.unrotate.default
-note_amax = torch.ops.flexattn.note_amax.default
 
 
 class State(Protocol):
@@ -70,11 +70,12 @@ def _quantize(
     cu_seqlens_padded: Tensor | None,
     max_seqlen: int,
     scale: Tensor | None,
+    history: Tensor | None,
     fmt: str,
     dtype: str,
     *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation)
+    of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation, history)
     (data,), (descale,), amax = _run([of_x], quantization.dtype_of(dtype), _Kind(*kind))
     return data, descale, amax.view(descale.shape)
 
@@ -92,6 +93,9 @@ def _of_qkv(
     scale_q: Tensor | None,
     scale_k: Tensor | None,
     scale_v: Tensor | None,
+    history_q: Tensor | None,
+    history_k: Tensor | None,
+    history_v: Tensor | None,
     qkv_format: str,
     *,
     rotation: bool,
@@ -99,16 +103,16 @@ def _of_qkv(
     q_format, kv_format = parse_format(qkv_format)
     of_kv = (kv_format, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
     return [
-        Unquantized(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, scale_q, rotation),
-        Unquantized(k, *of_kv, scale_k, rotation),
-        Unquantized(v, *of_kv, scale_v),
+        Unquantized(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, scale_q, rotation, history_q),
+        Unquantized(k, *of_kv, scale_k, rotation, history_k),
+        Unquantized(v, *of_kv, scale_v, False, history_v),
     ]
 
 
 def _quantize_qkv(*call: Any) -> tuple[Tensor, ...]:
     kind = _Kind(*call[-4:])
-    data, descales, amax = _run(_of_qkv(*call[:-4], rotation=kind.rotation), torch.float8_e4m3fn, kind)
-    return *data, *descales, amax
+    data, descales, _ = _run(_of_qkv(*call[:-4], rotation=kind.rotation), torch.float8_e4m3fn, kind)
+    return *data, *descales
 
 
 def _empty(t: Unquantized, dtype: torch.dtype, kind: _Kind) -> tuple[Tensor, Tensor]:
@@ -122,6 +126,7 @@ def _quantize_fake(
     cu_seqlens_padded: Tensor | None,
     max_seqlen: int,
     scale: Tensor | None,
+    history: Tensor | None,
     fmt: str,
     dtype: str,
     *kind: Any,
@@ -134,8 +139,7 @@ def _quantize_fake(
 def _quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
     kind = _Kind(*call[-4:])
     found = [_empty(t, torch.float8_e4m3fn, kind) for t in _of_qkv(*call[:-4], rotation=kind.rotation)]
-    descales = [descale for _, descale in found]
-    return *(data for data, _ in found), *descales, call[0].new_empty(sum(t.numel() for t in descales), dtype=torch.float32)
+    return *(data for data, _ in found), *(descale for _, descale in found)
 
 
 def _unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,18 +153,11 @@ def _unrotate_fake(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     return dq.new_empty(dq.shape), dk.new_empty(dk.shape)
 
 
-def _note_amax(history: Tensor, amax: Tensor) -> None:
-    """The largest of a step, in the newest row of a history."""
-    newest = history[0]
-    torch.maximum(newest, amax.view(-1), out=newest)
-
-
 KERNELS: dict[Any, Callable[..., Any]] = {ops._forward_op: ops._forward, ops._backward_op: ops._backward}  # of a call's operators
 for _name, _call, _fake in (
     ("quantize", _quantize, _quantize_fake),
     ("quantize_qkv", _quantize_qkv, _quantize_qkv_fake),
     ("unrotate", _unrotate, _unrotate_fake),
-    ("note_amax", _note_amax, lambda history, amax: None),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _call, _key)
@@ -172,34 +169,37 @@ def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | No
     """(out, lse, max_logit) of a checked call on 16-bit q, k and v; out and lse are differentiable."""
     ops.refuse_transforms(x)
     if settings.needs_grad:
-        scales = _scales(state)
         x = ops.distinct(x)
-        history = None if state is None else state.history("dout")
-        call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *scales, history, len(x.mod_tensors))
-        *results, amax = _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-untyped-call]
-        _note(state, amax)
-        return tuple(results)
+        call = (*x._replace(mod_tensors=(), block_mask=()), *settings, *plan, *_delayed(state), len(x.mod_tensors))
+        return _Attention.apply(*call, *x.mod_tensors, *x.block_mask)  # type: ignore[no-any-return, no-untyped-call]
     return forward(x, settings, plan, state)[0]
 
 
 def forward(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[tuple[Tensor, Tensor, Tensor], Operands]:
     """(out, lse, max_logit) without autograd, and the call in FP8."""
-    x8, amax = _quantized(x, settings, plan, _scales(state)[:3])
-    results = ops._forward_op(*x8, *settings)
-    _note(state, amax)
-    return tuple(results), x8
+    x8 = _quantized(x, settings, plan, _delayed(state))
+    return tuple(ops._forward_op(*x8, *settings)), x8
 
 
-def _scales(state: State | None) -> tuple[Tensor | None, ...]:
-    return (None,) * 4 if state is None else tuple(state.scale(name) for name in ("q", "k", "v", "dout"))
+class _Delayed(NamedTuple):
+    """Of delayed scaling: scales and histories."""
+
+    scale_q: Tensor | None = None
+    scale_k: Tensor | None = None
+    scale_v: Tensor | None = None
+    history_q: Tensor | None = None
+    history_k: Tensor | None = None
+    history_v: Tensor | None = None
+    scale_dout: Tensor | None = None
+    history_dout: Tensor | None = None
 
 
-def _note(state: State | None, amax: Tensor) -> None:
-    """amax: of q, k and v, flat."""
-    if state is not None:
-        sizes = [state.scale(name).numel() for name in "qkv"]
-        for name, of_one in zip("qkv", amax.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-            note_amax(state.history(name), of_one)
+def _delayed(state: State | None) -> _Delayed:
+    if state is None:
+        return _Delayed()
+    scale, history = state.scale, state.history
+    of_qkv = (scale("q"), scale("k"), scale("v"), history("q"), history("k"), history("v"))
+    return _Delayed(*of_qkv, scale("dout"), history("dout"))
 
 
 def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
@@ -211,13 +211,13 @@ def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
     return x._replace(q=q, k=k, v=v, descales=[x.q.new_ones(size, dtype=torch.float32) for size in sizes])
 
 
-def _quantized(x: Operands, settings: ops.Settings, plan: Plan, scales: tuple[Tensor | None, ...]) -> tuple[Operands, Tensor]:
-    """The call with q, k and v in FP8 and their descales; and the three amaxes, flat."""
+def _quantized(x: Operands, settings: ops.Settings, plan: Plan, delayed: _Delayed) -> Operands:
+    """The call with q, k and v in FP8 and their descales."""
     of_q = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     of_kv = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
     kind = (plan.granularity, plan.block_rows, plan.margin, plan.rotation)
-    q, k, v, *descales, amax = _quantize_qkv_op(x.q, x.k, x.v, *of_q, *of_kv, *scales, settings.qkv_format, *kind)
-    return x._replace(q=q, k=k, v=v, descales=descales), amax
+    q, k, v, *descales = _quantize_qkv_op(x.q, x.k, x.v, *of_q, *of_kv, *delayed[:6], settings.qkv_format, *kind)
+    return x._replace(q=q, k=k, v=v, descales=descales)
 
 
 def gradients(
@@ -240,9 +240,8 @@ def gradients(
         return ops.gradients(x, settings, out, lse, dout, dlse)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     kind = (plan.granularity, plan.block_rows, plan.margin, False)
-    dout, descale, amax = quantize(dout, *lengths, scale, parse_format(settings.qkv_format)[0], plan.grad_dtype, *kind)
-    if history is not None:
-        note_amax(history, amax)
+    fmt, _ = parse_format(settings.qkv_format)
+    dout, descale, _ = quantize(dout, *lengths, scale, history, fmt, plan.grad_dtype, *kind)
     found = ops.gradients(x._replace(descales=[*x.descales, descale]), settings, out, lse, dout, dlse)
     if not plan.rotation:
         return found
@@ -250,31 +249,33 @@ def gradients(
     return found._replace(dq=dq, dk=dk)
 
 
-_OPERANDS, _SETTINGS, _PLAN = (len(fields) for fields in (Operands._fields, ops.Settings._fields, Plan._fields))
+_ENDS = tuple(itertools.accumulate(len(kind._fields) for kind in (Operands, ops.Settings, Plan, _Delayed)))
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")
 
 
-def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, Plan, tuple[Tensor | None, ...], Any]:
-    ends = [_OPERANDS, _OPERANDS + _SETTINGS, _OPERANDS + _SETTINGS + _PLAN, _OPERANDS + _SETTINGS + _PLAN + 4]
-    x, settings, plan = Operands(*call[: ends[0]]), ops.Settings(*call[ends[0] : ends[1]]), Plan(*call[ends[1] : ends[2]])
-    scales, (history, num_mods), lists = call[ends[2] : ends[3]], call[ends[3] : ends[3] + 2], call[ends[3] + 2 :]
-    return x._replace(mod_tensors=lists[:num_mods], block_mask=lists[num_mods:]), settings, plan, scales, history
+def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, Plan, _Delayed]:
+    a, b, c, d = _ENDS
+    x, settings, plan, delayed = Operands(*call[:a]), ops.Settings(*call[a:b]), Plan(*call[b:c]), _Delayed(*call[c:d])
+    num_mods, lists = call[d], call[d + 1 :]
+    return x._replace(mod_tensors=lists[:num_mods], block_mask=lists[num_mods:]), settings, plan, delayed
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
-        x, settings, plan, scales, history = _unflat(call)
-        x8, amax = _quantized(x, settings, plan, scales[:3])
+        x, settings, plan, delayed = _unflat(call)
+        x8 = _quantized(x, settings, plan, delayed)
         out, lse, max_logit = ops._forward_op(*x8, *settings)
-        ctx.mark_non_differentiable(max_logit, amax)
+        ctx.mark_non_differentiable(max_logit)
         ctx.set_materialize_grads(False)
         kept = x if settings.bf16_backward else x8
-        ctx.save_for_backward(out, lse, scales[3], *kept[:_NUM_TENSORS], *kept.mod_tensors, *kept.block_mask, *kept.descales)
+        ctx.save_for_backward(
+            out, lse, delayed.scale_dout, *kept[:_NUM_TENSORS], *kept.mod_tensors, *kept.block_mask, *kept.descales
+        )
         ctx.sizes = len(x.mod_tensors), len(x.block_mask)
         ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan
-        ctx.history = history  # which is not saved, as it changes
-        return out, lse, max_logit, amax
+        ctx.history = delayed.history_dout  # which is not saved, as it changes
+        return out, lse, max_logit
 
     @staticmethod
     @once_differentiable
@@ -293,5 +294,5 @@ class _Attention(torch.autograd.Function):
         flags, left = ops.captures_with_gradients(settings.mods), iter(found.dmod_tensors or ())
         of_mods = (next(left) if needs_grad else None for needs_grad in flags)
         of_fields = (named.get(name) for name in Operands._fields)
-        others = _SETTINGS + _PLAN + 4 + 2
+        others = _ENDS[-1] + 1 - _ENDS[0]
         return (*of_fields, *(None,) * others, *of_mods, *(None,) * blocks)

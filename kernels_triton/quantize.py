@@ -195,12 +195,15 @@ def _tile_of(tile, lengths, META: tl.constexpr):
 
 
 @triton.jit
-def _quantize_item(item, num_heads, x, data, scaling, lengths, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr):
+def _quantize_item(
+    item, num_heads, x, data, scaling, amaxes, lengths, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr
+):
     # ITEM_ROWS rows of a head.
     ROWS: tl.constexpr = META.ROWS
     x_ptr, stride_xb, stride_xs, stride_xh = x
     data_ptr, stride_db, stride_ds, stride_dh = data
-    scale_ptr, range_scale, amax_ptr, descale_ptr, stride_ab, stride_ah, num_blocks = scaling
+    scale_ptr, history_ptr, range_scale = scaling
+    amax_ptr, descale_ptr, stride_ab, stride_ah, num_blocks = amaxes
     cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
     h = item % num_heads
     b, block = _tile_of(item // num_heads, lengths, META)
@@ -248,6 +251,8 @@ def _quantize_item(item, num_heads, x, data, scaling, lengths, FINDS_AMAX: tl.co
             # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
             bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
             tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+            if history_ptr is not None:
+                tl.atomic_max((history_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
 @kernel
@@ -261,6 +266,7 @@ def _quantize_kernel(
     stride_q8s,
     stride_q8h,
     scale_q_ptr,  # or None: from the amax; so k's and v's
+    history_q_ptr,  # its first row, by heads as scale_q_ptr, takes the amax too; or None
     amax_q_ptr,  # 0 before, unless each block has one
     descale_q_ptr,
     stride_amax_qb,
@@ -277,6 +283,7 @@ def _quantize_kernel(
     stride_k8s,
     stride_k8h,
     scale_k_ptr,
+    history_k_ptr,
     amax_k_ptr,
     descale_k_ptr,
     stride_amax_kb,
@@ -293,6 +300,7 @@ def _quantize_kernel(
     stride_v8s,
     stride_v8h,
     scale_v_ptr,
+    history_v_ptr,
     amax_v_ptr,
     descale_v_ptr,
     stride_amax_vb,
@@ -324,21 +332,24 @@ def _quantize_kernel(
         lengths_q = (cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch_q, num_tokens_q, max_seqlen_q)
         q = (q_ptr, stride_qb, stride_qs, stride_qh)
         q8 = (q8_ptr, stride_q8b, stride_q8s, stride_q8h)
-        of_q = (scale_q_ptr, range_scale, amax_q_ptr, descale_q_ptr, stride_amax_qb, stride_amax_qh, num_blocks_q)
-        _quantize_item(item, num_heads_q, q, q8, of_q, lengths_q, FINDS_AMAX, CASTS, Q_META)
+        scaling_q = (scale_q_ptr, history_q_ptr, range_scale)
+        of_q = (amax_q_ptr, descale_q_ptr, stride_amax_qb, stride_amax_qh, num_blocks_q)
+        _quantize_item(item, num_heads_q, q, q8, scaling_q, of_q, lengths_q, FINDS_AMAX, CASTS, Q_META)
     elif k_ptr is not None:
         lengths_kv = (cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch_kv, num_tokens_kv, max_seqlen_kv)
         item -= items_q
         if item < items_k:
             k = (k_ptr, stride_kb, stride_ks, stride_kh)
             k8 = (k8_ptr, stride_k8b, stride_k8s, stride_k8h)
-            of_k = (scale_k_ptr, range_scale, amax_k_ptr, descale_k_ptr, stride_amax_kb, stride_amax_kh, num_blocks_k)
-            _quantize_item(item, num_heads_k, k, k8, of_k, lengths_kv, FINDS_AMAX, CASTS, K_META)
+            scaling_k = (scale_k_ptr, history_k_ptr, range_scale)
+            of_k = (amax_k_ptr, descale_k_ptr, stride_amax_kb, stride_amax_kh, num_blocks_k)
+            _quantize_item(item, num_heads_k, k, k8, scaling_k, of_k, lengths_kv, FINDS_AMAX, CASTS, K_META)
         else:
             v = (v_ptr, stride_vb, stride_vs, stride_vh)
             v8 = (v8_ptr, stride_v8b, stride_v8s, stride_v8h)
-            of_v = (scale_v_ptr, range_scale, amax_v_ptr, descale_v_ptr, stride_amax_vb, stride_amax_vh, num_blocks_v)
-            _quantize_item(item - items_k, num_heads_v, v, v8, of_v, lengths_kv, FINDS_AMAX, CASTS, V_META)
+            scaling_v = (scale_v_ptr, history_v_ptr, range_scale)
+            of_v = (amax_v_ptr, descale_v_ptr, stride_amax_vb, stride_amax_vh, num_blocks_v)
+            _quantize_item(item - items_k, num_heads_v, v, v8, scaling_v, of_v, lengths_kv, FINDS_AMAX, CASTS, V_META)
 
 
 class Source(NamedTuple):
@@ -350,6 +361,7 @@ class Source(NamedTuple):
     cu_seqlens_padded: Tensor | None
     max_seqlen: int
     scale: Tensor | None  # fp32 [h | 1]; None: from the amax
+    history: Tensor | None  # fp32 [n, h | 1], contiguous: its first row becomes the larger of it and the amax
     sizes: tuple[int, int, int]  # [b | 1, h | 1, blocks | 1]: what has a scale of its own
     rotation: bool = False
 
@@ -420,9 +432,10 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
     arguments: list[Any] = []
     for n, (s, meta) in enumerate(zip(sources, metas, strict=True)):
         arguments += (s.x, *row_strides(s.x, meta), s.data, *row_strides(s.data, meta))
-        arguments += (s.scale, amax[sum(counts[:n]) :], descales[n], *_strides(s.sizes), s.sizes[2], s.x.shape[-2], items[n])
+        arguments += (s.scale, s.history, amax[sum(counts[:n]) :], descales[n])
+        arguments += (*_strides(s.sizes), s.sizes[2], s.x.shape[-2], items[n])
     size = len(arguments) // len(sources)
-    arguments += [None, 0, 0, 0, None, 0, 0, 0, None, None, None, *(0,) * (size - 11)] * (3 - len(sources))
+    arguments += [None, 0, 0, 0, None, 0, 0, 0, None, None, None, None, *(0,) * (size - 12)] * (3 - len(sources))
     for s in (sources[0], sources[-1]):
         arguments += (s.cu_seqlens, s.cu_seqlens_padded, s.batch, s.x.shape[-3], s.longest)
     arguments.append(LARGEST[first.data.dtype] * 2.0**-margin)

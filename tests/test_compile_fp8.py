@@ -202,8 +202,8 @@ def test_export_with_a_dynamic_batch_and_length(kind: str, strict: bool) -> None
 def test_opcheck_of_quantising_and_noting() -> None:
     x = torch.randn(2, 40, HEADS, D, device=DEVICE).bfloat16()
     for given in (x, permuted(x)):
-        arguments = (given, None, None, 40, torch.ones(HEADS, device=DEVICE), "bshd", "float8_e4m3fn", "head", 0, 0, False)
-        torch.library.opcheck(torch.ops.flexattn.quantize.default, arguments)
-    torch.library.opcheck(
-        torch.ops.flexattn.note_amax.default, (torch.rand(3, HEADS, device=DEVICE), torch.rand(1, HEADS, 1, device=DEVICE))
-    )
+        for history in (None, torch.rand(3, HEADS, device=DEVICE)):
+            delayed = (torch.ones(HEADS, device=DEVICE), history)
+            torch.library.opcheck(
+                torch.ops.flexattn.quantize.default, (given, None, None, 40, *delayed, "bshd", "float8_e4m3fn", "head", 0, 0, False)
+            )

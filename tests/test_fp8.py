@@ -280,12 +280,13 @@ def test_other_arguments_get_gradients(device: str) -> None:
 def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     call = inputs(device, "thd")
     x = call["q"].detach()
-    arguments = (x, call["cu_seqlens_q"], None, 40, None, "thd", "float8_e4m3fn", "block", 64, 0, True)
+    arguments = (x, call["cu_seqlens_q"], None, 40, None, None, "thd", "float8_e4m3fn", "block", 64, 0, True)
     torch.library.opcheck(torch.ops.flexattn.quantize.default, arguments)
     lengths = (call["cu_seqlens_q"], None, 40, call["cu_seqlens_kv"], None, 70)
-    for scales in ((None,) * 3, [torch.ones(n, device=device) for n in (4, 2, 2)]):
+    scales, histories = ([torch.ones(*size, n, device=device) for n in (4, 2, 2)] for size in ((), (3,)))
+    for delayed in ((None,) * 6, (*scales, *(None,) * 3), (*scales, *histories)):
         qkv = [call[name].detach() for name in "qkv"]
-        torch.library.opcheck(torch.ops.flexattn.quantize_qkv.default, (*qkv, *lengths, *scales, "thd", "head", 0, 0, False))
+        torch.library.opcheck(torch.ops.flexattn.quantize_qkv.default, (*qkv, *lengths, *delayed, "thd", "head", 0, 0, False))
     torch.library.opcheck(torch.ops.flexattn.unrotate.default, (x, call["k"].detach()))
     x, settings = bind_call(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block"), backend="eager")
     x = x._replace(q=x.q.zero_(), k=x.k.zero_(), v=x.v.zero_())

@@ -25,7 +25,7 @@ from hopper_fp8_calls import (
 )
 
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton import hopper_fp8_one_pass
+from flexattn.kernels_triton import hopper_fp8_one_pass, hopper_fp8_quantize
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
 from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, select_fp8_tile
@@ -175,10 +175,10 @@ def test_every_row_compiled() -> None:
 
 
 @pytest.mark.exhaustive
-def test_quantisation_compiled() -> None:
-    for dim in (64, 96, 128, 256):
-        (report,) = compile_many([request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90)])
-        assert report.spill_store_bytes <= 32, report
+def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_fp8_quantize, "INTERPRETED", False)  # which casts otherwise than a GPU does
+    requests = [request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90) for dim in (64, 96, 128, 256)]
+    assert not any(report.spill_store_bytes for report in compile_many(requests))
 
 
 @pytest.mark.parametrize(
