@@ -30,6 +30,11 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
+def rounded_dropout(dropout_p: float) -> float:
+    """The probability that 16 bits can draw."""
+    return round(dropout_p * 2**16) / 2**16
+
+
 def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: range, cols: range) -> Tensor:
     """Which attention weights survive dropout, bool [..., len(rows), len(cols)].
 
@@ -39,7 +44,7 @@ def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: 
 
     The key is the seed's low and high word, the counter (j // 8, i, head_index, offset mod 2**32), and key position j takes
     word j % 8 // 2, of which an even j takes the lower half alone, shifted up. It is kept iff that is at least
-    round(dropout_p * 2**16) * 2**16, or 2**32 - 1 where that is less.
+    rounded_dropout(dropout_p) * 2**32.
     """
     device = head_index.device
     seed, offset = rng_state
@@ -47,7 +52,7 @@ def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: 
     i = torch.arange(rows.start, rows.stop, device=device)
     counter = (groups, i[:, None], head_index[..., None, None], offset & WORD)
     words = philox4x32((seed & WORD, _high(seed)), counter, DROPOUT_ROUNDS)
-    threshold = min(round(dropout_p * 2**16) << 16, WORD)
+    threshold = rounded_dropout(dropout_p) * 2**32
     keep = torch.stack([half >= threshold for word in words for half in ((word << 16) & WORD, word)], dim=-1).flatten(-2)
     skipped = cols.start % 8
     return keep[..., skipped : skipped + len(cols)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.philox import dropout_keep
+from flexattn.dispatch.philox import dropout_keep, rounded_dropout
 from flexattn.dispatch.program import Program, evaluate
 from flexattn.dispatch.quantization import dequantize, round_gradient, round_weights
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
@@ -156,7 +156,7 @@ def attend(
     if spec.dropout:
         assert x.rng_state is not None
         keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
-        weights = weights.masked_fill(~keep, 0.0) / (1 - x.dropout_p)
+        weights = weights.masked_fill(~keep, 0.0) / (1 - rounded_dropout(x.dropout_p))
     out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
     return out, lse, row_max
 

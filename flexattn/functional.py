@@ -110,8 +110,8 @@ def attention(
         softmax_offset: q's dtype or float32, [h], for softmax_type "learnable". Differentiable.
         softmax_scale: at least 0; None is 1/sqrt(d).
         softcap: c > 0 turns each scaled score s into c * tanh(s / c); 0 leaves it.
-        dropout_p: the probability, in [0, 1), that a softmax weight is dropped (to the nearest 2**-16); the others are divided by
-            1 - dropout_p.
+        dropout_p: the probability, in [0, 1) and rounded to a multiple of 2**-16, that a softmax weight is dropped; the others are
+            divided by 1 - dropout_p.
         rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
             whatever the format (the cuDNN backend has its own stream). None draws them from torch's generator of that device, so
             torch.manual_seed, checkpointing and CUDA graphs apply.

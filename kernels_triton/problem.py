@@ -297,8 +297,8 @@ class Problem:
 
     def dropout_arguments(self) -> tuple[Any, ...]:
         """The state of the random numbers, from what on one keeps its weight (32 bits, as an int32), what is kept times this."""
-        threshold = min(round(self.dropout_p * 2**16) << 16, 2**32 - 1)
-        return self.rng_state, threshold - 2**32 if threshold >= 2**31 else threshold, 1.0 / (1.0 - self.dropout_p)
+        dropped = round(self.dropout_p * 2**16)  # of 2**16
+        return self.rng_state, (dropped - 2**16 if dropped >= 2**15 else dropped) << 16, 2**16 / (2**16 - dropped)
 
     @property
     def has_block_scales(self) -> bool:

@@ -188,7 +188,7 @@ def test_small_operands_in_any_view(device: str) -> None:
     check({"softmax_type": "learnable", "softmax_offset": larger[0, :1, 0].expand(4)}, device, lengths_q=lengths(30))
 
 
-@pytest.mark.parametrize("p", [0.1, 0.75])
+@pytest.mark.parametrize("p", [0.1, 0.999])  # of 2**16, 65.536 stay: 66
 def test_dropout(p: float, device: str) -> None:
     state = torch.tensor(RNG_STATE, device=device)
     call = {"dropout_p": p, "rng_state": state, "attn_mask_type": "padding_causal"}
