@@ -112,6 +112,17 @@ def ragged(name: str, lengths: Sequence[int], heads: tuple[int, int], dims: tupl
     return Workload(name, group, lengths, lengths, *heads, *dims, attn_mask_type="padding_causal", qkv_format="thd")
 
 
+def evened(ragged: Workload) -> Workload:
+    """The dense batch to hold a packed one to: about its tokens and its scores, in sequences of one length.
+
+    That is sum(n**2) / sum(n), what a token's sequence has on average, to the nearest 128.
+    """
+    tokens = sum(ragged.lengths_q)
+    seqlen = 128 * round(sum(n * n for n in ragged.lengths_q) / tokens / 128)
+    heads, dims = (ragged.num_heads, ragged.num_heads_kv), (ragged.head_dim_qk, ragged.head_dim_v)
+    return dense(f"{ragged.name}-evened", ragged.group, round(tokens / seqlen), seqlen, heads, dims, attn_mask_type="causal")
+
+
 SWEEP_TOKENS, SWEEP_WIDTH = 16384, 2048
 SWEEP_HEAD_DIMS = (128, 64, 256)
 SWEEP_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -142,6 +153,10 @@ def log_normal_lengths(tokens: int = 32768, median: float = 512.0, sigma: float 
     return tuple(lengths)
 
 
+RAGGED = tuple(
+    ragged(f"ragged-{name}", lengths, (32, 8), (128, 128))
+    for name, lengths in (("documents", DOCUMENTS), ("log-normal", log_normal_lengths()))
+)
 CAUSAL = {"attn_mask_type": "causal"}
 MODS = "score_mods"
 """The group of what FlexAttention is for: here flexattn is also given its scores and masks as functions."""
@@ -160,8 +175,8 @@ WORKLOADS: dict[str, Workload] = {
         dense("deepseek-v3-s4096", "models", 1, 4096, (128, 128), (192, 128), **CAUSAL),
         # A quarter of Llama-3-8B's heads, as tensor parallelism over four GPUs leaves each.
         dense("long-128k", "long", 1, 131072, (8, 2), (128, 128), **CAUSAL),
-        ragged("ragged-documents", DOCUMENTS, (32, 8), (128, 128)),
-        ragged("ragged-log-normal", log_normal_lengths(), (32, 8), (128, 128)),
+        *RAGGED,
+        *map(evened, RAGGED),
         # One query for each of 64 sequences against a cache; no mask is needed, as it sees all of it.
         *(Workload(f"decode-kv{n}", "decode", (1,) * 64, (n,) * 64, 32, 8, 128, 128) for n in (2048, 8192)),
         *(dense(f"small-s{s}", "small", 1, s, (16, 16), (64, 64), **CAUSAL) for s in (128, 256, 512)),

@@ -165,6 +165,10 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
     lengths = log_normal_lengths()
     assert (sum(lengths), len(lengths), max(lengths)) == (32768, 29, 8192)
     assert lengths == WORKLOADS["ragged-log-normal"].lengths_q == log_normal_lengths()
+    for name in ("ragged-log-normal", "ragged-documents"):
+        packed, even = WORKLOADS[name], WORKLOADS[f"{name}-evened"]
+        assert abs(sum(even.lengths_q) / sum(packed.lengths_q) - 1) < 0.1
+        assert abs(work(even, "forward").flops / work(packed, "forward").flops - 1) < 0.1
     assert sorted(lengths)[len(lengths) // 2] < sum(lengths) / len(lengths)  # skewed, as documents are
 
 
