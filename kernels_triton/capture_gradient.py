@@ -29,6 +29,8 @@ from flexattn.kernels_triton.primitives import (
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
 
+FEW = 2**16  # elements of a capture that millions of scores may read each: n roundings in fp32 are off by some sqrt(n) / 2**25
+
 
 @kernel
 def _attn_bwd_captures_kernel(
@@ -225,9 +227,10 @@ def capture_gradients(
 ) -> None:
     """Write `gradients`, contiguous, of the captures that need one. `statistics` is what the dq kernel wrote.
 
-    Memory is linear in the captures. Sums are made by fp32 atomics, whose order varies from run to run. With `deterministic` they
-    are made in two stages: the largest addend, which no order changes, then int64 fixed-point sums with that as their unit, which
-    no order changes either. An addend is rounded to 2**-(62 - log2(batch * heads * sq * skv)) of the largest one.
+    Memory is linear in the captures. Sums are made by atomics, whose order varies from run to run: in fp32, of captures with few
+    elements in fp64. With `deterministic` they are made in two stages: the largest addend, which no order changes, then int64
+    fixed-point sums with that as their unit, which no order changes either. An addend is rounded to
+    2**-(62 - log2(batch * heads * sq * skv)) of the largest one.
     """
     x = problem
     tile = tile or x.tile(BIAS_GRADIENT)
@@ -249,7 +252,7 @@ def capture_gradients(
         launch(_attn_bwd_captures_kernel, programs, x.device, tile, arguments)
 
     if not deterministic:
-        sums = [torch.zeros(g.shape, dtype=torch.float32, device=x.device) for g in gradients]
+        sums = [g.new_zeros(g.shape, dtype=torch.float64 if g.numel() <= FEW else torch.float32) for g in gradients]
         run("add", sums, sums)
         for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total)

@@ -136,20 +136,22 @@ def diagonal_pointers(middle, length, rows, columns):
 @triton.jit
 def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVER_KV: tl.constexpr, MODE: tl.constexpr):
     # Adds a tile [queries, keys] of addends to sums[offset], after adding up over the queries, or keys, that all have one offset.
+    # A whole tile is reduced at once: of one axis after the other, Triton 3.7.1 fails to compile for sm_100 (its pass
+    # tritongpu-optimize-tmem-layouts).
     if OVER_Q and OVER_KV:
-        value = tl.sum(tl.sum(value, 1), 0)
+        value = tl.sum(value)
     elif OVER_Q:
         value = tl.sum(value, 0)[None, :]
     elif OVER_KV:
         value = tl.sum(value, 1)[:, None]
     if MODE == "add":
-        tl.atomic_add(sums + offset, value, mask=inside & (value != 0.0), sem="relaxed")
+        tl.atomic_add(sums + offset, value.to(sums.dtype.element_ty), mask=inside & (value != 0.0), sem="relaxed")
     else:
         value = tl.where(inside, value, 0.0)
         if MODE == "max":  # of floats that are not negative, whose bits are in their order
             largest = tl.abs(value)
             if not (OVER_Q and OVER_KV):
-                largest = tl.max(tl.max(tl.where(largest == largest, largest, float("inf")), 1), 0)
+                largest = tl.max(tl.where(largest == largest, largest, float("inf")))
             tl.atomic_max(sums, largest.to(tl.int32, bitcast=True), sem="relaxed")
         else:
             fixed = tl.floor(value * tl.load(scale_ptr) + 0.5).to(tl.int64)
