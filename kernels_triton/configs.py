@@ -291,6 +291,18 @@ HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}
 """Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
 
 
+# Where the keys of few queries are split between programs (`splits.py`). Not measured: by bench/results/decode_h200.json a program
+# takes 1.3 us for a block of 128 keys, so that four of them are worth what combining the parts costs, some 3 us.
+SPLIT_QUERIES = 128
+"""Of the longest sequence, at most: what has more was measured without a split."""
+SPLIT_BLOCKS = 4
+"""Of keys, at least, for each split."""
+SPLIT_MOST = 128
+"""Splits of a tile, at most: the lse of all of them are in registers at once."""
+SPLIT_PROGRAMS = 2
+"""Programs of the portable kernel for each multiprocessor; those of sm_90 have one."""
+
+
 def select_hopper_tile(
     head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False, kind: Kind = "open", length: int = NEVER - 1
 ) -> HopperTile:

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.block_lists import listed_tile, load_block_lists
-from flexattn.kernels_triton.configs import FORWARD, Tile
-from flexattn.kernels_triton.launch import kernel, launch
+from flexattn.kernels_triton.configs import FORWARD, SPLIT_PROGRAMS, Tile
+from flexattn.kernels_triton.launch import kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import (
     FP8_OFFSET,
     LN2,
@@ -34,6 +34,7 @@ from flexattn.kernels_triton.primitives import (
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.quantize import transposed
+from flexattn.kernels_triton.splits import Parts, Splits, combine_splits, part_row, range_of_split, share_of_split
 
 
 @triton.jit
@@ -213,7 +214,8 @@ def _attn_fwd_kernel(
     stride_os,
     stride_oh,
     lse_ptr,
-    max_logit_ptr,  # [h, b * blocks] or None: the largest logit that each block of queries saw
+    max_logit_ptr,  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
+    num_splits,  # of the keys, of which out and lse are then parts, as `splits.Parts` has them; None: one program takes all keys
     v_t_ptr,  # v as `transpose_tokens` copies it
     stride_vtb,
     stride_vth,
@@ -226,10 +228,20 @@ def _attn_fwd_kernel(
     V1: tl.constexpr = META.V1
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
+    split = 0
+    if num_splits is not None:
+        split = pid % num_splits
+        pid = pid // num_splits
+        rows_before = part_row(split, batch, num_heads, num_tokens_q, META)
+        out_ptr += rows_before * META.HEAD_DIM_V
+        lse_ptr += rows_before
     block = blocks - 1 - pid % blocks  # under a causal band the last block has the most to do: start with it
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
+    place = (h * batch + b) * blocks + block  # of what is left for each block of queries
+    if num_splits is not None:
+        place = place * num_splits + split
     start_q, len_q, slot_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
@@ -258,7 +270,7 @@ def _attn_fwd_kernel(
             tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end)
         if first_row >= len_q:
             if max_logit_ptr is not None:
-                tl.store(max_logit_ptr + (h * batch + b) * blocks + block, float("-inf"))
+                tl.store(max_logit_ptr + place, float("-inf"))
             return
 
     q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
@@ -290,6 +302,9 @@ def _attn_fwd_kernel(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
     )
     masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
+    if num_splits is not None and META.BLOCK_SIZE_Q == 0:
+        begin, full_begin, full_end, end = range_of_split(begin, full_begin, full_end, end, split, num_splits, META.BLOCK_N)
+    rest_begin = full_end
     if META.BLOCK_SIZE_Q > 0:
         row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
         masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = load_block_lists(
@@ -308,6 +323,10 @@ def _attn_fwd_kernel(
             META.HAS_LEFT,
             META,
         )
+        full_begin, rest_begin = 0, 0
+        if num_splits is not None:
+            full_begin, full_end = share_of_split(full_end, split, num_splits)
+            rest_begin, end = share_of_split(end, split, num_splits)
     # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
     # With a block mask 1: blocks that are seen whole; 2: all others.
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):
@@ -326,7 +345,7 @@ def _attn_fwd_kernel(
             v_offsets,
             bias_base,
             rng_state_ptr,
-            0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end)),
+            begin if phase == 0 else (full_begin if phase == 1 else rest_begin),
             full_begin if phase == 0 else (full_end if phase == 1 else end),
             first_row,
             len_q,
@@ -360,10 +379,12 @@ def _attn_fwd_kernel(
     is_real = rows < len_q
     if max_logit_ptr is not None:
         largest = tl.max(tl.where(is_real, row_max, float("-inf")), 0) * LN2
-        tl.store(max_logit_ptr + (h * batch + b) * blocks + block, largest)
+        tl.store(max_logit_ptr + place, largest)
     rescale = tl.zeros([BLOCK_M], tl.float32) + (keep_scale if META.HAS_DROPOUT else 1.0)
     if META.HAS_SINK:
         sink = load_sink(softmax_offset_ptr, h, META)
+        if num_splits is not None:
+            sink = tl.where(split == 0, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
         origin = tl.where(new_max == float("-inf"), 0.0, new_max)
         decay = tl.exp2(row_max - origin)
@@ -386,10 +407,24 @@ def _attn_fwd_kernel(
         store_tile(out_pointer, out1, out_offsets, first_row, slot_q, BLOCK_M, V0, V1, META.HEAD_DIM_V)
 
 
+def splits_of(problem: Problem, tile: Tile) -> Splits:
+    """In how many parts `attention_forward` takes the keys."""
+    tiles = triton.cdiv(problem.longest_q, tile.block_m) * problem.num_heads * problem.batch
+    return Splits.of(problem, tiles, tile.block_n, SPLIT_PROGRAMS * num_processors(problem.device))
+
+
 def attention_forward(
-    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, tile: Tile | None = None
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    max_logit: Tensor | None = None,
+    tile: Tile | None = None,
+    splits: int | None = None,
 ) -> None:
-    """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h]."""
+    """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
+
+    splits: parts of the keys; None: `splits_of`.
+    """
     x = problem
     if x.batch == 0:  # no program to write the padding
         out.zero_()
@@ -398,11 +433,17 @@ def attention_forward(
             max_logit.fill_(float("-inf"))
         return
     tile = tile or x.tile(FORWARD)
-    meta = x.meta(tile, (out,))
+    splits = splits_of(x, tile).count if splits is None else splits
+    parts = Parts.empty(splits, lse, out.shape[-1]) if splits > 1 else None
+    rows = out if parts is None else parts.rows(lse)
+    meta = x.meta(tile, (rows,))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
-    partial = max_logit.new_empty((x.num_heads, x.batch * blocks)) if max_logit is not None else None
+    largest = max_logit.new_empty((x.num_heads, x.batch * blocks * splits)) if max_logit is not None else None
     v_t = transposed(x, "v")
-    arguments = (*x.arguments(meta), out, *row_strides(out, meta), lse, partial, *v_t, x.mods, meta)
-    launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch, out.device, tile, arguments)
-    if max_logit is not None and partial is not None:
-        torch.amax(partial, 1, out=max_logit)
+    written = (rows, *row_strides(rows, meta), lse if parts is None else parts.lse, largest, None if parts is None else splits)
+    arguments = (*x.arguments(meta), *written, *v_t, x.mods, meta)
+    launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch * splits, out.device, tile, arguments)
+    if parts is not None:
+        combine_splits(x, parts, out, lse)
+    if max_logit is not None and largest is not None:
+        torch.amax(largest, 1, out=max_logit)

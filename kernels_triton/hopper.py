@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.block_lists import listed_tile, load_block_list
 from flexattn.kernels_triton.primitives import behind, load_head, load_sequence, logits
+from flexattn.kernels_triton.splits import share_of_split
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -291,6 +292,19 @@ def key_block(t, found, META: gl.constexpr):
         return _listed_block(t, found, META.BLOCK_SIZE_KV, META.BLOCK_N)
     else:
         return (found + t) * META.BLOCK_N, False
+
+
+@gluon.jit
+def blocks_of_split(split, num_splits, num_blocks, found, META: gl.constexpr):
+    # Of what `blocks_of_keys` says a split's share, of a block mask in whole blocks of it
+    if META.BLOCK_SIZE_Q > 0:
+        TILES: gl.constexpr = META.BLOCK_SIZE_KV // META.BLOCK_N
+        masked_ptr, num_masked, full_ptr = found
+        first, last = share_of_split(num_blocks // TILES, split, num_splits)
+        return (last - first) * TILES, (masked_ptr + first, num_masked - first, full_ptr)
+    else:
+        first, last = share_of_split(num_blocks, split, num_splits)
+        return last - first, found + first
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ from flexattn.kernels_triton.hopper import (
     allocate_barriers,
     batch_steps_of,
     blocks_of_keys,
+    blocks_of_split,
     descriptor_error,
     heads_per_section,
     in_sections,
@@ -58,6 +59,7 @@ from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch,
 from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
+from flexattn.kernels_triton.splits import Parts, Splits, combine_splits, part_row
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
@@ -88,6 +90,7 @@ class ForwardMeta(NamedTuple):
     BLOCK_SIZE_Q: int
     BLOCK_SIZE_KV: int
     GROUP: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
+    IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them
     LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
@@ -125,10 +128,34 @@ def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, MET
 
 
 @gluon.jit
-def _tile_of(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
-    # (first query, first head, batch) of piece t
+def _amount_of_work(table_ptr, work, META: gl.constexpr):
+    batch, num_heads, _, blocks, _, num_splits = work
+    amount = amount_of_work(table_ptr, batch, num_heads // META.GROUP, blocks, META)
+    if META.IS_SPLIT:
+        amount = amount * num_splits
+    return amount
+
+
+@gluon.jit
+def _tile_of(t, table_ptr, work, META: gl.constexpr):
+    # (first query, first head, batch, split) of piece t
+    batch, num_heads, _, blocks, heads_per_section, num_splits = work
+    split = 0
+    if META.IS_SPLIT:
+        split = t % num_splits
+        t = t // num_splits
     first_row, h, b = piece_of_work(t, table_ptr, batch, num_heads // META.GROUP, blocks, heads_per_section, META)
-    return first_row // META.GROUP, h * META.GROUP, b
+    return first_row // META.GROUP, h * META.GROUP, b, split
+
+
+@gluon.jit
+def _blocks_of_tile(first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META: gl.constexpr):
+    # The blocks of keys of a tile, or of its split, as `blocks_of_keys` gives them
+    QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
+    num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, QUERIES)
+    if META.IS_SPLIT:
+        num_blocks, found = blocks_of_split(split, num_splits, num_blocks, found, META)
+    return num_blocks, found
 
 
 @gluon.jit
@@ -137,25 +164,25 @@ def _load_partition(common, META: gl.constexpr):
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
-    batch, num_heads, group_size, blocks, heads_per_section = work
+    batch, _, group_size, _, _, num_splits = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, _, _ = steps
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QK0: gl.constexpr = META.QK0
     GROUP: gl.constexpr = META.GROUP
-    amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
+    amount = _amount_of_work(table_ptr, work, META)
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b, split = _tile_of(piece, table_ptr, work, META)
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(
-            first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+        num_blocks, found = _blocks_of_tile(
+            first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META
         )
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
@@ -300,11 +327,11 @@ def _compute_partition(
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
-    lse_ptr, max_logit_ptr = outputs
+    lse_ptr, max_logit_ptr, parts_ptr = outputs
     _, _, _, out_descriptor, _, _ = descriptors
     q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
-    batch, num_heads, _, blocks, heads_per_section = work
+    batch, num_heads, _, _, _, num_splits = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     _, _, _, _, _, _, step_os, step_oh = steps
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -319,18 +346,18 @@ def _compute_partition(
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(dropout, META)
-    amount = amount_of_work(table_ptr, batch, num_heads // GROUP, blocks, META)
+    amount = _amount_of_work(table_ptr, work, META)
     if META.TAKES_TURNS and CONSUMER == 1:
         named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
-        first_row, h, b = _tile_of(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b, split = _tile_of(piece, table_ptr, work, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(
-            first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+        num_blocks, found = _blocks_of_tile(
+            first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META
         )
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
         skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
@@ -351,6 +378,8 @@ def _compute_partition(
             sink = 0.0
             if META.HAS_OFFSET:
                 sink = gl.load(softmax_offset_ptr + h_of_rows).to(gl.float32) * LOG2E
+            if META.IS_SPLIT:
+                sink = gl.where(split == 0, sink, float("-inf"))
             if not META.HAS_MAX_LOGIT:  # the sink is none
                 row_max = gl.maximum(row_max, sink)
                 row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
@@ -429,15 +458,23 @@ def _compute_partition(
                 row_sum = row_sum * decay + gl.exp2(sink - origin)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
+        if META.IS_SPLIT:
+            lse_row = lse_row + part_row(split, batch, num_heads, num_tokens_q, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-        out_tile = out_tiles.index(CONSUMER)
-        tma.store_wait(0)
-        out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
-        fence_async_shared()
-        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
+        if META.IS_SPLIT:  # in fp32, for which there is no room in shared memory; few of the rows are queries
+            part_rows = gl.convert_layout((lse_row + rows) * V0, gl.SliceLayout(1, OUT))[:, None]
+            is_query = gl.convert_layout(rows < len_q, gl.SliceLayout(1, OUT))[:, None]
+            part_columns = gl.arange(0, V0, layout=gl.SliceLayout(0, OUT))[None, :]
+            gl.store(parts_ptr + part_rows + part_columns, acc, mask=is_query)
+        else:
+            out_tile = out_tiles.index(CONSUMER)
+            tma.store_wait(0)
+            out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
+            fence_async_shared()
+            store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
         if META.OUT_IN_Q:
             tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
             mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -499,6 +536,8 @@ def _attn_fwd_hopper_kernel(
     dropout_threshold,
     keep_scale,
     max_logit_ptr,  # or None; [h], -inf before
+    parts_ptr,  # with IS_SPLIT, where out goes; lse is then of the parts too
+    num_splits,
     block_counts_ptr,  # of the block mask, the lists of key blocks
     block_indices_ptr,
     full_counts_ptr,
@@ -515,7 +554,7 @@ def _attn_fwd_hopper_kernel(
     REGISTERS: gl.constexpr = META.REGISTERS
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
     q_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    if META.OUT_IN_Q:
+    if META.OUT_IN_Q or META.IS_SPLIT:
         out_tiles = q_tiles
     else:
         out_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout)
@@ -540,7 +579,7 @@ def _attn_fwd_hopper_kernel(
     )
     descriptors = (q_descriptor, k_descriptor, v_descriptor, out_descriptor, q1_descriptor, k1_descriptor)
     tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles)
-    work = (batch, num_heads, group_size, blocks, heads_per_section)
+    work = (batch, num_heads, group_size, blocks, heads_per_section, num_splits)
     steps = (step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, step_os, step_oh)
     scalars = (num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
@@ -549,7 +588,7 @@ def _attn_fwd_hopper_kernel(
     bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
     mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
     dropout = (rng_state_ptr, dropout_threshold, keep_scale, 0)
-    outputs = (lse_ptr, max_logit_ptr)
+    outputs = (lse_ptr, max_logit_ptr, parts_ptr)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [
@@ -677,6 +716,12 @@ def tile_of(problem: Problem) -> HopperTile:
     return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=_kind_of(x)[0], length=length)
 
 
+def splits_of(problem: Problem, tile: HopperTile, group: int) -> Splits:
+    """In how many parts `hopper_forward` takes the keys, with so many heads a tile."""
+    tiles = triton.cdiv(problem.longest_q, tile.block_m // group) * problem.batch * problem.num_heads // group
+    return Splits.of(problem, tiles, tile.block_n, num_processors(problem.device))
+
+
 def hopper_forward(
     problem: Problem,
     out: Tensor,
@@ -684,10 +729,12 @@ def hopper_forward(
     max_logit: Tensor | None = None,
     tile: HopperTile | None = None,
     group: int | None = None,
+    splits: int | None = None,
 ) -> None:
     """`forward.attention_forward` for a problem that `refusal` has no objection to.
 
     group: query heads of a tile; None: `heads_of_a_tile`.
+    splits: parts of the keys; None: `splits_of`.
     """
     x = problem
     tile = tile or tile_of(x)
@@ -696,6 +743,8 @@ def hopper_forward(
     group = heads_of_a_tile(x, tile) if group is None else group
     queries = tile.block_m // group
     blocks = triton.cdiv(x.longest_q, queries)
+    splits = splits_of(x, tile, group).count if splits is None else splits
+    parts = Parts.empty(splits, lse, tile.head_dim_v) if splits > 1 else None
     group_bytes = x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * x.q.element_size()
     meta = ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
@@ -711,6 +760,7 @@ def hopper_forward(
         HAS_MAX_LOGIT=max_logit is not None,
         **x.score_meta(),
         GROUP=group,
+        IS_SPLIT=parts is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         QK0=qk0,
@@ -719,7 +769,7 @@ def hopper_forward(
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
-        OUT_IN_Q=tile.out_in_q,
+        OUT_IN_Q=tile.out_in_q and parts is None,
         REGISTERS=tile.registers,
         SKIPS=x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
         Q_STAGES=tile.q_stages,
@@ -735,19 +785,18 @@ def hopper_forward(
         descriptors += descriptors[:2]
     if has_lengths:
         table = work_table(x, queries, "q")
-        zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     launch(
         _attn_fwd_hopper_kernel,
-        min(num_processors(out.device), blocks * x.batch * x.num_heads // group),
+        min(num_processors(out.device), blocks * x.batch * x.num_heads // group * splits),
         out.device,
         Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
         (
             *descriptors,
-            lse,
+            lse if parts is None else parts.lse,
             x.softmax_offset,
             x.cu_seqlens_q,
             x.cu_seqlens_kv,
@@ -770,8 +819,14 @@ def hopper_forward(
             *x.score_arguments(),
             *x.dropout_arguments(),
             max_logit,
+            None if parts is None else parts.out,
+            None if parts is None else splits,
             *x.list_arguments("kv"),
             x.mods,
             meta,
         ),
     )
+    if parts is not None:
+        combine_splits(x, parts, out, lse)
+    if has_lengths:
+        zero_padding(x, out, "q", lse)
