@@ -30,7 +30,7 @@ class Splits(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, tiles: int, block_n: int, programs: int) -> Splits:
-        """Of a problem with so many tiles, whose keys come in blocks of `block_n`, on a device with room for `programs` programs."""
+        """Of a problem with so many tiles, with keys in blocks of `block_n`, on a device with room for `programs` programs."""
         if problem.longest_q > SPLIT_QUERIES:
             return cls(1, f"SPLIT_QUERIES is {SPLIT_QUERIES}, and the longest sequence has {problem.longest_q} queries")
         if 2 * tiles > programs:
@@ -39,7 +39,10 @@ class Splits(NamedTuple):
         if blocks < 2 * SPLIT_BLOCKS:
             return cls(1, f"{blocks} blocks of {block_n} keys are too few for two splits of SPLIT_BLOCKS, {SPLIT_BLOCKS}")
         count = min(programs // tiles, blocks // SPLIT_BLOCKS, SPLIT_MOST)
-        return cls(count, f"{tiles} tiles of up to {blocks} blocks of {block_n} keys, on a device with room for {programs} programs")
+        return cls(
+            count,
+            f"{tiles} tiles of up to {blocks} blocks of {block_n} keys on a device with room for {programs} programs; not measured",
+        )
 
 
 def most_keys(problem: Problem) -> int:
