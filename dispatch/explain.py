@@ -56,5 +56,13 @@ def _section(spec: AttentionSpec, direction: Direction, decision: Decision, kern
     if kernels is None:
         return [f"{direction}: {decision.backend}", *(f"  {line}" for line in lines)]
     others = [f"not {family}: {reason}" for family, reason in kernels.rejected]
-    lines[1:1] = [f"{kernels.family}: {kernels.why}", *others]
+    lines[1:1] = [f"{kernels.family}: {kernels.why}", *others, *_splits(kernels)]
     return [f"{direction}: {decision.backend} ({kernels.family})", *(f"  {line}" for line in lines)]
+
+
+def _splits(kernels: Kernels) -> list[str]:
+    """What there is to say about few queries."""
+    if kernels.splits is None or not kernels.splits.why:
+        return []
+    count = kernels.splits.count
+    return [f"keys {'not split' if count == 1 else f'in {count} splits'}: {kernels.splits.why}"]

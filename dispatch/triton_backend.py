@@ -19,6 +19,7 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.problem import Problem
+    from flexattn.kernels_triton.splits import Splits
 
 SUPPORT_IS_FINAL = True
 _PROCESSORS = 132  # of a GPU that is only asked about: an H200's
@@ -113,8 +114,9 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    from flexattn.kernels_triton.configs import FORWARD
     from flexattn.kernels_triton.diagonals import with_diagonals
-    from flexattn.kernels_triton.forward import attention_forward
+    from flexattn.kernels_triton.forward import attention_forward, splits_of
     from flexattn.kernels_triton.mask_blocks import with_mask_blocks
 
     out, lse, max_logit = empty_outputs(spec, x)
@@ -122,6 +124,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     rows = as_bshd(out, spec.q_format)
     wanted = max_logit if spec.return_max_logit else None
     if not _hopper_forward(spec, problem, rows, lse, wanted):
+        _notes(lambda: splits_of(problem, problem.tile(FORWARD)))
         attention_forward(problem, rows, lse, wanted)
     return out, lse, max_logit
 
@@ -146,6 +149,8 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
     objection = hopper.objection(problem) if wish == "auto" else None
     if not _takes("sm_90", objection or hopper.refusal(problem, out)):
         return False
+    tile = hopper.tile_of(problem)
+    _notes(lambda: hopper.splits_of(problem, tile, hopper.heads_of_a_tile(problem, tile)))
     hopper.hopper_forward(problem, out, lse, max_logit)
     return True
 
@@ -245,15 +250,26 @@ class Kernels(NamedTuple):
     family: str  # "portable", "sm_90", "sm_90 one pass", "sm_90 split", "sm_90 FP8", "sm_90 FP8 one pass"
     why: str
     rejected: tuple[tuple[str, str], ...]  # (family, reason) of each one that was asked first
+    splits: Splits | None = None  # of the keys, in a forward; None where the kernel has no splits
 
 
-_considered: ContextVar[list[tuple[str, str | None]] | None] = ContextVar("considered", default=None)
+class _Considered(NamedTuple):
+    families: list[tuple[str, str | None]]
+    splits: list[Splits]
+
+
+_considered: ContextVar[_Considered | None] = ContextVar("considered", default=None)
 
 
 def _takes(family: str, objection: str | None) -> bool:
     if (considered := _considered.get()) is not None:
-        considered.append((family, objection))
+        considered.families.append((family, objection))
     return objection is None
+
+
+def _notes(splits: Callable[[], Splits]) -> None:
+    if (considered := _considered.get()) is not None:
+        considered.splits.append(splits())
 
 
 def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernels | None:
@@ -266,29 +282,31 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
     from flexattn.kernels_triton.launch import pretended_device, recorded_launches
 
     capability, x = spec.capability or (0, 0), x.on_meta()
-    considered: list[tuple[str, str | None]] = []
+    considered = _Considered([], [])
     token = _considered.set(considered)
     try:
         with torch.no_grad(), pretended_device(10 * capability[0] + capability[1], _PROCESSORS), recorded_launches():
             out, lse, _ = forward(spec, x)
             if direction == "backward":
-                considered.clear()
+                considered.families.clear()
+                considered.splits.clear()
                 backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
     finally:
         _considered.reset(token)
-    rejected = tuple((family, reason) for family, reason in considered if reason is not None)
-    chosen = next((family for family, reason in considered if reason is None), None)
+    rejected = tuple((family, reason) for family, reason in considered.families if reason is not None)
+    chosen = next((family for family, reason in considered.families if reason is None), None)
+    splits = considered.splits[0] if considered.splits else None
     wish = _hopper_wish(spec)
     if chosen is not None:
         why = "FLEXATTN_HOPPER=always asks for them" if wish == "always" else "measured to be faster for such a call"
-        return Kernels(chosen, why, rejected)
+        return Kernels(chosen, why, rejected, splits)
     if spec.capability != (9, 0):
         why = "those of sm_90 need compute capability 9.0"
     elif wish == "never":
         why = "FLEXATTN_HOPPER=never asks for them" if options.hopper() == "never" else "Triton's interpreter runs no others"
     else:
         why = "no others run such a call" if not rejected else "no others run it, or were measured to be faster"
-    return Kernels("portable", why, rejected)
+    return Kernels("portable", why, rejected, splits)
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:

@@ -292,11 +292,11 @@ HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}
 
 
 # Where the keys of few queries are split between programs (`splits.py`). Not measured: by bench/results/decode_h200.json a program
-# takes 1.3 us for a block of 128 keys, so that four of them are worth what combining the parts costs, some 3 us.
+# takes 1.3 us for 128 keys, so that two splits of these many save what combining them costs, if that is no more than 5 us.
 SPLIT_QUERIES = 128
 """Of the longest sequence, at most: what has more was measured without a split."""
-SPLIT_BLOCKS = 4
-"""Of keys, at least, for each split."""
+SPLIT_KEYS = 512
+"""At least, for each split."""
 SPLIT_MOST = 128
 """Splits of a tile, at most: the lse of all of them are in registers at once."""
 SPLIT_PROGRAMS = 2

@@ -410,7 +410,7 @@ def _attn_fwd_kernel(
 def splits_of(problem: Problem, tile: Tile) -> Splits:
     """In how many parts `attention_forward` takes the keys."""
     tiles = triton.cdiv(problem.longest_q, tile.block_m) * problem.num_heads * problem.batch
-    return Splits.of(problem, tiles, tile.block_n, SPLIT_PROGRAMS * num_processors(problem.device))
+    return Splits.of(problem, tiles, SPLIT_PROGRAMS * num_processors(problem.device))
 
 
 def attention_forward(

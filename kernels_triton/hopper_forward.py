@@ -719,7 +719,7 @@ def tile_of(problem: Problem) -> HopperTile:
 def splits_of(problem: Problem, tile: HopperTile, group: int) -> Splits:
     """In how many parts `hopper_forward` takes the keys, with so many heads a tile."""
     tiles = triton.cdiv(problem.longest_q, tile.block_m // group) * problem.batch * problem.num_heads // group
-    return Splits.of(problem, tiles, tile.block_n, num_processors(problem.device))
+    return Splits.of(problem, tiles, num_processors(problem.device))
 
 
 def hopper_forward(

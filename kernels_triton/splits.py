@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import SPLIT_BLOCKS, SPLIT_MOST, SPLIT_QUERIES, Tile
+from flexattn.kernels_triton.configs import SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import LN2, LOG2E, row_pointer
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -26,23 +26,20 @@ class Splits(NamedTuple):
     """In how many parts the keys of a tile are taken."""
 
     count: int
-    why: str
+    why: str  # "" for more queries than are ever split
 
     @classmethod
-    def of(cls, problem: Problem, tiles: int, block_n: int, programs: int) -> Splits:
-        """Of a problem with so many tiles, with keys in blocks of `block_n`, on a device with room for `programs` programs."""
+    def of(cls, problem: Problem, tiles: int, programs: int) -> Splits:
+        """Of a problem with so many tiles, on a device with room for `programs` programs."""
         if problem.longest_q > SPLIT_QUERIES:
-            return cls(1, f"SPLIT_QUERIES is {SPLIT_QUERIES}, and the longest sequence has {problem.longest_q} queries")
+            return cls(1, "")
         if 2 * tiles > programs:
-            return cls(1, f"{tiles} tiles fill a device with room for {programs} programs")
-        blocks = triton.cdiv(most_keys(problem), block_n)
-        if blocks < 2 * SPLIT_BLOCKS:
-            return cls(1, f"{blocks} blocks of {block_n} keys are too few for two splits of SPLIT_BLOCKS, {SPLIT_BLOCKS}")
-        count = min(programs // tiles, blocks // SPLIT_BLOCKS, SPLIT_MOST)
-        return cls(
-            count,
-            f"{tiles} tiles of up to {blocks} blocks of {block_n} keys on a device with room for {programs} programs; not measured",
-        )
+            return cls(1, f"{tiles} tiles, on a device with room for {programs} programs")
+        keys = most_keys(problem)
+        if keys < 2 * SPLIT_KEYS:
+            return cls(1, f"SPLIT_KEYS is {SPLIT_KEYS}, and {keys} keys are fewer than two splits of them")
+        count = min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST)
+        return cls(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs; not measured")
 
 
 def most_keys(problem: Problem) -> int:

@@ -236,6 +236,9 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
         ("--q 2,4096,16,128 --window 99,0", ["forward: triton (portable)", "  not sm_90 one pass: windows of fewer than 1024"]),
         ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),
         ("--q 2,64,16,128", ["not sm_90: open_from of its row is 512 tokens, and the longest sequence has 64", "too few for this"]),
+        ("--q 1,1,32,128 --kv 1,65536,8,128", ["forward: triton (sm_90)", "keys in 16 splits: 8 tiles of up to 65536 keys"]),
+        ("--q 64,1,32,128 --kv 64,8192,8,128", ["keys not split: 512 tiles, on a device with room for 132 programs"]),
+        ("--q 1,1,32,128 --kv 1,65536,8,128 --fp8 head", ["(portable)", "keys in 8 splits: 32 tiles"]),
         ("--q 2,16384,16,128 --capability 8.0", ["(portable)", "portable: those of sm_90 need compute capability 9.0"]),
     ],
 )

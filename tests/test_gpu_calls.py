@@ -34,6 +34,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full, d 64": ({"qkv_format": "bhsd", "lengths_q": [70, 70], "dtype": torch.float16, "head_dim_qk": 64, "head_dim_v": 64}, {}),
     "strided": ({"qkv_format": "sbhd", "lengths_q": [200], "lengths_kv": [300], "strided": True, **LONG}, {"window_size": (50, 9)}),
     "packed": ({"qkv_format": "thd", "lengths_q": [200, 0, 333, 1], "gap": 3, **LONG}, {"attn_mask_type": "padding_causal"}),
+    "split keys": (
+        {"qkv_format": "thd", "lengths_q": [3, 1], "lengths_kv": [4000, 3000], "gap": 3, **LONG},
+        {"attn_mask_type": "padding_causal_bottom_right"},
+    ),
     "mod": ({"qkv_format": "bshd", "lengths_q": [150], **LONG}, {"score_mod": biased}),
     "everything": (
         {"qkv_format": "bshd", "lengths_q": [150, 150], "lengths_kv": [180, 180], **LONG},

@@ -170,8 +170,8 @@ PLANTED = {
     ),
     "forward: out is stored without a fence": (
         "hopper_forward",
-        "        fence_async_shared()\n        store_rows(",
-        "        store_rows(",
+        "            fence_async_shared()\n            store_rows(",
+        "            store_rows(",
     ),
     "forward: q is released before its last scores": (
         "hopper_forward",

@@ -55,6 +55,7 @@ CASES = {
     "mods": ({"qkv_format": "bhsd", "lengths_q": [40, 40]}, {"score_mod": biased}),
     "a table": ({"qkv_format": "bshd", "lengths_q": [40, 40]}, {"score_mod": relative, "attn_mask_type": "causal"}),
     "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
+    "split keys": ({"qkv_format": "bshd", "lengths_q": [3], "lengths_kv": [1100]}, {"attn_mask_type": "causal_bottom_right"}),
     "fp8": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal", "fp8_recipe": flexattn.fp8.Recipe()}),
     "fp8 by block": (
         {"qkv_format": "thd", "lengths_q": [70, 0, 33]},
@@ -158,6 +159,7 @@ def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
     assert done.stdout.count("_kernel") > 20
     assert done.stdout.count("_mask_blocks_kernel") == 5  # a forward has one, a backward two, and one in one pass
     assert done.stdout.count("_diagonals_kernel") == 4
+    assert done.stdout.count("_combine_splits_kernel") == 2
 
 
 def test_a_kernel_is_kept_for_no_other_arguments_than_triton_compiles_it_for() -> None:
