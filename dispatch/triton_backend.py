@@ -114,9 +114,8 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    from flexattn.kernels_triton.configs import FORWARD
     from flexattn.kernels_triton.diagonals import with_diagonals
-    from flexattn.kernels_triton.forward import attention_forward, splits_of
+    from flexattn.kernels_triton.forward import attention_forward
     from flexattn.kernels_triton.mask_blocks import with_mask_blocks
 
     out, lse, max_logit = empty_outputs(spec, x)
@@ -124,7 +123,8 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     rows = as_bshd(out, spec.q_format)
     wanted = max_logit if spec.return_max_logit else None
     if not _hopper_forward(spec, problem, rows, lse, wanted):
-        _notes(lambda: splits_of(problem, problem.tile(FORWARD)))
+        if (considered := _considered.get()) is not None:
+            considered.splits.append(_portable_splits(problem))
         attention_forward(problem, rows, lse, wanted)
     return out, lse, max_logit
 
@@ -149,8 +149,8 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
     objection = hopper.objection(problem) if wish == "auto" else None
     if not _takes("sm_90", objection or hopper.refusal(problem, out)):
         return False
-    tile = hopper.tile_of(problem)
-    _notes(lambda: hopper.splits_of(problem, tile, hopper.heads_of_a_tile(problem, tile)))
+    if (considered := _considered.get()) is not None:
+        considered.splits.append(_hopper_splits(problem))
     hopper.hopper_forward(problem, out, lse, max_logit)
     return True
 
@@ -267,9 +267,20 @@ def _takes(family: str, objection: str | None) -> bool:
     return objection is None
 
 
-def _notes(splits: Callable[[], Splits]) -> None:
-    if (considered := _considered.get()) is not None:
-        considered.splits.append(splits())
+def _portable_splits(problem: Problem) -> Splits:
+    from flexattn.kernels_triton.configs import FORWARD
+    from flexattn.kernels_triton.forward import tiles_and_room
+    from flexattn.kernels_triton.splits import splits_of
+
+    return splits_of(problem, *tiles_and_room(problem, problem.tile(FORWARD)))
+
+
+def _hopper_splits(problem: Problem) -> Splits:
+    from flexattn.kernels_triton.hopper_forward import heads_of_a_tile, tile_of, tiles_and_room
+    from flexattn.kernels_triton.splits import splits_of
+
+    tile = tile_of(problem)
+    return splits_of(problem, *tiles_and_room(problem, tile, heads_of_a_tile(problem, tile)))
 
 
 def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernels | None:

@@ -34,7 +34,7 @@ from flexattn.kernels_triton.primitives import (
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.quantize import transposed
-from flexattn.kernels_triton.splits import Parts, Splits, combine_splits, part_row, range_of_split, share_of_split
+from flexattn.kernels_triton.splits import Parts, combine_splits, number_of_splits, part_row, range_of_split, share_of_split
 
 
 @triton.jit
@@ -407,10 +407,10 @@ def _attn_fwd_kernel(
         store_tile(out_pointer, out1, out_offsets, first_row, slot_q, BLOCK_M, V0, V1, META.HEAD_DIM_V)
 
 
-def splits_of(problem: Problem, tile: Tile) -> Splits:
-    """In how many parts `attention_forward` takes the keys."""
-    tiles = triton.cdiv(problem.longest_q, tile.block_m) * problem.num_heads * problem.batch
-    return Splits.of(problem, tiles, SPLIT_PROGRAMS * num_processors(problem.device))
+def tiles_and_room(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """(tiles, programs that the device has room for), for `number_of_splits`."""
+    tiles = -(-problem.longest_q // tile.block_m) * problem.num_heads * problem.batch
+    return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
 
 
 def attention_forward(
@@ -423,7 +423,7 @@ def attention_forward(
 ) -> None:
     """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
 
-    splits: parts of the keys; None: `splits_of`.
+    splits: parts of the keys; None: `number_of_splits`.
     """
     x = problem
     if x.batch == 0:  # no program to write the padding
@@ -433,16 +433,16 @@ def attention_forward(
             max_logit.fill_(float("-inf"))
         return
     tile = tile or x.tile(FORWARD)
-    splits = splits_of(x, tile).count if splits is None else splits
+    tiles, room = tiles_and_room(x, tile)
+    splits = number_of_splits(x, tiles, room) if splits is None else splits
     parts = Parts.empty(splits, lse, out.shape[-1]) if splits > 1 else None
     rows = out if parts is None else parts.rows(lse)
     meta = x.meta(tile, (rows,))
-    blocks = triton.cdiv(x.longest_q, tile.block_m)
-    largest = max_logit.new_empty((x.num_heads, x.batch * blocks * splits)) if max_logit is not None else None
+    largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None
     v_t = transposed(x, "v")
     written = (rows, *row_strides(rows, meta), lse if parts is None else parts.lse, largest, None if parts is None else splits)
     arguments = (*x.arguments(meta), *written, *v_t, x.mods, meta)
-    launch(_attn_fwd_kernel, blocks * x.num_heads * x.batch * splits, out.device, tile, arguments)
+    launch(_attn_fwd_kernel, tiles * splits, out.device, tile, arguments)
     if parts is not None:
         combine_splits(x, parts, out, lse)
     if max_logit is not None and largest is not None:

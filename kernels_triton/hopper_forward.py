@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,7 +58,7 @@ from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch,
 from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
-from flexattn.kernels_triton.splits import Parts, Splits, combine_splits, part_row
+from flexattn.kernels_triton.splits import Parts, combine_splits, number_of_splits, part_row
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
@@ -716,10 +715,10 @@ def tile_of(problem: Problem) -> HopperTile:
     return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=_kind_of(x)[0], length=length)
 
 
-def splits_of(problem: Problem, tile: HopperTile, group: int) -> Splits:
-    """In how many parts `hopper_forward` takes the keys, with so many heads a tile."""
-    tiles = triton.cdiv(problem.longest_q, tile.block_m // group) * problem.batch * problem.num_heads // group
-    return Splits.of(problem, tiles, num_processors(problem.device))
+def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
+    """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
+    tiles = -(-problem.longest_q // (tile.block_m // group)) * problem.batch * problem.num_heads // group
+    return tiles, num_processors(problem.device)
 
 
 def hopper_forward(
@@ -734,7 +733,7 @@ def hopper_forward(
     """`forward.attention_forward` for a problem that `refusal` has no objection to.
 
     group: query heads of a tile; None: `heads_of_a_tile`.
-    splits: parts of the keys; None: `splits_of`.
+    splits: parts of the keys; None: `number_of_splits`.
     """
     x = problem
     tile = tile or tile_of(x)
@@ -742,8 +741,9 @@ def hopper_forward(
     has_lengths = x.cu_seqlens_q is not None
     group = heads_of_a_tile(x, tile) if group is None else group
     queries = tile.block_m // group
-    blocks = triton.cdiv(x.longest_q, queries)
-    splits = splits_of(x, tile, group).count if splits is None else splits
+    blocks = -(-x.longest_q // queries)
+    tiles, processors = tiles_and_room(x, tile, group)
+    splits = number_of_splits(x, tiles, processors) if splits is None else splits
     parts = Parts.empty(splits, lse, tile.head_dim_v) if splits > 1 else None
     group_bytes = x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * x.q.element_size()
     meta = ForwardMeta(
@@ -791,7 +791,7 @@ def hopper_forward(
         max_logit.fill_(float("-inf"))
     launch(
         _attn_fwd_hopper_kernel,
-        min(num_processors(out.device), blocks * x.batch * x.num_heads // group * splits),
+        min(processors, tiles * splits),
         out.device,
         Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
         (

@@ -23,23 +23,29 @@ _TILE = Tile(16, 128, 4, 1)  # splits at a time
 
 
 class Splits(NamedTuple):
-    """In how many parts the keys of a tile are taken."""
+    """In how many parts the keys of a tile are taken, and why: "" for more queries than are ever split."""
 
     count: int
-    why: str  # "" for more queries than are ever split
+    why: str
 
-    @classmethod
-    def of(cls, problem: Problem, tiles: int, programs: int) -> Splits:
-        """Of a problem with so many tiles, on a device with room for `programs` programs."""
-        if problem.longest_q > SPLIT_QUERIES:
-            return cls(1, "")
-        if 2 * tiles > programs:
-            return cls(1, f"{tiles} tiles, on a device with room for {programs} programs")
-        keys = most_keys(problem)
-        if keys < 2 * SPLIT_KEYS:
-            return cls(1, f"SPLIT_KEYS is {SPLIT_KEYS}, and {keys} keys are fewer than two splits of them")
-        count = min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST)
-        return cls(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs; not measured")
+
+def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
+    """Of a problem with so many tiles, on a device with room for `programs` programs."""
+    if problem.longest_q > SPLIT_QUERIES or problem.longest_kv < 2 * SPLIT_KEYS:
+        return 1
+    return max(1, min(programs // tiles, most_keys(problem) // SPLIT_KEYS, SPLIT_MOST))
+
+
+def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
+    """What `number_of_splits` says, with the reason."""
+    count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
+    if problem.longest_q > SPLIT_QUERIES:
+        return Splits(count, "")
+    if keys < 2 * SPLIT_KEYS:
+        return Splits(count, f"SPLIT_KEYS is {SPLIT_KEYS}, and {keys} keys are fewer than two splits of them")
+    if count == 1:
+        return Splits(count, f"{tiles} tiles, on a device with room for {programs} programs")
+    return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs; not measured")
 
 
 def most_keys(problem: Problem) -> int:

@@ -25,7 +25,6 @@ from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_
 from flexattn.kernels_triton.configs import HOPPER_FORWARD, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, HopperTile
 from flexattn.kernels_triton.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.kernels_triton.problem import Problem
-from flexattn.kernels_triton.splits import Splits
 from flexattn.score_mod import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs, reference_attention, reference_gradients
 
@@ -40,7 +39,7 @@ def split_in(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From here on keys are split in so many parts; the list says how often parts were combined."""
     combined: list[int] = []
     for module in (forward_kernels, hopper_forward):
-        monkeypatch.setattr(module, "splits_of", lambda *_: Splits(count, "a test says so"))
+        monkeypatch.setattr(module, "number_of_splits", lambda *_: count)
         monkeypatch.setattr(
             module, "combine_splits", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_splits(*given))
         )
@@ -254,8 +253,8 @@ def problem_of(sq: int, skv: int, heads: int = 32, dim: int = 128, dtype: torch.
     ],
 )
 def test_how_many_splits(problem: Problem, tiles: int, count: int) -> None:
-    found = Splits.of(problem, tiles, programs=132)
-    assert found.count == count
+    found = splits.splits_of(problem, tiles, programs=132)
+    assert found.count == splits.number_of_splits(problem, tiles, programs=132) == count
     assert found.count <= SPLIT_MOST
     assert bool(found.why) == (problem.longest_q <= SPLIT_QUERIES)
 
