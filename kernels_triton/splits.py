@@ -126,7 +126,7 @@ def _combine_splits_kernel(
     h = row // num_tokens_q % num_heads
     b = row // num_tokens_q // num_heads  # 0 of packed sequences
     splits = tl.arange(0, MOST)
-    lse_of_splits = tl.load(part_lse_ptr + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
+    lse_of_splits = tl.load(part_lse_ptr + splits.to(tl.int64) * num_rows + row, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
     origin = tl.where(largest == float("-inf"), 0.0, largest)  # of a row that sees nothing: exp2(-inf - 0) is 0
     total = tl.sum(tl.exp2((lse_of_splits - origin) * LOG2E), 0)
@@ -136,8 +136,8 @@ def _combine_splits_kernel(
     for first in range(0, num_splits, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)
         is_split = some < num_splits
-        weights = tl.exp2((tl.load(part_lse_ptr + some * num_rows + row, mask=is_split, other=float("-inf")) - origin) * LOG2E)
         rows = some.to(tl.int64) * num_rows + row
+        weights = tl.exp2((tl.load(part_lse_ptr + rows, mask=is_split, other=float("-inf")) - origin) * LOG2E)
         inside = is_split[:, None] & (columns < HEAD_DIM)[None, :]
         part = tl.load(parts_ptr + (rows * WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)
