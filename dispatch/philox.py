@@ -52,7 +52,7 @@ def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: 
     i = torch.arange(rows.start, rows.stop, device=device)
     counter = (groups, i[:, None], head_index[..., None, None], offset & WORD)
     words = philox4x32((seed & WORD, _high(seed)), counter, DROPOUT_ROUNDS)
-    threshold = rounded_dropout(dropout_p) * 2**32
+    threshold = int(rounded_dropout(dropout_p) * 2**32)  # with a float torch would compare in fp32
     keep = torch.stack([half >= threshold for word in words for half in ((word << 16) & WORD, word)], dim=-1).flatten(-2)
     skipped = cols.start % 8
     return keep[..., skipped : skipped + len(cols)]

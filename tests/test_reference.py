@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flexattn.dispatch import philox
 from flexattn.dispatch.philox import dropout_keep, philox4x32
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.spec import FORMATS, MASK_TYPES, AttentionSpec, Operands
@@ -81,6 +82,17 @@ def test_dropout_keep_follows_its_definition(device: str) -> None:
         words = philox4x32(key, (torch.tensor(j // 8), torch.tensor(i), torch.tensor(bh), torch.tensor(offset % 2**32)), 7)
         half = int(words[j % 8 // 2]) >> 16 * (j % 2) & 0xFFFF
         assert bool(keep[bh, i - rows.start, j - cols.start]) == (half >= round(dropout_p * 2**16))
+
+
+def test_dropout_keep_tells_all_32_bits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout_p = 0.7
+    threshold = round(dropout_p * 2**16) << 16
+    words = torch.tensor([threshold - 1, threshold])[:, None, None]  # one head's words all fall short, the other's do not
+    monkeypatch.setattr(philox, "philox4x32", lambda *_: (words,) * 4)
+    keep = dropout_keep(torch.tensor([1, 2]), dropout_p, torch.arange(2), range(1), range(8))
+    odd = keep[:, 0, 1::2]  # an even key takes the lower half of a word
+    assert not odd[0].any()
+    assert odd[1].all()
 
 
 def test_dropout_keeps_the_right_share() -> None:
