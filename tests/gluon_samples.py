@@ -73,6 +73,22 @@ def configured(out_ptr, x, META: gl.constexpr):
     gl.store(out_ptr, META.FUNCTION(clamped(x, META.LIMIT), 1))
 
 
+@triton.jit
+def sum_below(end):
+    total = 0
+    for i in tl.range(0, end):
+        total += i
+    return total
+
+
+@gluon.jit
+def loops(out_ptr, end, TIMES: gl.constexpr):
+    count = 0
+    for _ in gl.static_range(TIMES):
+        count += 1
+    gl.store(out_ptr, count + sum_below(end))
+
+
 @gluon.jit
 def applied(out_ptr, FUNCTION: gl.constexpr):
     gl.store(out_ptr, FUNCTION(3, 4))

@@ -11,10 +11,12 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
 from flexattn import emulator
 from flexattn.emulator import inline_asm
 from flexattn.emulator.dtypes import round_to
+from flexattn.emulator.translate import function_for
 
 NARROW = {
     torch.bfloat16: gl.bfloat16,
@@ -82,6 +84,15 @@ def test_triton_functions_and_a_configuration_with_functions() -> None:
         out = torch.zeros(1, dtype=torch.int32)
         clean(emulator.launch(samples.configured, (1,), out, x, META=samples.Meta(samples.multiply_add, 50)))
         assert out.item() == clamped + 2
+
+
+def test_what_tritons_interpreter_leaves_behind_is_not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("static_range", "range"):
+        monkeypatch.setattr(core, name, lambda *_: pytest.fail("the interpreter's own"))
+    out = torch.zeros(1, dtype=torch.int32)
+    function_for.cache_clear()
+    clean(emulator.launch(samples.loops, (1,), out, 4, TIMES=3))
+    assert out.item() == 3 + 1 + 2 + 3
 
 
 def test_packing_asm_and_bitcasts() -> None:

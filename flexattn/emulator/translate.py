@@ -12,6 +12,7 @@ from functools import lru_cache, reduce
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
+import triton.language
 import triton.language.core as tl
 from triton.compiler.code_generator import CodeGenerator
 from triton.experimental import gluon
@@ -24,6 +25,8 @@ from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor, binary
 
 language.FUNCTIONS["inline_asm_elementwise"] = inline_asm_elementwise
+# Not those of `tl`: Triton's interpreter leaves its own there, as a call of a device function patches and never restores.
+_STATIC_RANGE, _RANGE = triton.language.static_range, triton.language.range
 
 
 class Function:
@@ -70,9 +73,9 @@ def translate(value: Any, name: str) -> Any:
         return value.value
     if getattr(value, "__triton_builtin__", False):
         return _translate_builtin(value)
-    if value is tl.static_range:
+    if value is _STATIC_RANGE:
         return language.static_range
-    if value is tl.range:
+    if value is _RANGE:
         return _range
     return value
 
