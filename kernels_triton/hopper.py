@@ -330,10 +330,10 @@ def query_block(t, found, META: gl.constexpr):
 @gluon.jit
 def load_statistics(descriptor, first_tile, row, len_q, barrier, destination, META: gl.constexpr):
     # Those of the BLOCK_M queries from `row` on, of the head whose tiles begin at first_tile. A listed block may lie past the end,
-    # where the next head's would be: zeros instead.
+    # where the next head's would be: those of no query instead, whose p is 0 whatever a mod makes of the scores.
     at = (first_tile + row // META.BLOCK_M) * (2 * META.BLOCK_M)
     if META.BLOCK_SIZE_Q > 0:
-        at = gl.where(row < len_q, at, -2 * META.BLOCK_M)
+        at = gl.where(row < len_q, at, 0)
     tma.async_copy_global_to_shared(descriptor, [at], barrier, destination)
 
 

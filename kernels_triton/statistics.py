@@ -25,11 +25,11 @@ _TILE = Tile(128, 64, 8, 1)
 
 @triton.jit
 def statistics_tile(b, h, num_heads, start_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
-    # The first tile of a sequence and head. Each sequence begins a tile of its own.
+    # The first tile of a sequence and head. Each sequence begins a tile of its own, and tile 0 is that of no query.
     if META.IS_RAGGED_Q:
-        return h * tiles + (start_q + b * SIZE) // SIZE
+        return 1 + h * tiles + (start_q + b * SIZE) // SIZE
     else:
-        return (b * num_heads + h) * tiles
+        return 1 + (b * num_heads + h) * tiles
 
 
 @kernel
@@ -69,6 +69,11 @@ def _attn_bwd_statistics_kernel(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     first_row = block * BLOCK_M
+    if SIZE > 0:  # noqa: SIM102  # this is known when it is compiled, that at run time
+        if tl.program_id(0) == 0:
+            none = tl.arange(0, SIZE)
+            tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
+            tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
     if first_row >= len_q:
         if dsink_ptr is not None:
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
@@ -128,7 +133,7 @@ def tiled_statistics(
     num_tokens_q = x.q.shape[-3]
     # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
-    num_tiles = tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
+    num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
     _launch(x, out, lse, dout, dlse, dsoftmax_offset, (None, None, statistics, tiles, size))
     return statistics, tiles

@@ -209,6 +209,22 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int]) -> None:
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+def _large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> dict[str, Any]:
+    # What the second tile of the last block of queries would see, all of it past the end, is near the diagonal and beyond fp32.
+    mask = create_block_mask(mods.sliding_window(40, 0), None, None, longest_q, longest_kv, device)
+    lists = block_lists(mask, 1, HEADS, longest_q, longest_kv, mask.kv_indices.device)
+    grows = trace_mods(lambda score, b, h, q_idx, kv_idx: score + 6 * (q_idx - kv_idx), mask.mask_mod, needs_grad=True)
+    return {"attn_mask_type": "padding", "mods": grows, "blocks": lists}
+
+
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:
+    inputs = {"lengths_q": [170], "lengths_kv": [256], "num_heads": HEADS, "num_heads_kv": HEADS}
+    features = _large_scores_past_the_end(170, 256, "cpu")
+    check_emulated(4, features, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
 def test_block_masks_that_do_not_fit_are_refused() -> None:
     _, spec, x = make_case("cpu", {}, lengths_q=[256], lengths_kv=[256], num_heads=HEADS, num_heads_kv=2)
     for size, heads, direction in ((64, None, "forward"), (128, HEADS, "backward")):
@@ -271,6 +287,15 @@ def test_on_the_device(name: str, dims: tuple[int, int]) -> None:
 def test_biases_on_the_device(shape: tuple[int, ...]) -> None:
     name = "pre_scale_bias" if shape[0] == 1 else "post_scale_bias"
     case = make_case("cuda", {"attn_mask_type": "padding", **_bias(name, shape, "cuda")}, qkv_format="thd", gap=1, **LONG)
+    check_results(run(*case), *case)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_large_scores_past_the_end_on_the_device(dims: tuple[int, int]) -> None:
+    inputs = {"lengths_q": [940], "lengths_kv": [1024], "num_heads": HEADS, "num_heads_kv": HEADS}
+    features = _large_scores_past_the_end(940, 1024, "cuda")
+    case = make_case("cuda", features, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
     check_results(run(*case), *case)
 
 
