@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_calls import HALF, RandomCall, draw_call
+from random_calls import HALF, RandomCall, check_gradient, draw_call
 from test_hopper_emulated import HARMLESS, without_gpu
 from test_splits import FAMILIES
 from torch import Tensor
@@ -19,23 +19,11 @@ from flexattn.dispatch.spec import as_bshd
 from flexattn.emulator import Report
 from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass, mask_blocks, splits
 from flexattn.kernels_triton.launch import pretended_device
-from flexattn.testing import GRADIENT_FACTOR, check_close, make_dlse, make_dout, reference_attention, reference_gradients
-
-# What is left of a gradient of 0, as of a query that sees one key: fp32 roundings of the terms, whose size is some tens.
-NOTHING = 1e-4
-# Roundings of fp32 in a gradient, relative to the largest: dp and delta, a few times as large, cancel.
-CANCELLED = 32.0
+from flexattn.testing import check_close, make_dlse, make_dout, reference_attention, reference_gradients
 
 
 def seeds(few: int, many: int) -> list[Any]:
     return [*range(few), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(few, many))]
-
-
-def check_gradient(name: str, got: Tensor, want: Tensor, same_dtype: Tensor) -> None:
-    if want.any():
-        check_close(name, got, want, same_dtype, factor=GRADIENT_FACTOR, largest_score=CANCELLED)
-    else:
-        assert got.abs().le(NOTHING).all(), f"{name} is up to {got.abs().max()}, and the reference's is 0"
 
 
 @pytest.mark.parametrize("hopper", FAMILIES)
@@ -58,12 +46,12 @@ def test_attention(seed: int, hopper: str, device: str, monkeypatch: pytest.Monk
     leaves += [t for t in (x.bias, x.softmax_offset) if t is not None]
     names = [name for name, t in zip(exact._fields, exact[:5], strict=False) if t is not None]
     for name, leaf in zip(names, leaves, strict=True):
-        check_gradient(name, leaf.grad, getattr(exact, name), getattr(budget, name))
+        check_gradient(call, name, leaf.grad, getattr(exact, name), getattr(budget, name))
     captured = [t for t in x.mod_tensors if t.requires_grad]
     assert all(t.grad is not None and t.grad.isfinite().all() for t in captured)
     if spec.dtype is torch.float32:  # in half a few elements' error, summed over all scores, is no budget for others
         for t, want, same_dtype in zip(captured, exact.dmod_tensors or (), budget.dmod_tensors or (), strict=True):
-            check_gradient("the gradient of a capture", t.grad, want, same_dtype)
+            check_gradient(call, "the gradient of a capture", t.grad, want, same_dtype)
 
 
 def rows_and_lse(call: RandomCall) -> tuple[Tensor, Tensor]:
@@ -119,9 +107,9 @@ def test_emulated(seed: int) -> None:
             backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
         check_reports(reports)
         for name, got, want, same_dtype in zip(("dq", "dk", "dv"), gradients, exact[:3], budget[:3], strict=True):
-            check_gradient(name, got, want, same_dtype)
+            check_gradient(call, name, got, want, same_dtype)
         if doffset is not None:
-            check_gradient("dsoftmax_offset", doffset, exact.dsoftmax_offset, budget.dsoftmax_offset)
+            check_gradient(call, "dsoftmax_offset", doffset, exact.dsoftmax_offset, budget.dsoftmax_offset)
 
 
 def check_reports(reports: dict[str, Report]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_calls import NOTHING
 from torch import Tensor
 
 from flexattn.dispatch import eager_backend, triton_backend
@@ -62,7 +63,8 @@ def check(
     for name, got, want, budget in zip(gradients._fields[:-1], gradients, wanted, budgets, strict=False):
         assert (got is None) == (want is None)
         if got is not None:
-            check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+            # A compiler may fuse g - g, with g a product, into an addition that leaves its rounding.
+            check_close(name, got, want, budget, factor=GRADIENT_FACTOR, atol=None if want.any() else NOTHING)
             results.append(got)
     captured = list(zip(gradients.dmod_tensors or (), wanted.dmod_tensors or (), budgets.dmod_tensors or (), strict=True))
     for got, want, budget in captured:

@@ -112,8 +112,9 @@ def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.Monke
 def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block mask each split has a share of the masked blocks, and one of the full ones."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    queries = 128 if GPU else 40
     if has_blocks:
-        monkeypatch.setattr(mask_blocks, "BLOCK", 128 if GPU else 32)
+        monkeypatch.setattr(mask_blocks, "BLOCK", queries if GPU else 32)
         monkeypatch.setattr(mask_blocks, "SHORTEST", 1)
     table = TABLE.to(device)
 
@@ -123,7 +124,7 @@ def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.Mo
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j < 80) | (j > 150 + 20 * i)
 
-    inputs = {"lengths_q": [40], "lengths_kv": [330 * LONGER], "head_dim_qk": 64, "head_dim_v": 64, "dtype": BF16}
+    inputs = {"lengths_q": [queries], "lengths_kv": [330 * LONGER], "head_dim_qk": 64, "head_dim_v": 64, "dtype": BF16}
     spec, x = make_call(make_inputs(device=device, **inputs), mods=trace_mods(score_mod, mask_mod), window_size=(300 * LONGER, -1))
     given = mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "forward")
     assert (given.block_mask is not None) == has_blocks
