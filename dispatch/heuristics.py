@@ -66,9 +66,6 @@ MEASURED: tuple[Measured, ...] = (
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "causal", "dense", (512, 512), 1.21, "standard_h200.json"),
     Measured("cudnn", "forward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 512), 1.07, "standard_h200.json"),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 512), 1.05, "standard_h200.json"),
-    # As fast for many sequences, and 8.6 times for one: ours did not split the keys then, and are not measured since they do.
-    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "full", "decode", (1024, 65536), 1.49, "decode_h200.json"),
-    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "full", "decode", (8192, 8192), 1.74, "decode_h200.json"),
 )
 
 

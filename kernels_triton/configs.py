@@ -281,22 +281,24 @@ HOPPER_FORWARD = (
 Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
 """What decides a row beside the head dims: which of its `..._from` a call must reach."""
 
-HOPPER_BYTES = 2**26
-"""Of k and v, likewise, where few queries make loading them all there is to do."""
+HOPPER_BYTES = 2**23
+"""Of k and v, where few queries make loading them all there is to do: of less, both families take the 16 us of two launches."""
 
-# As `open_from` and the like, by a row's head dim of q and k (bench/results/dropout_h200.json and decode_h200.json).
+# As `open_from` and the like, by a row's head dim of q and k (bench/results/dropout_h200.json, decode_h200.json and
+# splits_h200.json).
 HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}
 """With dropout, forward and backward, whatever the band; a window and modified scores need their own length too."""
 HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}
 """Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
 
 
-# Where the keys of few queries are split between programs (`splits.py`). Not measured: by bench/results/decode_h200.json a program
-# takes 1.3 us for 128 keys, so that two splits of these many save what combining them costs, if that is no more than 5 us.
+# Where the keys of few queries are split between programs (`splits.py`; bench/results/splits_h200.json).
 SPLIT_QUERIES = 128
 """Of the longest sequence, at most: what has more was measured without a split."""
-SPLIT_KEYS = 512
-"""At least, for each split."""
+SPLIT_FROM = 1024
+"""Keys; of fewer, combining the parts would cost what they save."""
+SPLIT_KEYS = 128
+"""At least, for each split: of 1024 keys of one sequence 8 splits take 16 us, 4 17 and one 21."""
 SPLIT_MOST = 128
 """Splits of a tile, at most: the lse of all of them are in registers at once."""
 SPLIT_PROGRAMS = 2

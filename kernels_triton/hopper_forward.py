@@ -697,7 +697,7 @@ def objection(problem: Problem) -> str | None:
     if x.longest_kv < shortest:
         return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
     size = (x.k.numel() + x.v.numel()) * x.k.element_size()
-    return None if size >= HOPPER_BYTES else "there is too little to load for what the launch costs the host"
+    return None if size >= HOPPER_BYTES else "there is too little to load for it to be faster"
 
 
 def too_few_keys(problem: Problem, keys: int) -> str | None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, Tile
+from flexattn.kernels_triton.configs import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, Tile
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import LN2, LOG2E, row_pointer
 from flexattn.kernels_triton.problem import Problem, row_strides
@@ -31,9 +31,10 @@ class Splits(NamedTuple):
 
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
     """Of a problem with so many tiles, on a device with room for `programs` programs."""
-    if problem.longest_q > SPLIT_QUERIES or problem.longest_kv < 2 * SPLIT_KEYS:
+    keys = most_keys(problem)
+    if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM:
         return 1
-    return max(1, min(programs // tiles, most_keys(problem) // SPLIT_KEYS, SPLIT_MOST))
+    return max(1, min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST))
 
 
 def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
@@ -41,11 +42,9 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
     count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES:
         return Splits(count, "")
-    if keys < 2 * SPLIT_KEYS:
-        return Splits(count, f"SPLIT_KEYS is {SPLIT_KEYS}, and {keys} keys are fewer than two splits of them")
-    if count == 1:
-        return Splits(count, f"{tiles} tiles, on a device with room for {programs} programs")
-    return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs; not measured")
+    if keys < SPLIT_FROM:
+        return Splits(count, f"SPLIT_FROM is {SPLIT_FROM}, and a tile sees at most {keys} keys")
+    return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")
 
 
 def most_keys(problem: Problem) -> int:

@@ -22,7 +22,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton import forward as forward_kernels
 from flexattn.kernels_triton import hopper_forward, mask_blocks, splits
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
-from flexattn.kernels_triton.configs import HOPPER_FORWARD, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, HopperTile
+from flexattn.kernels_triton.configs import HOPPER_FORWARD, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, HopperTile
 from flexattn.kernels_triton.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.kernels_triton.problem import Problem
 from flexattn.score_mod import trace_mods
@@ -246,11 +246,12 @@ def problem_of(sq: int, skv: int, heads: int = 32, dim: int = 128, dtype: torch.
         (problem_of(1, 65536), 67, 1),  # 134 would be more than fit
         (problem_of(1, 65536), 1, 128),
         (problem_of(1, 4096), 1, 4096 // SPLIT_KEYS),
-        (problem_of(1, 2 * SPLIT_KEYS - 1), 8, 1),
+        (problem_of(1, SPLIT_FROM), 8, SPLIT_FROM // SPLIT_KEYS),
+        (problem_of(1, SPLIT_FROM - 1), 8, 1),
         (problem_of(SPLIT_QUERIES + 1, 65536), 8, 1),
         (problem_of(16, 65536, window_right=0), 8, 1),  # on the top left diagonal they see 16 keys
         (problem_of(16, 65536, window_right=0, bottom_right=True), 8, 16),
-        (problem_of(1, 65536, window_left=2047, window_right=0, bottom_right=True), 8, 4),
+        (problem_of(1, 65536, window_left=2047, window_right=0, bottom_right=True), 8, 16),
     ],
 )
 def test_how_many_splits(problem: Problem, tiles: int, count: int) -> None:
