@@ -358,29 +358,36 @@ def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modifie
 
 
 class HopperOnePassTile(NamedTuple):
-    """A row for the backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v."""
+    """A row for the backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v.
+
+    What else there was to choose from was measured too (bench/results/one_pass_orders_h200.json); percentages are from there.
+    """
 
     head_dim: int
-    # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but the consumers, which
-    # meet at it, are measured to be 2 to 7 % faster with it at 64, and up to 9 % slower at 128.
-    dout_apart: bool
-    # Whether waits and fences come behind what can run beside the products: measured to be 5 % faster at 128, and at 64 2 to 3 %
-    # slower (bench/results/hopper_turns_h200.json).
-    is_late: bool
-    open_from: int  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
-    causal_from: int
-    windowed_from: int
-    modified_from: int  # bench/results/one_pass_modified_h200.json
-    loaded_from: int  # with a block mask; a bias was not measured
+    queries: int  # of a turn
+    dp_first: bool  # of a turn's products, and dq of the turn before last; else that dq first
+    is_ahead: bool  # scores are begun in the turn before
+    takes_turns: bool  # with exp
+    is_late: bool = False
+    dout_apart: bool = False
+    open_from: int = NEVER  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
+    causal_from: int = NEVER
+    windowed_from: int = NEVER
+    modified_from: int = NEVER  # bench/results/one_pass_modified_h200.json
+    loaded_from: int = NEVER  # with a block mask; a bias was not measured
     flops_from: int = HOPPER_FLOPS
 
 
 HOPPER_ONE_PASS = (
-    HopperOnePassTile(64, True, False, open_from=4096, causal_from=2048, windowed_from=2048, modified_from=1024, loaded_from=1024),
-    HopperOnePassTile(128, False, True, open_from=512, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(64, 128, True, True, True, open_from=4096, causal_from=2048, windowed_from=2048),
+    HopperOnePassTile(64, 64, True, True, True, True, True, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(128, 64, True, False, False, True, open_from=512),
+    HopperOnePassTile(128, 64, False, True, True, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
 )
 
 
-def select_hopper_one_pass_tile(head_dim_qk: int, head_dim_v: int) -> HopperOnePassTile:
-    """The narrowest row that serves the head dims, which are at most 128."""
-    return next(tile for tile in HOPPER_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim)
+def select_hopper_one_pass_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open") -> HopperOnePassTile:
+    """Of the narrowest rows that serve the head dims, at most 128, the first that has a length for the kind, or else the last."""
+    rows = [tile for tile in HOPPER_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim]
+    narrowest = [tile for tile in rows if tile.head_dim == rows[0].head_dim]
+    return next((tile for tile in narrowest if getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])

@@ -657,7 +657,7 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def _kind_of(problem: Problem) -> tuple[Kind, float]:
+def kind_of(problem: Problem) -> tuple[Kind, float]:
     """Which of a row's lengths counts, and what share of all (query, key) pairs is seen."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
@@ -672,7 +672,7 @@ def _kind_of(problem: Problem) -> tuple[Kind, float]:
 def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
     """None if the problem is long enough for its row, and is enough work, else what it lacks."""
     x = problem
-    kind, share = _kind_of(x)
+    kind, share = kind_of(x)
     longest = max(x.longest_q, x.longest_kv)
     needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
     if x.dropout_p > 0:
@@ -712,7 +712,7 @@ def tile_of(problem: Problem) -> HopperTile:
     x = problem
     length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
     is_modified = x.is_modified or x.dropout_p > 0
-    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=_kind_of(x)[0], length=length)
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind_of(x)[0], length=length)
 
 
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:

@@ -59,12 +59,14 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
 _ROWS = gl.constexpr(64)
-_QUERIES = 64  # of a turn, and of a tile of statistics and of dq
 _KEYS = 128  # of a program: two warpgroups'
 _BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
-_EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
+_STAGES = gl.constexpr(2)  # of q and of dout in shared memory
+# Named barriers. Of ds there are two tiles, for turns of either parity, and so two barriers for each warpgroup.
+_READ = gl.constexpr(5)  # the first of four, by parity of the turn whose ds was read and by who has read it
+_WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who has written its ds
 _LAST = gl.constexpr(13)
-_STAGES = gl.constexpr(2)  # of q, of dout and of dq in shared memory
+_TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
 _FAR = gl.constexpr(2**30)
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _TOO_WIDE = "its accumulators hold head dims up to 128"
@@ -97,7 +99,11 @@ class OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
-    IS_LATE: bool  # the wait for dq and the fences come behind what can run beside the products
+    DP_FIRST: bool  # this and what follows as in `HopperOnePassTile`
+    IS_AHEAD: bool
+    TAKES_TURNS: bool
+    IS_LATE: bool
+    DQ_STAGES: int  # of dq in shared memory
 
 
 @gluon.jit
@@ -170,14 +176,17 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found,
     t = 0
     head = 0
     for turn in range(num_blocks * group_size):
-        slot = turn % _STAGES
+        slot = turn % META.DQ_STAGES
         row = query_block(t, found, META)[0]
         at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
-        mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)
+        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < len_q:
             for part in gl.static_range(2):
-                reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+                if META.BLOCK_M == _ROWS:
+                    reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+                else:
+                    reduce_add(dq_descriptor, [at + part * _ROWS, 0], dq_tiles.index(2 * slot + part))
         tma.store_wait(0)  # the engine has read the tile
         mbarrier.arrive(dq_empty.index(slot), count=1)
         t += 1
@@ -202,36 +211,46 @@ def mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META: 
 
 @gluon.jit
 def dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # This warpgroup's half of the columns of a tile of dq, from all 128 keys.
-    BLOCK_M: gl.constexpr = META.BLOCK_M
-    COLUMNS: gl.constexpr = META.DIM // 2
+    # This warpgroup's half of a tile of dq, from all 128 keys: half of the columns of 64 queries, or of 128 queries 64.
+    COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout=DQ)
+    dq = gl.zeros([_ROWS, COLUMNS], gl.float32, layout=DQ)
     for part in gl.static_range(2):
-        k = k_tiles.index(zero + part).reshape([_ROWS, META.DIM]).slice(CONSUMER * COLUMNS, COLUMNS, 1)
-        dq = warpgroup_mma(ds_tiles.index(buffer + part).permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
+        ds = ds_tiles.index(buffer + part)
+        k = k_tiles.index(zero + part).reshape([_ROWS, META.DIM])
+        if META.BLOCK_M == _ROWS:
+            k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
+        else:
+            ds = ds.slice(CONSUMER * _ROWS, _ROWS, 1)
+        dq = warpgroup_mma(ds.permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
     return dq
 
 
 @gluon.jit
 def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
-    slot = turn % _STAGES
-    mbarrier.wait(dq_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+    slot = turn % META.DQ_STAGES
+    mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
     # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
-    dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
+    COLUMNS: gl.constexpr = dq.shape[1]
+    dq = gl.permute(dq.reshape([_ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([_ROWS, COLUMNS])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
 
 
 @gluon.jit
-def _hand_over(dq_full, turn):
+def _hand_over(dq_full, turn, META: gl.constexpr):
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(turn % _STAGES), count=1)
+    mbarrier.arrive(dq_full.index(turn % META.DQ_STAGES), count=1)
 
 
 @gluon.jit
-def _exchange(CONSUMER: gl.constexpr, turn):
-    fence_async_shared()
-    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)
+def _begin_scores(q_tiles, own_k, q_full, slot, phase, is_there, META: gl.constexpr):
+    # Those of the turn whose q is in `slot`, transposed; to be waited for.
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    mbarrier.wait(q_full.index(slot), phase, pred=is_there)
+    q = q_tiles.index(slot).reshape([BLOCK_M, META.DIM])
+    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -246,6 +265,11 @@ def _compute(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
+    # dk and dv of 64 keys, and half of each tile of dq, to which the other warpgroup's ds adds too. So that neither waits for the
+    # other in the middle of a turn, dq of a turn is computed in the next one. The products of a turn, and what runs under them:
+    #   DP_FIRST   dp | p | dv | ds | dk, dq of the last turn
+    #   else       dq of the last turn | p | dv, dp | ds | dk
+    # Before all of it come the scores, which IS_AHEAD has begun at the end of the turn before.
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dq_full, dq_empty, dkdv_full = barriers
     first_row, window_left, window_right, scores, bias, dropout, place = common
@@ -258,6 +282,7 @@ def _compute(
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
     zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
     dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
@@ -268,34 +293,53 @@ def _compute(
     if META.HAS_RIGHT:
         uncut_from = own_row + _ROWS - 1 - shift - window_right
     uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
-    # dq of a turn is computed in the next one, so that its product runs under that one's exp; before the first there is none.
     draws = dropout_state(dropout, META)
+    turns = num_blocks * group_size
+    # As if there had been a turn before the first, whose ds is 0.
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
-    named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
+    named_barrier_arrive_at(_WRITTEN + 2 + CONSUMER, _BOTH)
+    if turns > 0:
+        if META.DP_FIRST:
+            named_barrier_arrive_at(_READ + CONSUMER, _BOTH)
+        if META.TAKES_TURNS and CONSUMER == 1:
+            named_barrier_arrive_at(_TURN, _BOTH)  # the first warpgroup begins
     mbarrier.wait(kv_full.index(0), 0)
     t = 0
     h = first_head
     head = head_of(bias, b, h, META)
     values = head_values(b, h, captures, MODS, META)
-    turns = num_blocks * group_size
+    kq = zeros
+    if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
+        if turns > 0:
+            own_k = k_tiles.index(opaque_zero(turns) + CONSUMER).reshape([_ROWS, DIM])
+            first_scores = _begin_scores(q_tiles, own_k, q_full, 0, 0, turns > 0, META)
+            kq = warpgroup_mma_wait(0, deps=[first_scores])
     for turn in range(turns):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
         zero = opaque_zero(turn)
         slot = turn % _STAGES
         phase = (turn // _STAGES) & 1
+        here = (turn & 1) * 2
+        last = ((turn + 1) & 1) * 2
         q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        mbarrier.wait(q_full.index(slot), phase)
         own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
-        kq = warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
-        last = ((turn + 1) & 1) * 2
-        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-        sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
+        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        if META.DP_FIRST:
+            if not META.IS_AHEAD:
+                own_scores_product = _begin_scores(q_tiles, own_k, q_full, slot, phase, True, META)
+            mbarrier.wait(dout_full.index(slot), phase)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if not META.IS_AHEAD:
+                kq = warpgroup_mma_wait(1, deps=[own_scores_product])
+        else:
+            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)
+            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
         drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
-        kq = warpgroup_mma_wait(2, deps=[kq])
+        if META.TAKES_TURNS:
+            named_barrier_sync_at(_TURN + CONSUMER + zero, _BOTH)
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
@@ -309,37 +353,70 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
-        if META.IS_LATE:  # ptxas moves a wait for all products up to the start of its basic block: here one begins, behind exp
+        is_there = turn + 1 < turns  # the next one
+        if META.TAKES_TURNS:
+            if CONSUMER == 0:
+                named_barrier_arrive_at(_TURN + 1 + zero, _BOTH)
+            elif is_there:
+                named_barrier_arrive_at(_TURN + zero, _BOTH)
+        if not META.DP_FIRST:
+            # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
             mbarrier.wait(dout_full.index(slot), phase)
-        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        if not META.IS_LATE:
-            mbarrier.wait(dout_full.index(slot), phase)
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
-        if turn > 0:  # under the product; dp then takes the registers of dq
-            _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-            if not META.IS_LATE:
-                _hand_over(dq_full, turn - 1)
-        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
-        dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if META.IS_LATE and turn > 0:
-            _hand_over(dq_full, turn - 1)
-        dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+        if META.DP_FIRST:
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            if turn > 0:  # under the product; dp then takes the registers of dq
+                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if turn > 0:
+                _hand_over(dq_full, turn - 1, META)
+            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        if META.DOUT_APART:
-            mbarrier.arrive(dout_empty.index(slot), count=1)
+        if not META.DP_FIRST:
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            if META.DOUT_APART:
+                mbarrier.arrive(dout_empty.index(slot), count=1)
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
-        ds_tiles.index((turn & 1) * 2 + CONSUMER).store(ds)
-        if not META.IS_LATE:
-            _exchange(CONSUMER, turn)
+        if META.DP_FIRST:  # the other warpgroup's dq of the turn before the last has read what is overwritten
+            named_barrier_sync_at(_READ + 1 - CONSUMER + here, _BOTH)
+        ds_tiles.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
+        if META.DP_FIRST and not META.IS_LATE:
+            dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
+            if META.DOUT_APART:
+                mbarrier.arrive(dout_empty.index(slot), count=1)
         sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
-        if META.IS_LATE:
-            _exchange(CONSUMER, turn)
-        dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])
+        fence_async_shared()  # under the product
+        named_barrier_arrive_at(_WRITTEN + CONSUMER + here, _BOTH)
+        if META.DP_FIRST:
+            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)
+            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
+        if META.IS_AHEAD:  # in the last turn its own again, for nothing
+            next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
+            next_phase = ((turn + 1) // _STAGES) & 1
+            next_scores = _begin_scores(q_tiles, own_k, q_full, next_slot, next_phase, is_there, META)
+        SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
+        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
+        if META.DP_FIRST and META.IS_LATE:
+            dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
+            if META.DOUT_APART:
+                mbarrier.arrive(dout_empty.index(slot), count=1)
+        else:
+            dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
         mbarrier.arrive(q_empty.index(slot), count=1)
+        if META.DP_FIRST:
+            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
+            if is_there:
+                named_barrier_arrive_at(_READ + CONSUMER + last, _BOTH)
+            if turn > 0:
+                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+                _hand_over(dq_full, turn - 1, META)
+        if META.IS_AHEAD:
+            kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
         if t == num_blocks:
             t = 0
@@ -348,12 +425,12 @@ def _compute(
             head = head_of(bias, b, next_h, META)
             values = head_values(b, next_h, captures, MODS, META)
     last = ((turns + 1) & 1) * 2
-    named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+    named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)
     if turns > 0:
         sum_of_k = dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-        _hand_over(dq_full, turns - 1)
+        _hand_over(dq_full, turns - 1, META)
     named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
     k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
     v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
@@ -433,15 +510,15 @@ def _attn_bwd_one_pass_hopper_kernel(
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * _STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
     barriers = (
         allocate_barriers(_STAGES, 1),
         allocate_barriers(_STAGES, 2),
         allocate_barriers(_STAGES, 1),
         allocate_barriers(_STAGES, 2),
         allocate_barriers(1, 1),
-        allocate_barriers(_STAGES, 2),
-        allocate_barriers(_STAGES, 1),
+        allocate_barriers(META.DQ_STAGES, 2),
+        allocate_barriers(META.DQ_STAGES, 1),
         allocate_barriers(1, 2),
     )
     block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, section, META)
@@ -557,8 +634,14 @@ def objection(problem: Problem) -> str | None:
         return "it was not measured with a bias"
     if x.window_left is not None and x.window_left < _NARROWEST - 1:
         return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
-    tile = select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
-    return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile)
+    return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile_of(x))
+
+
+def tile_of(problem: Problem) -> HopperOnePassTile:
+    """The committed one; what is drawn for dropout needs registers as modified scores do."""
+    x = problem
+    kind = "modified" if x.dropout_p > 0 else hopper_forward.kind_of(x)[0]
+    return select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1], kind)
 
 
 def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:
@@ -599,15 +682,15 @@ def one_pass_backward(
 ) -> None:
     """`hopper_backward.hopper_backward` for a problem that `refusal` has no objection to; the bits of dq vary from run to run."""
     x = problem
-    tile = tile or select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
-    dim, size = tile.head_dim, _QUERIES
+    tile = tile or tile_of(x)
+    dim, size = tile.head_dim, tile.queries
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     section = section_of(x, 12 * dim)  # k, v, q and dout of two bytes, dq of four
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dq_block = [size, dim // 2]
+    dq_block = [_ROWS.value, size * dim // (2 * _ROWS.value)]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
     blocks = triton.cdiv(x.longest_kv, _KEYS)
     table = work_table(x, _KEYS, "kv") if has_lengths else None
@@ -626,7 +709,11 @@ def one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DOUT_APART=tile.dout_apart,
+        DP_FIRST=tile.dp_first,
+        IS_AHEAD=tile.is_ahead,
+        TAKES_TURNS=tile.takes_turns,
         IS_LATE=tile.is_late,
+        DQ_STAGES=2 * _ROWS.value // size,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,

@@ -45,6 +45,7 @@ def cumulative(lengths: list[int], gap: int = 0) -> torch.Tensor:
 FEATURES: dict[str, dict[str, Any]] = {
     "open": {},
     "causal": {"window_right": 0},
+    "softcap": {"window_right": 0, "softcap": 30.0},
     "everything": {"window_left": 17, "window_right": 0, "has_sink": True, "softmax_offset": torch.zeros(4), "bottom_right": True},
 }
 
@@ -84,9 +85,10 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("dkdv", 64, "open"): 262,
     ("dkdv", 64, "causal"): 350,
     ("dkdv", 64, "everything"): 416,
-    ("one_pass", 64, "open"): 401,
-    ("one_pass", 64, "causal"): 448,
-    ("one_pass", 64, "everything"): 516,
+    ("one_pass", 64, "open"): 665,
+    ("one_pass", 64, "causal"): 760,
+    ("one_pass", 64, "everything"): 894,
+    ("one_pass", 64, "softcap"): 845,
     ("fwd", "64: 256x64", "open"): 273,
     ("fwd", "64: 256x64", "causal"): 366,
     ("fwd", "64: 256x64", "everything"): 443,
@@ -102,9 +104,9 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("dkdv", 128, "open"): 295,
     ("dkdv", 128, "causal"): 384,
     ("dkdv", 128, "everything"): 450,
-    ("one_pass", 128, "open"): 443,
-    ("one_pass", 128, "causal"): 489,
-    ("one_pass", 128, "everything"): 555,
+    ("one_pass", 128, "open"): 450,
+    ("one_pass", 128, "causal"): 509,
+    ("one_pass", 128, "everything"): 575,
     ("fwd", "128: 128x128", "causal"): 640,
     ("fwd", 192, "open"): 500,
     ("fwd", 192, "causal"): 670,
@@ -126,7 +128,9 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("dkdv", 256, "everything"): 416,
 }
 SLACK = 0.05
+LOOP_SPILLS = {("one_pass", 64, "everything"): 3}  # reloads of the first warpgroup, with Triton 3.7
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
+SOME.append(("one_pass", 64, "everything"))
 
 
 def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -134,9 +138,10 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
     rows |= {f"{row.head_dim_qk}: {row.block_m}x{row.block_n}": row for row in HOPPER_FORWARD}
     requests = [request_for(launches_of(rows[row], features, dtype)[kernel], 90) for kernel, row, features in cases]
     for case, report in zip(cases, compile_many(requests), strict=True):
-        assert report.loop_spill_share == 0, f"{case}: {report}"
+        spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in report.loops if "HGMMA" in loop]
+        assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
-        if case[:2] == ("one_pass", 128):
+        if case[0] == "one_pass":
             assert report.exposed_exponentials == 0, f"{case}: exp2 is behind the wait for the product that it should run under"
         assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"

@@ -116,8 +116,9 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
 def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
+    dim = (64, 128)[(seed + seed // 4) % 2]  # of either, every format and every band
     inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [130, 9, 65], "num_heads": 2, "num_heads_kv": 1}
-    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, **inputs)
+    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
 @without_gpu
@@ -126,7 +127,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 def test_dense(mask: str, dims: tuple[int, int]) -> None:
     for seed in (1, 7):
         call = {"attn_mask_type": mask}
-        inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
+        inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
         check(seed, call, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
@@ -214,27 +215,41 @@ PLANTED = {
     ),
     "one pass: q is read before it has come": (
         "hopper_one_pass",
-        "mbarrier.wait(q_full.index(slot), phase)",
+        "mbarrier.wait(q_full.index(slot), phase, pred=is_there)",
         "pass",
     ),
     "one pass: dq is summed before the other half of ds is there": (
         "hopper_one_pass",
-        "        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)\n        sum_of_k",
-        "        sum_of_k",
+        "            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)\n            sum_of_k = dq_product("
+        "ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        if",
+        "            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        if",
     ),
-    "one pass: one barrier for all turns": (
+    "one pass, causal: dq is summed before the other half of ds is there": (
         "hopper_one_pass",
-        "named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)\n        sum_of_k",
-        "named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER, _BOTH)\n        sum_of_k",
+        "            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)\n            sum_of_k = dq_product("
+        "ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        drawn",
+        "            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        drawn",
     ),
     "one pass: ds is read without a fence": (
         "hopper_one_pass",
-        "    fence_async_shared()\n    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)",
-        "    named_barrier_arrive_at(_EXCHANGE + CONSUMER + (turn & 1) * 2, _BOTH)",
+        "        fence_async_shared()  # under the product\n",
+        "",
+    ),
+    "one pass: ds is overwritten before the other warpgroup's dq has read it": (
+        "hopper_one_pass",
+        "            named_barrier_sync_at(_READ + 1 - CONSUMER + here, _BOTH)\n",
+        "            pass\n",
+    ),
+    "one pass: ds is released before dq has read it": (
+        "hopper_one_pass",
+        "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n            if is_there:\n"
+        "                named_barrier_arrive_at(_READ + CONSUMER + last, _BOTH)\n",
+        "            if is_there:\n                named_barrier_arrive_at(_READ + CONSUMER + last, _BOTH)\n"
+        "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n",
     ),
     "one pass: dq is added before it is written": (
         "hopper_one_pass",
-        "        mbarrier.wait(dq_full.index(slot), (turn // _STAGES) & 1)\n",
+        "        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)\n",
         "",
     ),
     "one pass: dq is overwritten before it is added": (
@@ -254,8 +269,8 @@ PLANTED = {
     ),
     "one pass: q is released before dk has read it": (
         "hopper_one_pass",
-        "        dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])\n        mbarrier.arrive(q_empty.index(slot), count=1)\n",
-        "        mbarrier.arrive(q_empty.index(slot), count=1)\n        dk, ds16 = warpgroup_mma_wait(0, deps=[sum_of_q, ds16])\n",
+        "        SCORES_IN_FLIGHT: gl.constexpr",
+        "        mbarrier.arrive(q_empty.index(slot), count=1)\n        SCORES_IN_FLIGHT: gl.constexpr",
     ),
 }
 
@@ -279,8 +294,10 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     where, old, new = PLANTED[name]
     planted = tuple(edited(m, old, new, tmp_path) if m.__name__.endswith(where) else m for m in KERNELS)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
+    call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}  # in one pass they differ in the order of products
+    backwards = ("one_pass_backward",) if "one pass" in name else ("hopper_backward",)
     for seed in (0, 1, 2, 5, 11):  # eager, lazy, round robin, random
-        reports = run(seed, {"attn_mask_type": "no_mask"}, planted, **inputs)
+        reports = run(seed, call, planted, backwards, **inputs)
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
 
 

@@ -168,10 +168,10 @@ def test_emulated_head_dims(dims: tuple[int, int]) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("shape", [(4, 1, 140, 150), (1, HEADS, 1, 150), (1, 1, 140, 1)], ids=str)
-def test_emulated_biases(shape: tuple[int, ...]) -> None:
-    name = "pre_scale_bias" if shape[0] == 1 else "post_scale_bias"
-    check_emulated(5, {"attn_mask_type": "padding", **_bias(name, shape, "cpu")}, qkv_format="thd", gap=1, **UNEVEN)
+@pytest.mark.parametrize(("shape", "dim"), [((4, 1, 140, 150), 64), ((1, HEADS, 1, 150), 128), ((1, 1, 140, 1), 64)], ids=str)
+def test_emulated_biases(shape: tuple[int, ...], dim: int) -> None:
+    call = {"attn_mask_type": "padding", **_bias("pre_scale_bias" if shape[0] == 1 else "post_scale_bias", shape, "cpu")}
+    check_emulated(5, call, qkv_format="thd", gap=1, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
 def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
