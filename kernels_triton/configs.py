@@ -360,15 +360,26 @@ def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modifie
 class HopperOnePassTile(NamedTuple):
     """A row for the backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v.
 
-    What else there was to choose from was measured too (bench/results/one_pass_orders_h200.json); percentages are from there.
+    Percentages without a source are of bench/results/one_pass_orders_h200.json, at 16384 tokens.
     """
 
     head_dim: int
-    queries: int  # of a turn
-    dp_first: bool  # of a turn's products, and dq of the turn before last; else that dq first
-    is_ahead: bool  # scores are begun in the turn before
-    takes_turns: bool  # with exp
-    is_late: bool = False
+    # Of a turn. With 128 instead of 64 it is 22 % faster at head dim 64; modified scores and dropout lack registers for that.
+    queries: int
+    # Whether the first product of a turn is dp and the last dq of the turn before, so that a warpgroup may be half a turn ahead of
+    # the other; else dq is the first, and dp comes behind dv. At 128 5 % faster without a mask, and 6 % slower with a causal one.
+    dp_first: bool
+    # Whether scores are begun in the turn before, under its last products: 5 % faster at 64 with a causal mask, and 5 to 13 %
+    # slower at 128 with dp first.
+    is_ahead: bool
+    # Whether the warpgroups take turns with what is between scores and p: 1 to 8 % faster at 64, 2 to 3 % at 128.
+    takes_turns: bool
+    # With dp first, whether dv and dk are waited for at once. With 128 queries and scores that are ahead ptxas serialises the
+    # products for it.
+    dv_with_dk: bool = False
+    # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but where scores were the
+    # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
+    # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
     open_from: int = NEVER  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
     causal_from: int = NEVER
@@ -378,11 +389,42 @@ class HopperOnePassTile(NamedTuple):
     flops_from: int = HOPPER_FLOPS
 
 
+# The rows of a head dim in the order of `select_hopper_one_pass_tile`. A call with dropout has the length of its own band too.
 HOPPER_ONE_PASS = (
-    HopperOnePassTile(64, 128, True, True, True, open_from=4096, causal_from=2048, windowed_from=2048),
-    HopperOnePassTile(64, 64, True, True, True, True, True, windowed_from=2048, modified_from=1024, loaded_from=1024),
-    HopperOnePassTile(128, 64, True, False, False, True, open_from=512),
-    HopperOnePassTile(128, 64, False, True, True, causal_from=1024, windowed_from=2048, modified_from=1024, loaded_from=1024),
+    HopperOnePassTile(
+        64,
+        queries=128,
+        dp_first=True,
+        is_ahead=True,
+        takes_turns=True,
+        open_from=4096,
+        causal_from=2048,
+        windowed_from=2048,
+    ),
+    HopperOnePassTile(
+        64,
+        queries=64,
+        dp_first=True,
+        is_ahead=True,
+        takes_turns=False,
+        dv_with_dk=True,
+        dout_apart=True,
+        windowed_from=2048,
+        modified_from=1024,
+        loaded_from=1024,
+    ),
+    HopperOnePassTile(128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dv_with_dk=True, open_from=512),
+    HopperOnePassTile(
+        128,
+        queries=64,
+        dp_first=False,
+        is_ahead=True,
+        takes_turns=True,
+        causal_from=1024,
+        windowed_from=2048,
+        modified_from=1024,
+        loaded_from=1024,
+    ),
 )
 
 

@@ -98,11 +98,11 @@ class OnePassMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
-    DOUT_APART: bool  # dout has a barrier of its own to be released by, rather than q's
     DP_FIRST: bool  # this and what follows as in `HopperOnePassTile`
     IS_AHEAD: bool
     TAKES_TURNS: bool
-    IS_LATE: bool
+    DV_WITH_DK: bool
+    DOUT_APART: bool
     DQ_STAGES: int  # of dq in shared memory
 
 
@@ -385,7 +385,7 @@ def _compute(
             named_barrier_sync_at(_READ + 1 - CONSUMER + here, _BOTH)
         ds_tiles.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
-        if META.DP_FIRST and not META.IS_LATE:
+        if META.DP_FIRST and not META.DV_WITH_DK:
             dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
             if META.DOUT_APART:
                 mbarrier.arrive(dout_empty.index(slot), count=1)
@@ -401,7 +401,7 @@ def _compute(
             next_scores = _begin_scores(q_tiles, own_k, q_full, next_slot, next_phase, is_there, META)
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
         DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
-        if META.DP_FIRST and META.IS_LATE:
+        if META.DP_FIRST and META.DV_WITH_DK:
             dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
             if META.DOUT_APART:
                 mbarrier.arrive(dout_empty.index(slot), count=1)
@@ -708,11 +708,11 @@ def one_pass_backward(
         BLOCK_M=size,
         BLOCK_N=_KEYS,
         DIM=dim,
-        DOUT_APART=tile.dout_apart,
         DP_FIRST=tile.dp_first,
         IS_AHEAD=tile.is_ahead,
         TAKES_TURNS=tile.takes_turns,
-        IS_LATE=tile.is_late,
+        DV_WITH_DK=tile.dv_with_dk,
+        DOUT_APART=tile.dout_apart,
         DQ_STAGES=2 * _ROWS.value // size,
     )
     launch(
