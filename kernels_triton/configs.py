@@ -8,7 +8,7 @@ the last of them); no other row has been timed.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
@@ -252,7 +252,7 @@ class HopperTile(NamedTuple):
     num_stages: int  # of k and of v in shared memory
     registers: int  # of a consumer's thread
     q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
-    out_in_q: bool  # out leaves through q's buffer, for want of shared memory
+    out_parts: int  # that out leaves in, one after the other through one buffer: 2 for want of shared memory
     # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
     # than `FORWARD` (bench/results/standard_h200.json and hopper_turns_h200.json; 192/128 but for causal at 4096 in a run that was
     # not kept).
@@ -263,20 +263,37 @@ class HopperTile(NamedTuple):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
     flops_from: int  # of a call: with less to do, its large tiles leave much of the device idle
+    # By bench/results/forward_turns_h200.json, as is `out_parts`: through q's buffer instead, out was 1 to 7 % slower.
+    # Consumers, at the matrix unit: three are 3 to 6 % faster so. Four are faster in causal calls and slower in others.
+    takes_turns: bool = True
+    # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, up to 4 %
+    # slower without a band at 128.
+    is_lazy: bool = False
+    # What the wait for a product with v comes behind where a band bounds the keys: "max" or "exp" of the scores beside it. There
+    # ptxas moves it up before both, to the mask's branch, and holding it is 1 to 3 % faster; without a band 3 to 6 % slower.
+    holds: Literal["", "max", "exp"] = ""
 
 
 HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
 
 HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, 1, False, 2048, 8192, NEVER, NEVER, NEVER, HOPPER_FLOPS),
-    HopperTile(64, 64, 256, 64, 4, 112, 2, False, 512, 1024, 8192, NEVER, NEVER, 2**35),
-    HopperTile(64, 64, 128, 128, 2, 240, 1, False, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
-    HopperTile(128, 128, 128, 128, 2, 240, 1, False, 4096, 4096, 8192, modified_from=1024, loaded_from=1024, flops_from=2**31),
-    HopperTile(128, 128, 128, 128, 2, 240, 2, False, 512, 512, NEVER, NEVER, NEVER, flops_from=2**31),
-    HopperTile(192, 128, 128, 128, 2, 240, 1, True, 512, 512, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**31),
-    HopperTile(256, 256, 128, 64, 2, 240, 1, True, 256, 256, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**29),
+    HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 4096, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 512, 1024, 8192, NEVER, NEVER, 2**35, takes_turns=False),
+    HopperTile(64, 64, 128, 128, 2, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
+    HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 8192, 1024, 1024, flops_from=2**31, holds="max"),
+    HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 512, 512, NEVER, NEVER, NEVER, flops_from=2**31),
+    HopperTile(192, 128, 128, 128, 2, 240, 1, 2, 512, 512, NEVER, 1024, 1024, flops_from=2**31),
+    HopperTile(256, 256, 128, 64, 2, 240, 1, 2, 256, 256, NEVER, 1024, 1024, flops_from=2**29, is_lazy=True, holds="exp"),
 )
+
+HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {
+    64: {"block_m": 128, "block_n": 128, "num_stages": 5, "registers": 240, "q_stages": 2, "takes_turns": False, "is_lazy": False},
+}
+"""What changes in a row of this head dim of q and k where all queries of a tile's heads fit in `block_m` rows. Not measured.
+
+Loading keys is all there is to do then: more of them are on their way, and no consumer waits for another.
+"""
 
 Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
 """What decides a row beside the head dims: which of its `..._from` a call must reach."""
@@ -306,19 +323,28 @@ SPLIT_PROGRAMS = 2
 
 
 def select_hopper_tile(
-    head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False, kind: Kind = "open", length: int = NEVER - 1
+    head_dim_qk: int,
+    head_dim_v: int,
+    *,
+    is_modified: bool = False,
+    kind: Kind = "open",
+    length: int = NEVER - 1,
+    rows: int = NEVER,
 ) -> HopperTile:
     """Of the narrowest rows that serve the head dims, at most 256, the first that `length` tokens are enough for, or else the last.
 
-    Scores that are modified need a row with registers. Head dim 64 has a row for what is long and one for what is not.
+    Scores that are modified need a row with registers. Head dim 64 has a row for what is long, one for what is not, and a tile for
+    few `rows` of queries.
     """
-    rows = [
+    wide_enough = [
         tile
         for tile in HOPPER_FORWARD
         if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
     ]
-    narrowest = [tile for tile in rows if tile[:2] == rows[0][:2]]
-    return next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
+    narrowest = [tile for tile in wide_enough if tile[:2] == wide_enough[0][:2]]
+    tile = next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
+    few = HOPPER_FEW_ROWS.get(tile.head_dim_qk)
+    return tile if few is None or rows > few["block_m"] else tile._replace(**few)
 
 
 class HopperBackwardTile(NamedTuple):

@@ -1,9 +1,9 @@
 """Forward attention on Hopper (sm_90) in Gluon: a warp that loads by TMA, warpgroups that compute, work handed out as it is done.
 
 Each consumer warpgroup has 64 queries. It issues the scores of one block of keys and, before it looks at them, the product of the
-block before with v, so that the softmax of one runs under the matrix product of the other; two consumers also take turns at the
-matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Behaviour is that of `forward.attention_forward`, which runs what
-`refusal` names.
+block before with v, so that the softmax of one runs under the matrix product of the other; two or three consumers also take turns
+at the matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Behaviour is that of `forward.attention_forward`, which runs
+what `refusal` names.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from flexattn.kernels_triton.hopper import (
     named_barrier_arrive,
     named_barrier_sync,
     opaque_zero,
-    pack_pairs,
     ragged_descriptor,
     sequences,
     store_rows,
     unpack_pairs,
 )
-from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, scaled
+from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.hopper_softmax import rescaled, softmax
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
@@ -61,7 +61,8 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.splits import Parts, combine_splits, number_of_splits, part_row
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
-_TURN = gl.constexpr(9)  # named barriers 9 and 10; Triton's own are the first few
+_TURN = gl.constexpr(9)  # named barriers from 9 on, one for each consumer; Triton's own are the first few
+_PAIR = gl.constexpr(2 * 128)  # threads of two consumers, of which one hands on the turn and the other waits for it
 
 
 class ForwardMeta(NamedTuple):
@@ -99,9 +100,12 @@ class ForwardMeta(NamedTuple):
     STAGES: int
     CONSUMERS: int
     TAKES_TURNS: bool
-    OUT_IN_Q: bool  # out leaves through the buffer that q came in
+    HOLDS: str  # as in `HopperTile`
+    LAZY: bool  # rows are rescaled when their maximum has risen by much
+    OUT_PARTS: int
     REGISTERS: int
-    SKIPS: bool
+    HAS_IDLE: bool  # a tile may leave consumers without queries
+    SKIPS: bool  # consumers pass over the blocks of keys that none of their queries sees
     Q_STAGES: int
 
 
@@ -234,17 +238,6 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.
 
 
 @gluon.jit
-def _softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
-    new_max = gl.maximum(row_max, gl.max(qk, 1) * scale_log2)
-    origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-    p = gl.exp2(qk * scale_log2 - origin[:, None])
-    decay = gl.exp2(row_max - origin)
-    row_sum = row_sum * decay + gl.sum(p, 1)
-    p = kept(p, drawn, False, META)
-    return pack_pairs(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
-
-
-@gluon.jit
 def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META: gl.constexpr):
     # Of a tile's blocks of keys, of which the last come first: (how many to pass over, how many this consumer's queries see, what
     # `key_block` finds these by).
@@ -258,7 +251,7 @@ def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_ri
             end = gl.minimum(gl.maximum(last, found), end)
         if META.HAS_LEFT:
             begin = gl.minimum(gl.maximum(gl.maximum(own_row + shift - window_left, 0) // META.BLOCK_N, found), end)
-        if META.HAS_LENGTHS:
+        if META.HAS_IDLE:
             end = gl.where(own_row < len_q, end, begin)
         return found + num_blocks - end, end - begin, begin
 
@@ -266,15 +259,14 @@ def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_ri
 @gluon.jit
 def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
     _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
-    PAIR: gl.constexpr = 2 * 128
     for _ in range(count):
         slot = loaded % META.STAGES
         phase = (loaded // META.STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
         mbarrier.arrive(k_empty.index(slot), count=1)
         if META.TAKES_TURNS:
-            named_barrier_sync(_TURN + CONSUMER, PAIR)
-            named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+            named_barrier_sync(_TURN + CONSUMER, _PAIR)
+            named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
         mbarrier.wait(v_full.index(slot), phase)
         mbarrier.arrive(v_empty.index(slot), count=1)
         loaded += 1
@@ -312,17 +304,18 @@ def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_
 
 
 @gluon.jit
-def _compute_partition(
-    common,
-    softmax_offset_ptr,
-    softmax_scale,
-    mods,
-    dropout,
-    outputs,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
+def _store_out(part, COLUMN: gl.constexpr, rows, out_descriptor, out_tile):
+    # On its way when this returns
+    start, length, row, head = rows
+    tma.store_wait(0)  # what was in the buffer has left it
+    out_tile.reshape(part.shape).store(part.to(out_tile.dtype))
+    fence_async_shared()
+    store_rows(out_descriptor, start, length, row, head, COLUMN, out_tile)
+
+
+@gluon.jit
+def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+    softmax_offset_ptr, softmax_scale, mods, dropout, outputs = given
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
@@ -340,14 +333,13 @@ def _compute_partition(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    PAIR: gl.constexpr = 2 * 128  # threads of the two consumers that take turns
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(dropout, META)
     amount = _amount_of_work(table_ptr, work, META)
-    if META.TAKES_TURNS and CONSUMER == 1:
-        named_barrier_arrive(_TURN, PAIR)  # consumer 0 begins
+    if META.TAKES_TURNS and CONSUMER == META.CONSUMERS - 1:
+        named_barrier_arrive(_TURN, _PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
     piece = gl.program_id(0)
@@ -391,10 +383,10 @@ def _compute_partition(
             slot = loaded % META.STAGES
             mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
             if META.TAKES_TURNS:
-                named_barrier_sync(_TURN + CONSUMER, PAIR)
+                named_barrier_sync(_TURN + CONSUMER, _PAIR)
             product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
             if META.TAKES_TURNS:
-                named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+                named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
             column, is_full = key_block(own_num - 1, own_found, META)
             drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
             qk = warpgroup_mma_wait(0, deps=[product])
@@ -403,7 +395,7 @@ def _compute_partition(
             s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
             s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, True, META)
             s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-            pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+            pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             loaded += 1
             for t in range(1, own_num):
                 column, is_full = key_block(own_num - 1 - t, own_found, META)  # read from a list while the products run
@@ -413,12 +405,12 @@ def _compute_partition(
                 p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
                 mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
                 if META.TAKES_TURNS:
-                    named_barrier_sync(_TURN + CONSUMER, PAIR)
+                    named_barrier_sync(_TURN + CONSUMER, _PAIR)
                 product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
                 mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
                 sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
                 if META.TAKES_TURNS:
-                    named_barrier_arrive(_TURN + 1 - CONSUMER, PAIR)
+                    named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
                 drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
                 qk = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(slot), count=1)
@@ -426,15 +418,14 @@ def _compute_partition(
                 s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
                 s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, False, META)
                 s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-                new_pairs, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+                new_pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
                 acc = warpgroup_mma_wait(0, deps=[sum_of_v])
                 keep_pairs(pairs)
                 pairs = new_pairs
                 mbarrier.arrive(v_empty.index(last_slot), count=1)
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+                acc = rescaled(acc, decay, META)
                 loaded += 1
-            if not META.OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(q_slot), count=1)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
             slot = (loaded - 1) % META.STAGES
             mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
             p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
@@ -442,7 +433,7 @@ def _compute_partition(
             acc = warpgroup_mma_wait(0, deps=[sum_of_v])
             keep_pairs(pairs)
             mbarrier.arrive(v_empty.index(slot), count=1)
-        elif not META.OUT_IN_Q:
+        else:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         if META.SKIPS:
             loaded = _pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
@@ -469,21 +460,20 @@ def _compute_partition(
             part_columns = gl.arange(0, V0, layout=gl.SliceLayout(0, OUT))[None, :]
             gl.store(parts_ptr + part_rows + part_columns, acc, mask=is_query)
         else:
-            out_tile = out_tiles.index(CONSUMER)
-            tma.store_wait(0)
-            out_tile.reshape([_ROWS, V0]).store(acc.to(DTYPE))
-            fence_async_shared()
-            store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
-        if META.OUT_IN_Q:
-            tma.store_wait(0)  # the next q may be loaded only when out has left the buffer
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
+            own_rows = (start_q + b * step_os, len_q, own_row, h + b * step_oh)
+            if META.OUT_PARTS == 1:
+                _store_out(acc, 0, own_rows, out_descriptor, out_tiles.index(CONSUMER))
+            else:
+                low, high = gl.split(gl.permute(gl.reshape(acc, [_ROWS, 2, V0 // 2]), [0, 2, 1]))
+                _store_out(low, 0, own_rows, out_descriptor, out_tiles.index(CONSUMER))
+                _store_out(high, V0 // 2, own_rows, out_descriptor, out_tiles.index(CONSUMER))
         mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
         piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
     tma.store_wait(0)
     if META.TAKES_TURNS and CONSUMER == 0:
-        named_barrier_sync(_TURN, PAIR)
+        named_barrier_sync(_TURN, _PAIR)
 
 
 @hopper_kernel
@@ -553,9 +543,8 @@ def _attn_fwd_hopper_kernel(
     REGISTERS: gl.constexpr = META.REGISTERS
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
     q_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    if META.OUT_IN_Q or META.IS_SPLIT:
-        out_tiles = q_tiles
-    else:
+    out_tiles = q_tiles
+    if not META.IS_SPLIT:
         out_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
@@ -587,12 +576,12 @@ def _attn_fwd_hopper_kernel(
     bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
     mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
     dropout = (rng_state_ptr, dropout_threshold, keep_scale, 0)
-    outputs = (lse_ptr, max_logit_ptr, parts_ptr)
+    given = (softmax_offset_ptr, softmax_scale, mods, dropout, (lse_ptr, max_logit_ptr, parts_ptr))
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
+                (_compute_partition, (common, given, 0, MODS, META)),
+                (_compute_partition, (common, given, 1, MODS, META)),
                 (_load_partition, (common, META)),
             ],
             [4, 1],
@@ -602,10 +591,10 @@ def _attn_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_load_partition, (common, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 2, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 3, MODS, META)),
+                (_compute_partition, (common, given, 0, MODS, META)),
+                (_compute_partition, (common, given, 1, MODS, META)),
+                (_compute_partition, (common, given, 2, MODS, META)),
+                (_compute_partition, (common, given, 3, MODS, META)),
             ],
             [4, 4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
@@ -614,9 +603,9 @@ def _attn_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_load_partition, (common, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 1, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, mods, dropout, outputs, 2, MODS, META)),
+                (_compute_partition, (common, given, 0, MODS, META)),
+                (_compute_partition, (common, given, 1, MODS, META)),
+                (_compute_partition, (common, given, 2, MODS, META)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -655,6 +644,12 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
     if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
         return None
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
+
+
+def rows_of_a_tile(problem: Problem) -> int:
+    """The rows, at most, of a tile that all queries of its heads fit in."""
+    x = problem
+    return x.longest_q if x.block_mask is not None else x.longest_q * min(x.group_size & -x.group_size, _ROWS.value)
 
 
 def kind_of(problem: Problem) -> tuple[Kind, float]:
@@ -712,7 +707,8 @@ def tile_of(problem: Problem) -> HopperTile:
     x = problem
     length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
     is_modified = x.is_modified or x.dropout_p > 0
-    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind_of(x)[0], length=length)
+    kind, rows = kind_of(x)[0], rows_of_a_tile(x)
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
 
 
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
@@ -739,7 +735,9 @@ def hopper_forward(
     tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
+    is_banded = x.window_left is not None or x.window_right is not None
     group = heads_of_a_tile(x, tile) if group is None else group
+    has_idle = has_lengths or x.longest_q * group <= tile.block_m - _ROWS.value
     queries = tile.block_m // group
     blocks = -(-x.longest_q // queries)
     tiles, processors = tiles_and_room(x, tile, group)
@@ -768,14 +766,17 @@ def hopper_forward(
         V0=tile.head_dim_v,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
-        TAKES_TURNS=tile.block_m == 2 * _ROWS.value,
-        OUT_IN_Q=tile.out_in_q and parts is None,
+        TAKES_TURNS=tile.takes_turns,
+        HOLDS=tile.holds if is_banded else "",
+        LAZY=tile.is_lazy and max_logit is None,
+        OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,
-        SKIPS=x.block_mask is None and (has_lengths or x.window_left is not None or x.window_right is not None),
+        HAS_IDLE=has_idle,
+        SKIPS=x.block_mask is None and (has_idle or is_banded),
         Q_STAGES=tile.q_stages,
     )
     tensors = (x.q, x.k, x.v, out)
-    widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v)
+    widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v // tile.out_parts)
     own, keys = (_ROWS.value // group, group), (tile.block_n, 1)
     boxes = (own, keys, keys, own)
     descriptors = [ragged_descriptor(t, r, width, h) for t, (r, h), width in zip(tensors, boxes, widths, strict=True)]

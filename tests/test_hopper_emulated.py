@@ -141,9 +141,9 @@ def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None
     inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
     bands = ({"attn_mask_type": "padding_causal", "window_size": (150, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
     for seed, band in enumerate((*bands, {"attn_mask_type": "padding_causal_bottom_right"}), start=4):
-        reports = run(
-            seed, band, backwards=(), qkv_format="thd", head_dim_qk=tile.head_dim_qk, head_dim_v=tile.head_dim_v, **inputs
-        )
+        outliers = seed == 6  # rows whose maximum rises by much
+        dims = {"head_dim_qk": tile.head_dim_qk, "head_dim_v": tile.head_dim_v}
+        reports = run(seed, band, backwards=(), qkv_format="thd", outliers=outliers, **dims, **inputs)
         for name, report in reports.items():
             assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
 
@@ -171,8 +171,8 @@ PLANTED = {
     ),
     "forward: out is stored without a fence": (
         "hopper_forward",
-        "            fence_async_shared()\n            store_rows(",
-        "            store_rows(",
+        "    fence_async_shared()\n    store_rows(",
+        "    store_rows(",
     ),
     "forward: q is released before its last scores": (
         "hopper_forward",
