@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -345,7 +345,14 @@ def _answer(request: CompileRequest) -> CompileReport | str:
             kernel, request.signature, constexprs, request.sm, request.num_warps, request.num_stages, request.aligned
         )
     except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others' reports
-        return f"{type(error).__name__}: {error}"
+        return "\nin which\n".join(f"{type(e).__name__}: {e}" for e in _with_causes(error))
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it came from: Triton's says no more than where, for each function that was being inlined."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _outcome(future: Future[CompileReport | str]) -> CompileReport | str:

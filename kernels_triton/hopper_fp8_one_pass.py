@@ -56,11 +56,11 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
 _ROWS = gl.constexpr(64)
-_QUERIES = 64  # of a turn, and of a tile of statistics and of dq
 _KEYS = 128  # of a program: two warpgroups'
 _BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
 _EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
 _LAST = gl.constexpr(13)
+_TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
 _RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
 _STAGES = gl.constexpr(2)  # of q and dout in shared memory
 _FAR = gl.constexpr(2**30)
@@ -70,13 +70,15 @@ class Fp8OnePassTile(NamedTuple):
     """A row for the FP8 backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v."""
 
     head_dim: int
+    queries: int  # of a turn, and of a tile of statistics and of dq
     dq_stages: int  # of dq in shared memory
     # Whether dp is begun with a turn and dq of the one before at its end, where a warpgroup may be half a turn ahead of the other;
     # else dq is begun with the turn, and dp takes its registers.
     is_late: bool
+    takes_turns: bool = False  # with exp
 
 
-FP8_ONE_PASS = (Fp8OnePassTile(64, 2, True), Fp8OnePassTile(128, 1, False))  # bench/results/fp8_one_pass_h200.json
+FP8_ONE_PASS = (Fp8OnePassTile(64, 64, 2, True), Fp8OnePassTile(128, 64, 1, False))  # bench/results/fp8_one_pass_h200.json
 
 
 class Fp8OnePassMeta(NamedTuple):
@@ -106,6 +108,7 @@ class Fp8OnePassMeta(NamedTuple):
     DIM: int
     DQ_STAGES: int
     IS_LATE: bool
+    TAKES_TURNS: bool
 
 
 @gluon.jit
@@ -146,8 +149,8 @@ def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, 
         full = q_full.index(slot)
         mbarrier.wait(q_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
         # A masked score is -inf, and -inf * 0 would be NaN. All lanes write what the arrival of the first one publishes.
-        factors.index(2 * slot).store(gl.full([32], gl.maximum(s_factor * descale_q, 1e-37), gl.float32, layout=LANES))
-        factors.index(2 * slot + 1).store(gl.full([32], dp_factor * descale_dout, gl.float32, layout=LANES))
+        factors.index(2 * slot).store(gl.full([4], gl.maximum(s_factor * descale_q, 1e-37), gl.float32, layout=LANES))
+        factors.index(2 * slot + 1).store(gl.full([4], dp_factor * descale_dout, gl.float32, layout=LANES))
         mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
         of_head = first_tile + head * tiles_of_a_head
@@ -166,7 +169,8 @@ def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, 
     for part in gl.static_range(2):
         row = first_row + part * _ROWS
         store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k16_tiles.index(part))
-        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dout16_tiles.index(part))
+        # A tile's first rows are what is needed.
+        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dout16_tiles.index(part).slice(0, _ROWS, 2))
     tma.store_wait(0)
 
 
@@ -184,7 +188,10 @@ def _add_dq(dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, f
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < len_q:
             for part in gl.static_range(2):
-                reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+                if META.BLOCK_M == _ROWS:
+                    reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
+                else:
+                    reduce_add(dq_descriptor, [at + part * _ROWS, 0], dq_tiles.index(2 * slot + part))
         tma.store_wait(0)  # the engine has read the tile
         mbarrier.arrive(dq_empty.index(slot), count=1)
         t += 1
@@ -210,7 +217,8 @@ def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.con
     slot = turn % META.DQ_STAGES
     mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
     # Of each 8 rows 0 .. 3 and 4 .. 7 in turn: the four that half a warp stores at a time then lie in different banks.
-    dq = gl.permute(dq.reshape([META.BLOCK_M // 8, 2, 4, META.DIM // 2]), [0, 2, 1, 3]).reshape([META.BLOCK_M, META.DIM // 2])
+    COLUMNS: gl.constexpr = dq.shape[1]
+    dq = gl.permute(dq.reshape([_ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([_ROWS, COLUMNS])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
 
 
@@ -268,6 +276,8 @@ def _compute(
     if turns > 0:
         if META.IS_LATE:
             named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
+        if META.TAKES_TURNS and CONSUMER == 1:
+            named_barrier_arrive_at(_TURN, _BOTH)  # the first warpgroup begins
         first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
         kq = warpgroup_mma_wait(0, deps=[first])
     for turn in range(turns):
@@ -287,6 +297,8 @@ def _compute(
         else:
             named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
             sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+        if META.TAKES_TURNS:
+            named_barrier_sync_at(_TURN + CONSUMER + zero, _BOTH)
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
@@ -305,6 +317,11 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
+        if META.TAKES_TURNS:
+            if CONSUMER == 0:
+                named_barrier_arrive_at(_TURN + 1 + zero, _BOTH)
+            elif turn + 1 < turns:
+                named_barrier_arrive_at(_TURN + zero, _BOTH)
         if not META.IS_LATE:
             # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
             mbarrier.wait(dout_full.index(slot), phase)
@@ -369,7 +386,7 @@ def _compute(
         _hand_over(dq_full, turns - 1, META)
     named_barrier_sync(_LAST, _BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
     k16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    dout16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(dv.to(DTYPE))
+    dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, _ROWS, 0).store(dv.to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -475,7 +492,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     # Of each turn what its scores and its dp are multiplied with.
-    factors = gl.allocate_shared_memory(gl.float32, [2 * _STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    factors = gl.allocate_shared_memory(gl.float32, [2 * _STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
     DQ: gl.constexpr = dq_descriptor.block_type.shape
@@ -614,7 +631,7 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
         if error := descriptor_error(name, t) or scale_error(name, scale, x, h, _KEYS):
             return error
-    return descriptor_error("out", out) or block_mask_error(x, (_QUERIES, _KEYS))
+    return descriptor_error("out", out) or block_mask_error(x, (64, _KEYS))
 
 
 def objection(problem: Problem) -> str | None:
@@ -643,13 +660,13 @@ def fp8_one_pass_backward(
     """
     x = problem
     tile = tile or select_fp8_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
-    dim, size = tile.head_dim, _QUERIES
+    dim, size = tile.head_dim, tile.queries
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dq_block = [size, dim // 2]
+    dq_block = [_ROWS.value, dim * size // _KEYS]  # a warpgroup's
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
     blocks = triton.cdiv(x.longest_kv, _KEYS)
     table = work_table(x, _KEYS, "kv") if has_lengths else None
@@ -677,6 +694,7 @@ def fp8_one_pass_backward(
         DIM=dim,
         DQ_STAGES=tile.dq_stages,
         IS_LATE=tile.is_late,
+        TAKES_TURNS=tile.takes_turns,
     )
     by_query, by_key = (x.q, q16, dout, dout16), (x.k, k16, x.v)
     launch(
