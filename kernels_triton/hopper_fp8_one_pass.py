@@ -40,7 +40,6 @@ from flexattn.kernels_triton.hopper import (
     opaque_zero,
     query_block,
     ragged_descriptor,
-    reduce_add,
     scores_of_head,
     sequences,
     store_rows,
@@ -48,22 +47,29 @@ from flexattn.kernels_triton.hopper import (
 from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
-from flexattn.kernels_triton.hopper_one_pass import block_of, convert_dq, dq_product, mask_band
+from flexattn.kernels_triton.hopper_one_pass import (
+    BOTH,
+    FAR,
+    KEYS,
+    LAST,
+    READ,
+    ROWS,
+    STAGES,
+    TURN,
+    WRITTEN,
+    add_dq,
+    block_of,
+    convert_dq,
+    dq_product,
+    hand_over,
+    mask_band,
+    write_dq,
+)
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch
 from flexattn.kernels_triton.primitives import LOG2E, head_values, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
-
-_ROWS = gl.constexpr(64)
-_KEYS = 128  # of a program: two warpgroups'
-_BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
-_EXCHANGE = gl.constexpr(9)  # the first of four named barriers, by parity of the turn and by who has written its ds
-_LAST = gl.constexpr(13)
-_TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
-_RELEASED = gl.constexpr(5)  # the first of four more, by parity of the turn whose ds was read and by who has read it
-_STAGES = gl.constexpr(2)  # of q and dout in shared memory
-_FAR = gl.constexpr(2**30)
 
 
 class Fp8OnePassTile(NamedTuple):
@@ -123,7 +129,7 @@ def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, 
     BYTES: gl.constexpr = k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes + k16_descriptor.block_type.nbytes
     mbarrier.expect(full, 2 * BYTES)
     for part in gl.static_range(2):
-        row = first_row + part * _ROWS
+        row = first_row + part * ROWS
         load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
         load_rows(k16_descriptor, k16_place[0], len_kv, row, k16_place[1], 0, full, k16_tiles.index(part))
@@ -137,12 +143,12 @@ def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, 
     head = 0
     for turn in range(num_blocks * group_size):
         row = query_block(t, found, META)[0]
-        slot = turn % _STAGES
+        slot = turn % STAGES
         scale_row = gl.minimum(row, len_q - 1)
         descale_q = load_descale(scale_q, b, h + head, scale_row)
         descale_dout = load_descale(scale_dout, b, h + head, scale_row)
         full = q_full.index(slot)
-        mbarrier.wait(q_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)
+        mbarrier.wait(q_empty.index(slot), ((turn // STAGES) & 1) ^ 1)
         # A masked score is -inf, and -inf * 0 would be NaN. All lanes write what the arrival of the first one publishes.
         factors.index(2 * slot).store(gl.full([4], gl.maximum(s_factor * descale_q, 1e-37), gl.float32, layout=LANES))
         factors.index(2 * slot + 1).store(gl.full([4], dp_factor * descale_dout, gl.float32, layout=LANES))
@@ -162,37 +168,11 @@ def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, 
             head += 1
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(2):
-        row = first_row + part * _ROWS
+        row = first_row + part * ROWS
         store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k16_tiles.index(part))
         # A tile's first rows are what is needed.
-        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dout16_tiles.index(part).slice(0, _ROWS, 2))
+        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dout16_tiles.index(part).slice(0, ROWS, 2))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _add_dq(dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
-    _, _, _, _, dq_full, dq_empty, _ = barriers
-    _, len_q, _, _, _, _, first_tile, tiles_of_a_head = places
-    t = 0
-    head = 0
-    for turn in range(num_blocks * group_size):
-        slot = turn % META.DQ_STAGES
-        row = query_block(t, found, META)[0]
-        at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
-        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)
-        # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
-        if META.BLOCK_SIZE_Q == 0 or row < len_q:
-            for part in gl.static_range(2):
-                if META.BLOCK_M == _ROWS:
-                    reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
-                else:
-                    reduce_add(dq_descriptor, [at + part * _ROWS, 0], dq_tiles.index(2 * slot + part))
-        tma.store_wait(0)  # the engine has read the tile
-        mbarrier.arrive(dq_empty.index(slot), count=1)
-        t += 1
-        if t == num_blocks:
-            t = 0
-            head += 1
 
 
 @gluon.jit
@@ -201,26 +181,10 @@ def _score_product(q_tiles, k_tiles, q_full, slot, phase, is_there, zero, CONSUM
     BLOCK_M: gl.constexpr = META.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     mbarrier.wait(q_full.index(slot), phase, pred=is_there)
-    own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, META.DIM])
+    own_k = k_tiles.index(zero + CONSUMER).reshape([ROWS, META.DIM])
     q = q_tiles.index(slot).reshape([BLOCK_M, META.DIM])
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
-    slot = turn % META.DQ_STAGES
-    mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
-    # Of each 8 rows 0 .. 3 and 4 .. 7 in turn: the four that half a warp stores at a time then lie in different banks.
-    COLUMNS: gl.constexpr = dq.shape[1]
-    dq = gl.permute(dq.reshape([_ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([_ROWS, COLUMNS])
-    dq_tiles.index(2 * slot + CONSUMER).store(dq)
-
-
-@gluon.jit
-def _hand_over(dq_full, turn, META: gl.constexpr):
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(turn % META.DQ_STAGES), count=1)
 
 
 @gluon.jit
@@ -247,22 +211,22 @@ def _compute(
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    own_row = first_row + CONSUMER * ROWS
+    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     uncut_from = 0  # blocks of queries that begin before it need the mask
     if META.HAS_RIGHT:
-        uncut_from = own_row + _ROWS - 1 - shift - window_right
-    uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
+        uncut_from = own_row + ROWS - 1 - shift - window_right
+    uncut_from = gl.where(own_row + ROWS > len_kv, FAR, uncut_from)
     # A turn's products, and what runs under them: dp | p | dv | ds | dk, dq of the turn before, the next turn's scores. Half of dq
     # is a sum over the other warpgroup's ds too, which is there a turn later; before the first there is 0. While one warpgroup
     # computes p, the other multiplies.
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
-    named_barrier_arrive_at(_EXCHANGE + 2 + CONSUMER, _BOTH)
+    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     mbarrier.wait(kv_full.index(0), 0)
     t = 0
     h = first_head
@@ -271,25 +235,25 @@ def _compute(
     turns = num_blocks * group_size
     kq = zeros
     if turns > 0:
-        named_barrier_arrive_at(_RELEASED + CONSUMER, _BOTH)
+        named_barrier_arrive_at(READ + CONSUMER, BOTH)
         if CONSUMER == 1:
-            named_barrier_arrive_at(_TURN, _BOTH)  # the first warpgroup begins
+            named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
         first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
         kq = warpgroup_mma_wait(0, deps=[first])
     for turn in range(turns):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
         zero = opaque_zero(turn)
-        slot = turn % _STAGES
-        phase = (turn // _STAGES) & 1
+        slot = turn % STAGES
+        phase = (turn // STAGES) & 1
         here = (turn & 1) * 2
         # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
         last = ((turn + 1) & 1) * 2
-        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        own_v = v_tiles.index(zero + CONSUMER).reshape([ROWS, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
         mbarrier.wait(dout_full.index(slot), phase)
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        named_barrier_sync_at(_TURN + CONSUMER + zero, _BOTH)
+        named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
@@ -309,9 +273,9 @@ def _compute(
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
         if CONSUMER == 0:
-            named_barrier_arrive_at(_TURN + 1 + zero, _BOTH)
+            named_barrier_arrive_at(TURN + 1 + zero, BOTH)
         elif turn + 1 < turns:
-            named_barrier_arrive_at(_TURN + zero, _BOTH)
+            named_barrier_arrive_at(TURN + zero, BOTH)
         sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
@@ -320,28 +284,28 @@ def _compute(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
         # The other warpgroup's dq of the turn before the last has read what is overwritten.
-        named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)
+        named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
         ds_tiles.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
         fence_async_shared()  # under the product
-        named_barrier_arrive_at(_EXCHANGE + CONSUMER + here, _BOTH)
-        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
+        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
         sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
         # The next turn's scores under these; in the last turn its own again, for nothing.
         is_there = turn + 1 < turns
-        next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
-        next_phase = ((turn + 1) // _STAGES) & 1
+        next_slot = gl.where(is_there, (turn + 1) % STAGES, slot)
+        next_phase = ((turn + 1) // STAGES) & 1
         next_scores = _score_product(q_tiles, k_tiles, q_full, next_slot, next_phase, is_there, zero, CONSUMER, META)
         dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])
         mbarrier.arrive(q_empty.index(slot), count=1)
         dq = warpgroup_mma_wait(1, deps=[sum_of_k])
         if is_there:
-            named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)
+            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
         if turn > 0:
-            _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-            _hand_over(dq_full, turn - 1, META)
+            write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+            hand_over(dq_full, turn - 1, META)
         kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
         if t == num_blocks:
@@ -351,15 +315,15 @@ def _compute(
             head = head_of(bias, b, next_h, META)
             values = head_values(b, next_h, captures, MODS, META)
     last = ((turns + 1) & 1) * 2
-    named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)
+    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if turns > 0:
         sum_of_k = dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-        _hand_over(dq_full, turns - 1, META)
-    named_barrier_sync(_LAST, _BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
-    k16_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, _ROWS, 0).store(dv.to(DTYPE))
+        write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
+        hand_over(dq_full, turns - 1, META)
+    named_barrier_sync(LAST, BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
+    k16_tiles.index(CONSUMER).reshape([ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
+    dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -455,25 +419,25 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
 ):
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DTYPE: gl.constexpr = k16_descriptor.dtype
-    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [_STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    q16_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + q16_descriptor.block_type.shape, q16_descriptor.layout)
+    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    q16_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + q16_descriptor.block_type.shape, q16_descriptor.layout)
     DOUT: gl.constexpr = dout_descriptor.block_type.shape
-    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [_STAGES] + DOUT, dout_descriptor.layout)
-    dout16_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + dout16_descriptor.block_type.shape, dout16_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [STAGES] + DOUT, dout_descriptor.layout)
+    dout16_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + dout16_descriptor.block_type.shape, dout16_descriptor.layout)
     k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
     k16_tiles = gl.allocate_shared_memory(DTYPE, [2] + k16_descriptor.block_type.shape, k16_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     # Of each turn what its scores and its dp are multiplied with.
-    factors = gl.allocate_shared_memory(gl.float32, [2 * _STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
     DQ: gl.constexpr = dq_descriptor.block_type.shape
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + DQ, dq_descriptor.layout)
     barriers = (
-        allocate_barriers(_STAGES, 1),
-        allocate_barriers(_STAGES, 2),
-        allocate_barriers(_STAGES, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, 1),
         allocate_barriers(1, 1),
         allocate_barriers(META.DQ_STAGES, 2),
         allocate_barriers(META.DQ_STAGES, 1),
@@ -514,6 +478,8 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         ds_tiles,
         dq_tiles,
     )
+    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M)
+    of_dq = (len_q, first_tile, tiles_of_a_head)
     places = (
         first_row,
         len_q,
@@ -527,7 +493,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
             (start_kv + b * step_dks, h_kv + b * step_dkh),
             (start_kv + b * step_dvs, h_kv + b * step_dvh),
         ),
-        statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M),
+        first_tile,
         tiles_of_a_head,
     )
     scales = (
@@ -548,7 +514,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
             (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
             (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
             (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
-            (_add_dq, (dq_descriptor, dq_tiles, barriers, places, group_size, num_blocks, found, META)),
+            (add_dq, (dq_descriptor, dq_tiles, barriers[4], barriers[5], of_dq, group_size, num_blocks, found, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -605,9 +571,9 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     for name, t, scale, h in zip(names, (x.q, x.k, x.v, dout), scales_of(x), heads, strict=True):
         if t.dtype not in FP8_DTYPES:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
-        if error := descriptor_error(name, t) or scale_error(name, scale, x, h, _KEYS):
+        if error := descriptor_error(name, t) or scale_error(name, scale, x, h, KEYS):
             return error
-    return descriptor_error("out", out) or block_mask_error(x, (tile_of(x).queries, _KEYS))
+    return descriptor_error("out", out) or block_mask_error(x, (tile_of(x).queries, KEYS))
 
 
 def objection(problem: Problem) -> str | None:
@@ -642,10 +608,10 @@ def fp8_one_pass_backward(
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dq_block = [_ROWS.value, dim * size // _KEYS]  # a warpgroup's
+    dq_block = [ROWS.value, dim * size // KEYS]  # a warpgroup's
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
-    blocks = triton.cdiv(x.longest_kv, _KEYS)
-    table = work_table(x, _KEYS, "kv") if has_lengths else None
+    blocks = triton.cdiv(x.longest_kv, KEYS)
+    table = work_table(x, KEYS, "kv") if has_lengths else None
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     section = hopper_one_pass.section_of(x, 12 * dim)  # about: q and dout in both forms, dq in fp32
     scales = scales_of(x)
@@ -666,7 +632,7 @@ def fp8_one_pass_backward(
         **score_meta,
         IS_PLAIN=not any(score_meta[name] for name in adds),
         BLOCK_M=size,
-        BLOCK_N=_KEYS,
+        BLOCK_N=KEYS,
         DIM=dim,
         DQ_STAGES=tile.dq_stages,
     )
@@ -675,13 +641,13 @@ def fp8_one_pass_backward(
         _attn_bwd_one_pass_fp8_hopper_kernel,
         programs,
         x.device,
-        Tile(size, _KEYS, 4, 2),
+        Tile(size, KEYS, 4, 2),
         (
             *(ragged_descriptor(t, size, dim) for t in by_query),
-            *(ragged_descriptor(t, _ROWS.value, dim) for t in by_key),
+            *(ragged_descriptor(t, ROWS.value, dim) for t in by_key),
             TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
             TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
-            *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
+            *(ragged_descriptor(t, ROWS.value, dim) for t in (dk, dv)),
             *(tiles, table),
             *(argument for scale in scales for argument in scale.arguments),
             *(x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),

@@ -58,16 +58,16 @@ from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
 
-_ROWS = gl.constexpr(64)
-_KEYS = 128  # of a program: two warpgroups'
-_BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
-_STAGES = gl.constexpr(2)  # of q and of dout in shared memory
+ROWS = gl.constexpr(64)
+KEYS = 128  # of a program: two warpgroups'
+BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
+STAGES = gl.constexpr(2)  # of q and of dout in shared memory
 # Named barriers. Of ds there are two tiles, for turns of either parity, and so two barriers for each warpgroup.
-_READ = gl.constexpr(5)  # the first of four, by parity of the turn whose ds was read and by who has read it
-_WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who has written its ds
-_LAST = gl.constexpr(13)
-_TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
-_FAR = gl.constexpr(2**30)
+READ = gl.constexpr(5)  # the first of four, by parity of the turn whose ds was read and by who has read it
+WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who has written its ds
+LAST = gl.constexpr(13)
+TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
+FAR = gl.constexpr(2**30)
 _NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
@@ -135,15 +135,15 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
     full = kv_full.index(0)
     mbarrier.expect(full, 2 * (k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes))
     for part in gl.static_range(2):
-        row = first_row + part * _ROWS
+        row = first_row + part * ROWS
         load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
     t = 0
     head = 0
     for turn in range(num_blocks * group_size):
         row = query_block(t, found, META)[0]
-        slot = turn % _STAGES
-        before = ((turn // _STAGES) & 1) ^ 1
+        slot = turn % STAGES
+        before = ((turn // STAGES) & 1) ^ 1
         full = q_full.index(slot)
         mbarrier.wait(q_empty.index(slot), before)
         mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
@@ -161,18 +161,15 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
             head += 1
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(2):
-        row = first_row + part * _ROWS
+        row = first_row + part * ROWS
         store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k_tiles.index(part))
         store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, v_tiles.index(part))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found, META: gl.constexpr):
-    _, _, _, _, _, dq_descriptor, _, _ = descriptors
-    _, _, _, _, _, _, dq_tiles = tiles
-    _, _, _, _, _, dq_full, dq_empty, _ = barriers
-    _, len_q, _, _, _, _, _, _, _, first_tile, tiles_of_a_head = places
+def add_dq(dq_descriptor, dq_tiles, dq_full, dq_empty, place, group_size, num_blocks, found, META: gl.constexpr):
+    len_q, first_tile, tiles_of_a_head = place
     t = 0
     head = 0
     for turn in range(num_blocks * group_size):
@@ -183,10 +180,10 @@ def _add_dq(descriptors, tiles, barriers, places, group_size, num_blocks, found,
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < len_q:
             for part in gl.static_range(2):
-                if META.BLOCK_M == _ROWS:
+                if META.BLOCK_M == ROWS:
                     reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
                 else:
-                    reduce_add(dq_descriptor, [at + part * _ROWS, 0], dq_tiles.index(2 * slot + part))
+                    reduce_add(dq_descriptor, [at + part * ROWS, 0], dq_tiles.index(2 * slot + part))
         tma.store_wait(0)  # the engine has read the tile
         mbarrier.arrive(dq_empty.index(slot), count=1)
         t += 1
@@ -202,7 +199,7 @@ def mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META: 
     first = gl.zeros_like(rows)
     if META.HAS_RIGHT:
         first = rows - shift - window_right
-    first = gl.where(rows < len_kv, first, _FAR)
+    first = gl.where(rows < len_kv, first, FAR)
     visible = columns[None, :] >= first[:, None]
     if META.HAS_LEFT:
         visible = visible & (columns[None, :] <= (rows - shift + window_left)[:, None])
@@ -214,30 +211,30 @@ def dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl
     # This warpgroup's half of a tile of dq, from all 128 keys: half of the columns of 64 queries, or of 128 queries 64.
     COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([_ROWS, COLUMNS], gl.float32, layout=DQ)
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
     for part in gl.static_range(2):
         ds = ds_tiles.index(buffer + part)
-        k = k_tiles.index(zero + part).reshape([_ROWS, META.DIM])
-        if META.BLOCK_M == _ROWS:
+        k = k_tiles.index(zero + part).reshape([ROWS, META.DIM])
+        if META.BLOCK_M == ROWS:
             k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
         else:
-            ds = ds.slice(CONSUMER * _ROWS, _ROWS, 1)
+            ds = ds.slice(CONSUMER * ROWS, ROWS, 1)
         dq = warpgroup_mma(ds.permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def _write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
+def write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
     slot = turn % META.DQ_STAGES
     mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
     # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
     COLUMNS: gl.constexpr = dq.shape[1]
-    dq = gl.permute(dq.reshape([_ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([_ROWS, COLUMNS])
+    dq = gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
     dq_tiles.index(2 * slot + CONSUMER).store(dq)
 
 
 @gluon.jit
-def _hand_over(dq_full, turn, META: gl.constexpr):
+def hand_over(dq_full, turn, META: gl.constexpr):
     fence_async_shared()
     mbarrier.arrive(dq_full.index(turn % META.DQ_STAGES), count=1)
 
@@ -249,7 +246,7 @@ def _begin_scores(q_tiles, own_k, q_full, slot, phase, is_there, META: gl.conste
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     mbarrier.wait(q_full.index(slot), phase, pred=is_there)
     q = q_tiles.index(slot).reshape([BLOCK_M, META.DIM])
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
@@ -283,27 +280,27 @@ def _compute(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, DIM], gl.float32, layout=DK)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    own_row = first_row + CONSUMER * ROWS
+    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     uncut_from = 0  # blocks of queries that begin before it need the mask
     if META.HAS_RIGHT:
-        uncut_from = own_row + _ROWS - 1 - shift - window_right
-    uncut_from = gl.where(own_row + _ROWS > len_kv, _FAR, uncut_from)
+        uncut_from = own_row + ROWS - 1 - shift - window_right
+    uncut_from = gl.where(own_row + ROWS > len_kv, FAR, uncut_from)
     draws = dropout_state(dropout, META)
     turns = num_blocks * group_size
     # As if there had been a turn before the first, whose ds is 0.
     ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
-    named_barrier_arrive_at(_WRITTEN + 2 + CONSUMER, _BOTH)
+    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     if turns > 0:
         if META.DP_FIRST:
-            named_barrier_arrive_at(_READ + CONSUMER, _BOTH)
+            named_barrier_arrive_at(READ + CONSUMER, BOTH)
         if META.TAKES_TURNS and CONSUMER == 1:
-            named_barrier_arrive_at(_TURN, _BOTH)  # the first warpgroup begins
+            named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
     mbarrier.wait(kv_full.index(0), 0)
     t = 0
     h = first_head
@@ -312,21 +309,21 @@ def _compute(
     kq = zeros
     if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if turns > 0:
-            own_k = k_tiles.index(opaque_zero(turns) + CONSUMER).reshape([_ROWS, DIM])
+            own_k = k_tiles.index(opaque_zero(turns) + CONSUMER).reshape([ROWS, DIM])
             first_scores = _begin_scores(q_tiles, own_k, q_full, 0, 0, turns > 0, META)
             kq = warpgroup_mma_wait(0, deps=[first_scores])
     for turn in range(turns):
         row, is_full = query_block(t, found, META)
         columns = row + block_columns
         zero = opaque_zero(turn)
-        slot = turn % _STAGES
-        phase = (turn // _STAGES) & 1
+        slot = turn % STAGES
+        phase = (turn // STAGES) & 1
         here = (turn & 1) * 2
         last = ((turn + 1) & 1) * 2
         q = q_tiles.index(slot).reshape([BLOCK_M, DIM])
         dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        own_k = k_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
-        own_v = v_tiles.index(zero + CONSUMER).reshape([_ROWS, DIM])
+        own_k = k_tiles.index(zero + CONSUMER).reshape([ROWS, DIM])
+        own_v = v_tiles.index(zero + CONSUMER).reshape([ROWS, DIM])
         if META.DP_FIRST:
             if not META.IS_AHEAD:
                 own_scores_product = _begin_scores(q_tiles, own_k, q_full, slot, phase, True, META)
@@ -335,11 +332,11 @@ def _compute(
             if not META.IS_AHEAD:
                 kq = warpgroup_mma_wait(1, deps=[own_scores_product])
         else:
-            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)
+            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
         drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         if META.TAKES_TURNS:
-            named_barrier_sync_at(_TURN + CONSUMER + zero, _BOTH)
+            named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
@@ -356,9 +353,9 @@ def _compute(
         is_there = turn + 1 < turns  # the next one
         if META.TAKES_TURNS:
             if CONSUMER == 0:
-                named_barrier_arrive_at(_TURN + 1 + zero, _BOTH)
+                named_barrier_arrive_at(TURN + 1 + zero, BOTH)
             elif is_there:
-                named_barrier_arrive_at(_TURN + zero, _BOTH)
+                named_barrier_arrive_at(TURN + zero, BOTH)
         if not META.DP_FIRST:
             # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
             mbarrier.wait(dout_full.index(slot), phase)
@@ -368,10 +365,10 @@ def _compute(
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             if turn > 0:  # under the product; dp then takes the registers of dq
-                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+                write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
             dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
             if turn > 0:
-                _hand_over(dq_full, turn - 1, META)
+                hand_over(dq_full, turn - 1, META)
             dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         if not META.DP_FIRST:
@@ -382,7 +379,7 @@ def _compute(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         ds = dscore.to(DTYPE)
         if META.DP_FIRST:  # the other warpgroup's dq of the turn before the last has read what is overwritten
-            named_barrier_sync_at(_READ + 1 - CONSUMER + here, _BOTH)
+            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
         ds_tiles.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
@@ -391,13 +388,13 @@ def _compute(
                 mbarrier.arrive(dout_empty.index(slot), count=1)
         sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
         fence_async_shared()  # under the product
-        named_barrier_arrive_at(_WRITTEN + CONSUMER + here, _BOTH)
+        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
         if META.DP_FIRST:
-            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)
+            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)
         if META.IS_AHEAD:  # in the last turn its own again, for nothing
-            next_slot = gl.where(is_there, (turn + 1) % _STAGES, slot)
-            next_phase = ((turn + 1) // _STAGES) & 1
+            next_slot = gl.where(is_there, (turn + 1) % STAGES, slot)
+            next_phase = ((turn + 1) // STAGES) & 1
             next_scores = _begin_scores(q_tiles, own_k, q_full, next_slot, next_phase, is_there, META)
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
         DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
@@ -411,10 +408,10 @@ def _compute(
         if META.DP_FIRST:
             dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
             if is_there:
-                named_barrier_arrive_at(_READ + CONSUMER + last, _BOTH)
+                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
             if turn > 0:
-                _write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-                _hand_over(dq_full, turn - 1, META)
+                write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
+                hand_over(dq_full, turn - 1, META)
         if META.IS_AHEAD:
             kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
@@ -425,15 +422,15 @@ def _compute(
             head = head_of(bias, b, next_h, META)
             values = head_values(b, next_h, captures, MODS, META)
     last = ((turns + 1) & 1) * 2
-    named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)
+    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if turns > 0:
         sum_of_k = dq_product(ds_tiles, k_tiles, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        _write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-        _hand_over(dq_full, turns - 1, META)
-    named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
-    k_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    v_tiles.index(CONSUMER).reshape([_ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
+        write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
+        hand_over(dq_full, turns - 1, META)
+    named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
+    k_tiles.index(CONSUMER).reshape([ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -503,19 +500,19 @@ def _attn_bwd_one_pass_hopper_kernel(
 ):
     DTYPE: gl.constexpr = q_descriptor.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    q_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [_STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + dout_descriptor.block_type.shape, dout_descriptor.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [_STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
     barriers = (
-        allocate_barriers(_STAGES, 1),
-        allocate_barriers(_STAGES, 2),
-        allocate_barriers(_STAGES, 1),
-        allocate_barriers(_STAGES, 2),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
         allocate_barriers(1, 1),
         allocate_barriers(META.DQ_STAGES, 2),
         allocate_barriers(META.DQ_STAGES, 1),
@@ -545,6 +542,8 @@ def _attn_bwd_one_pass_hopper_kernel(
         dv_descriptor,
     )
     tiles = (q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles)
+    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M)
+    of_dq = (len_q, first_tile, tiles_of_a_head)
     places = (
         first_row,
         len_q,
@@ -555,7 +554,7 @@ def _attn_bwd_one_pass_hopper_kernel(
         (start_kv + b * step_vs, h_kv + b * step_vh),
         (start_kv + b * step_dks, h_kv + b * step_dkh),
         (start_kv + b * step_dvs, h_kv + b * step_dvh),
-        statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M),
+        first_tile,
         tiles_of_a_head,
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
@@ -567,7 +566,7 @@ def _attn_bwd_one_pass_hopper_kernel(
             (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
             (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
             (_load, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
-            (_add_dq, (descriptors, tiles, barriers, places, group_size, num_blocks, found, META)),
+            (add_dq, (dq_descriptor, dq_tiles, barriers[5], barriers[6], of_dq, group_size, num_blocks, found, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -607,7 +606,7 @@ def _attn_bwd_dq_conversion_kernel(
     first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
     rows = tl.arange(0, BLOCK_M)
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
-    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `_write_dq` put them
+    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `write_dq` put them
     dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
     _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
     dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
@@ -634,7 +633,7 @@ def objection(problem: Problem) -> str | None:
         return "it was not measured with a bias"
     if x.window_left is not None and x.window_left < _NARROWEST - 1:
         return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
-    return hopper_forward.too_few_keys(x, _KEYS) or hopper_forward.objection_by_row(x, tile_of(x))
+    return hopper_forward.too_few_keys(x, KEYS) or hopper_forward.objection_by_row(x, tile_of(x))
 
 
 def tile_of(problem: Problem) -> HopperOnePassTile:
@@ -690,10 +689,10 @@ def one_pass_backward(
     has_lengths = x.cu_seqlens_q is not None
     section = section_of(x, 12 * dim)  # k, v, q and dout of two bytes, dq of four
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dq_block = [_ROWS.value, size * dim // (2 * _ROWS.value)]
+    dq_block = [ROWS.value, size * dim // (2 * ROWS.value)]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
-    blocks = triton.cdiv(x.longest_kv, _KEYS)
-    table = work_table(x, _KEYS, "kv") if has_lengths else None
+    blocks = triton.cdiv(x.longest_kv, KEYS)
+    table = work_table(x, KEYS, "kv") if has_lengths else None
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     meta = OnePassMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
@@ -706,26 +705,26 @@ def one_pass_backward(
         **x.score_meta(),
         HAS_DROPOUT=x.dropout_p > 0,
         BLOCK_M=size,
-        BLOCK_N=_KEYS,
+        BLOCK_N=KEYS,
         DIM=dim,
         DP_FIRST=tile.dp_first,
         IS_AHEAD=tile.is_ahead,
         TAKES_TURNS=tile.takes_turns,
         DV_WITH_DK=tile.dv_with_dk,
         DOUT_APART=tile.dout_apart,
-        DQ_STAGES=2 * _ROWS.value // size,
+        DQ_STAGES=2 * ROWS.value // size,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,
         programs,
         x.device,
-        Tile(size, _KEYS, 4, 2),
+        Tile(size, KEYS, 4, 2),
         (
             *(ragged_descriptor(t, size, dim) for t in (x.q, dout)),
-            *(ragged_descriptor(t, _ROWS.value, dim) for t in (x.k, x.v)),
+            *(ragged_descriptor(t, ROWS.value, dim) for t in (x.k, x.v)),
             TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
             TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
-            *(ragged_descriptor(t, _ROWS.value, dim) for t in (dk, dv)),
+            *(ragged_descriptor(t, ROWS.value, dim) for t in (dk, dv)),
             *(tiles, table, x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
             *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),
             *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),

@@ -220,13 +220,13 @@ PLANTED = {
     ),
     "one pass: dq is summed before the other half of ds is there": (
         "hopper_one_pass",
-        "            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)\n            sum_of_k = dq_product("
+        "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
         "ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        if",
         "            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        if",
     ),
     "one pass, causal: dq is summed before the other half of ds is there": (
         "hopper_one_pass",
-        "            named_barrier_sync_at(_WRITTEN + 1 - CONSUMER + last, _BOTH)\n            sum_of_k = dq_product("
+        "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
         "ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        drawn",
         "            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        drawn",
     ),
@@ -237,14 +237,14 @@ PLANTED = {
     ),
     "one pass: ds is overwritten before the other warpgroup's dq has read it": (
         "hopper_one_pass",
-        "            named_barrier_sync_at(_READ + 1 - CONSUMER + here, _BOTH)\n",
+        "            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",
         "            pass\n",
     ),
     "one pass: ds is released before dq has read it": (
         "hopper_one_pass",
         "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n            if is_there:\n"
-        "                named_barrier_arrive_at(_READ + CONSUMER + last, _BOTH)\n",
-        "            if is_there:\n                named_barrier_arrive_at(_READ + CONSUMER + last, _BOTH)\n"
+        "                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n",
+        "            if is_there:\n                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n"
         "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n",
     ),
     "one pass: dq is added before it is written": (
@@ -264,7 +264,7 @@ PLANTED = {
     ),
     "one pass: k is overwritten while the other warpgroup multiplies by it": (
         "hopper_one_pass",
-        "    named_barrier_sync(_LAST, _BOTH)  # k was the other warpgroup's too; now k and v are no longer needed\n",
+        "    named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now k and v are no longer needed\n",
         "",
     ),
     "one pass: q is released before dk has read it": (

@@ -267,7 +267,7 @@ PLANTED_BACKWARD = {
         "mbarrier.expect(full, q_descriptor.block_type.nbytes)",
     ),
     "the factors are written before the last ones have been read": (
-        "        mbarrier.wait(q_empty.index(slot), ((turn // _STAGES) & 1) ^ 1)\n",
+        "        mbarrier.wait(q_empty.index(slot), ((turn // STAGES) & 1) ^ 1)\n",
         "",
     ),
     "q is released before dk has read it": (
@@ -276,23 +276,22 @@ PLANTED_BACKWARD = {
     ),
     "ds is read without a fence": ("        fence_async_shared()  # under the product\n", ""),
     "dq is summed before the other half of ds is there": (
-        "        named_barrier_sync_at(_EXCHANGE + 1 - CONSUMER + last, _BOTH)\n"
+        "        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n"
         "        sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
         "        sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
     ),
     "ds is overwritten while the other warpgroup reads it": (
-        "        named_barrier_sync_at(_RELEASED + 1 - CONSUMER + here, _BOTH)\n",
+        "        named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",
         "",
     ),
     "ds is released before dq has read it": (
         "        dq = warpgroup_mma_wait(1, deps=[sum_of_k])\n        if is_there:\n"
-        "            named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)\n",
-        "        if is_there:\n            named_barrier_arrive_at(_RELEASED + CONSUMER + last, _BOTH)\n"
+        "            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n",
+        "        if is_there:\n            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n"
         "        dq = warpgroup_mma_wait(1, deps=[sum_of_k])\n",
     ),
-    "dq is overwritten before it is added": ("        tma.store_wait(0)  # the engine has read the tile\n", ""),
     "dv takes the place of dout while the other warpgroup multiplies by it": (
-        "    named_barrier_sync(_LAST, _BOTH)  # k",
+        "    named_barrier_sync(LAST, BOTH)  # k",
         "    # k",
     ),
 }
