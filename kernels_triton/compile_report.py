@@ -154,6 +154,9 @@ class CompileReport:
     loops: the same for each innermost loop, in the order of the code.
     exposed_exponentials: those of exp2 in innermost loops that stand behind a wait for all products (wgmma's) and so run under none
         of this warpgroup's: ptxas moves such a wait up to the start of its basic block.
+    idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and 3.7
+        give their memory to what the partitions of a warp_specialize are handed, with no order between both writes: now and then,
+        and often where processes share a GPU, a partition reads a count where it expects a row.
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
     """
@@ -168,6 +171,7 @@ class CompileReport:
     warnings: tuple[str, ...]
     compile_seconds: float
     exposed_exponentials: int = 0
+    idle_barriers: int = 0
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -229,7 +233,20 @@ def compile_for(
         warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
         compile_seconds=seconds,
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
+        idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
     )
+
+
+def _idle_barriers(ttgir: str) -> int:
+    def uses(name: str) -> list[str]:
+        return [line for line in ttgir.splitlines() if re.search(rf"{re.escape(name)}(?!\w)", line.partition(" = ")[2] or line)]
+
+    idle = 0
+    for name in re.findall(r"^\s*(%\w+) = ttg.local_alloc :", ttgir, re.MULTILINE):
+        elements = [re.match(r"\s*(%\w+) = ttg.memdesc_index ", line) for line in uses(name)]
+        of_elements = [use for element in elements if element for use in uses(element[1])]
+        idle += all(elements) and bool(of_elements) and all("ttng.init_barrier" in use for use in of_elements)
+    return idle
 
 
 def compiled_from(request: CompileRequest) -> CompiledKernel:

@@ -254,8 +254,8 @@ class HopperTile(NamedTuple):
     q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
     out_parts: int  # that out leaves in, one after the other through one buffer: 2 for want of shared memory
     # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
-    # than `FORWARD` (bench/results/standard_h200.json and hopper_turns_h200.json; 192/128 but for causal at 4096 in a run that was
-    # not kept).
+    # than `FORWARD` (bench/results/standard_h200.json and lengths_h200.json; 192/128 but for causal at 4096 in a run that was not
+    # kept).
     open_from: int
     causal_from: int  # open on the left
     windowed_from: int
@@ -269,8 +269,9 @@ class HopperTile(NamedTuple):
     # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, up to 4 %
     # slower without a band at 128.
     is_lazy: bool = False
-    # What the wait for a product with v comes behind where a band bounds the keys: "max" or "exp" of the scores beside it. There
-    # ptxas moves it up before both, to the mask's branch, and holding it is 1 to 3 % faster; without a band 3 to 6 % slower.
+    # What the wait for a product with v comes behind where a band bounds the keys and scores are not modified: "max" or "exp" of
+    # the scores beside it. There ptxas moves it up before both, to the mask's branch, and holding it is 1 to 3 % faster; without a
+    # band it is 3 to 6 % slower, and with modified scores 2 to 6 %.
     holds: Literal["", "max", "exp"] = ""
 
 
@@ -278,21 +279,22 @@ HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
 
 HOPPER_FORWARD = (
-    HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 4096, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
-    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 512, 1024, 8192, NEVER, NEVER, 2**35, takes_turns=False),
+    HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 2048, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, takes_turns=False),
     HopperTile(64, 64, 128, 128, 2, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
-    HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 8192, 1024, 1024, flops_from=2**31, holds="max"),
-    HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 512, 512, NEVER, NEVER, NEVER, flops_from=2**31),
+    HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 2048, 1024, 1024, flops_from=2**31, holds="max"),
+    HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 256, 256, NEVER, NEVER, NEVER, flops_from=2**31),
     HopperTile(192, 128, 128, 128, 2, 240, 1, 2, 512, 512, NEVER, 1024, 1024, flops_from=2**31),
     HopperTile(256, 256, 128, 64, 2, 240, 1, 2, 256, 256, NEVER, 1024, 1024, flops_from=2**29, is_lazy=True, holds="exp"),
 )
 
 HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {
-    64: {"block_m": 128, "block_n": 128, "num_stages": 5, "registers": 240, "q_stages": 2, "takes_turns": False, "is_lazy": False},
+    64: {"block_m": 128, "block_n": 128, "num_stages": 3, "registers": 240, "q_stages": 2, "takes_turns": False, "is_lazy": False},
 }
-"""What changes in a row of this head dim of q and k where all queries of a tile's heads fit in `block_m` rows. Not measured.
+"""What changes in a row of this head dim of q and k where all queries of a tile's heads fit in `block_m` rows.
 
-Loading keys is all there is to do then: more of them are on their way, and no consumer waits for another.
+Loading keys is all there is to do then, and rows without queries are only in the way: 64 sequences of 8192 keys take 252 us instead
+of 402 (bench/results/few_queries_h200.json).
 """
 
 Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
@@ -305,7 +307,7 @@ HOPPER_BYTES = 2**23
 # splits_h200.json).
 HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}
 """With dropout, forward and backward, whatever the band; a window and modified scores need their own length too."""
-HOPPER_SHARED_FROM = {64: 8192, 128: 1024, 192: 4096, 256: 8192}
+HOPPER_SHARED_FROM = {64: 1024, 128: 1024, 192: 4096, 256: 8192}
 """Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
 
 
@@ -400,6 +402,9 @@ class HopperOnePassTile(NamedTuple):
     is_ahead: bool
     # Whether the warpgroups take turns with what is between scores and p: 1 to 8 % faster at 64, 2 to 3 % at 128.
     takes_turns: bool
+    # Tiles of dq in shared memory. With one instead of two a causal call at 128 is 4 to 6 % faster
+    # (bench/results/one_pass_ported_h200.json).
+    dq_stages: int
     # With dp first, whether dv and dk are waited for at once. With 128 queries and scores that are ahead ptxas serialises the
     # products for it.
     dv_with_dk: bool = False
@@ -407,7 +412,8 @@ class HopperOnePassTile(NamedTuple):
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
-    open_from: int = NEVER  # as in `HopperTile`, but faster than `HOPPER_BACKWARD` too (in a run that was not kept)
+    # As in `HopperTile`, but faster than `HOPPER_BACKWARD` too (bench/results/lengths_h200.json).
+    open_from: int = NEVER
     causal_from: int = NEVER
     windowed_from: int = NEVER
     modified_from: int = NEVER  # bench/results/one_pass_modified_h200.json
@@ -423,8 +429,9 @@ HOPPER_ONE_PASS = (
         dp_first=True,
         is_ahead=True,
         takes_turns=True,
-        open_from=4096,
-        causal_from=2048,
+        dq_stages=1,
+        open_from=1024,
+        causal_from=1024,
         windowed_from=2048,
     ),
     HopperOnePassTile(
@@ -433,19 +440,23 @@ HOPPER_ONE_PASS = (
         dp_first=True,
         is_ahead=True,
         takes_turns=False,
+        dq_stages=2,
         dv_with_dk=True,
         dout_apart=True,
         windowed_from=2048,
         modified_from=1024,
         loaded_from=1024,
     ),
-    HopperOnePassTile(128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dv_with_dk=True, open_from=512),
+    HopperOnePassTile(
+        128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dq_stages=2, dv_with_dk=True, open_from=512
+    ),
     HopperOnePassTile(
         128,
         queries=64,
         dp_first=False,
         is_ahead=True,
         takes_turns=True,
+        dq_stages=1,
         causal_from=1024,
         windowed_from=2048,
         modified_from=1024,

@@ -767,7 +767,7 @@ def hopper_forward(
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         TAKES_TURNS=tile.takes_turns,
-        HOLDS=tile.holds if is_banded else "",
+        HOLDS=tile.holds if is_banded and not x.is_modified else "",
         LAZY=tile.is_lazy and max_logit is None,
         OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,

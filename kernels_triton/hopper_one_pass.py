@@ -68,7 +68,7 @@ WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who
 LAST = gl.constexpr(13)
 TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
 FAR = gl.constexpr(2**30)
-_NARROWEST = 1024  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
+_NARROWEST = 256  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
@@ -508,11 +508,16 @@ def _attn_bwd_one_pass_hopper_kernel(
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + dq_descriptor.block_type.shape, dq_descriptor.layout)
+    q_empty = allocate_barriers(STAGES, 2)
+    # None may be without a use: Triton would give its memory to what partitions are handed (`CompileReport.idle_barriers`).
+    dout_empty = q_empty
+    if META.DOUT_APART:
+        dout_empty = allocate_barriers(STAGES, 2)
     barriers = (
         allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
+        q_empty,
         allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
+        dout_empty,
         allocate_barriers(1, 1),
         allocate_barriers(META.DQ_STAGES, 2),
         allocate_barriers(META.DQ_STAGES, 1),
@@ -712,7 +717,7 @@ def one_pass_backward(
         TAKES_TURNS=tile.takes_turns,
         DV_WITH_DK=tile.dv_with_dk,
         DOUT_APART=tile.dout_apart,
-        DQ_STAGES=2 * ROWS.value // size,
+        DQ_STAGES=tile.dq_stages,
     )
     launch(
         _attn_bwd_one_pass_hopper_kernel,

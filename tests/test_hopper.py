@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from conftest import FreshPython
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
@@ -150,6 +152,7 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
     for case, report in zip(cases, compile_many(requests), strict=True):
         spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in report.loops if "HGMMA" in loop]
         assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
+        assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
         is_held = case[0] == "fwd" and case[2] != "open" and rows[case[1]].holds == "exp"
         if is_held or case[0] == "one_pass":
@@ -237,38 +240,39 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     assert faster(forward_kernels, problem_of((16, 1024, 16, 128), window_right=0))
     assert faster(forward_kernels, problem_of((1, 1024, 16, 128), window_right=0))
     assert not faster(forward_kernels, problem_of((1, 1024, 2, 128)))  # too little work
-    assert not faster(forward_kernels, problem_of((64, 256, 16, 128)))
+    assert faster(forward_kernels, problem_of((64, 256, 16, 128)))
+    assert not faster(forward_kernels, problem_of((128, 128, 16, 128)))
     assert faster(forward_kernels, problem_of((64, 256, 16, 256)))
     assert faster(forward_kernels, problem_of((8, 2048, 32, 64)))
     for length, band, rows in (
         (2048, {}, 192),
         (1024, {}, 256),
-        (4096, {"window_right": 0}, 192),
-        (1024, {"window_right": 0}, 256),
+        (2048, {"window_right": 0}, 192),
+        (512, {"window_right": 0}, 256),
     ):
         assert faster(forward_kernels, problem_of((16384 // length, length, 32, 64), **band))
         assert forward_kernels.tile_of(problem_of((16384 // length, length, 32, 64), **band)).block_m == rows
-    assert not faster(forward_kernels, problem_of((32, 512, 32, 64), window_right=0))
+    assert not faster(forward_kernels, problem_of((64, 256, 32, 64), window_right=0))
     k = torch.empty((2, 4096, 8, 64), dtype=torch.bfloat16, device="meta")
     for queries, heads, is_few in ((1, 32, True), (32, 32, True), (33, 32, False), (128, 8, True), (4, 96, True)):
         q = torch.empty((2, queries, heads, 64), dtype=torch.bfloat16, device="meta")
-        assert (forward_kernels.tile_of(Problem(q, k, k, softmax_scale=0.1)).num_stages == 5) == is_few
+        assert (forward_kernels.tile_of(Problem(q, k, k, softmax_scale=0.1)).block_m == 128) == is_few
     window = {"window_left": 1023, "window_right": 0}
     assert faster(forward_kernels, problem_of((2, 8192, 16, 128), **window))
-    assert not faster(forward_kernels, problem_of((2, 4096, 16, 128), **window))
+    assert not faster(forward_kernels, problem_of((8, 1024, 16, 128), **window))
     assert faster(forward_kernels, problem_of((4, 8192, 32, 64), **window))
-    assert not faster(forward_kernels, problem_of((4, 4096, 32, 64), **window))
+    assert not faster(forward_kernels, problem_of((16, 1024, 32, 64), **window))
     assert faster(backward_kernels, problem_of((16, 1024, 16, 128)))
     assert not faster(backward_kernels, problem_of((1, 65536, 1, 32)))
     assert not faster(backward_kernels, problem_of((8, 2048, 32, 64)))
     assert faster(one_pass_kernels, problem_of((4, 4096, 32, 64)))
-    assert not faster(one_pass_kernels, problem_of((8, 2048, 32, 64)))
+    assert not faster(one_pass_kernels, problem_of((32, 512, 32, 64)))
     assert faster(one_pass_kernels, problem_of((16, 1024, 16, 128), window_right=0))
     assert not faster(one_pass_kernels, problem_of((64, 256, 16, 128)))
     assert not faster(one_pass_kernels, problem_of((1, 8192, 2, 128)))  # too few programs
     assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 136)))
     assert faster(one_pass_kernels, problem_of((2, 4096, 16, 128), **window))
-    assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 128), window_left=255, window_right=0))
+    assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 128), window_left=127, window_right=0))
     for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
         for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
             modified = problem_of((8, 4096, 16, dim), window_right=0, **more)
@@ -502,3 +506,24 @@ def test_wrong_lengths_stay_inside(launches: list[str]) -> None:
             triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, out, None)
     torch.cuda.synchronize()
     assert launches == 3 * ["_attn_fwd_hopper_kernel", *SPLIT, *ONE_PASS]
+
+
+SHARED = """
+import torch, flexattn
+for dim in (64, 128):
+    shape = (2, 8192, 2048 // dim, dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    for mask in ("no_mask", "causal"):
+        for _ in range(12):
+            out = flexattn.attention(q, k, v, attn_mask_type=mask, backend="triton")
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+        assert all(t.isfinite().all() for t in (out, *gradients))
+"""
+
+
+@on_hopper
+def test_processes_share_the_device(fresh_python: FreshPython) -> None:
+    """Their kernels are suspended, and go on: other orders of what runs at the same time than a process of its own sees."""
+    with ThreadPoolExecutor(4) as pool:
+        for done in pool.map(lambda _: fresh_python("-c", SHARED), range(4)):
+            assert done.returncode == 0, done.stderr[-2000:]

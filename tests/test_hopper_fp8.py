@@ -150,6 +150,7 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
     requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
     for case, report in zip(cases, compile_many(requests), strict=True):
         assert report.loop_spill_share <= SPILLS.get(case[:2], 0.0), f"{case}: {report}"
+        assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
         is_forward = case[0] == "fwd_fp8"
         assert set(report.matrix_instructions) == {"QGMMA"} | (set() if is_forward else {"HGMMA"}), (
