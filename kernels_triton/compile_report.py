@@ -242,6 +242,8 @@ def _idle_barriers(ttgir: str) -> int:
         return [line for line in ttgir.splitlines() if re.search(rf"{re.escape(name)}(?!\w)", line.partition(" = ")[2] or line)]
 
     idle = 0
+    if "ttng.init_barrier" not in ttgir:
+        return idle
     for name in re.findall(r"^\s*(%\w+) = ttg.local_alloc :", ttgir, re.MULTILINE):
         elements = [re.match(r"\s*(%\w+) = ttg.memdesc_index ", line) for line in uses(name)]
         of_elements = [use for element in elements if element for use in uses(element[1])]
