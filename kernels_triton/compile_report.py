@@ -238,16 +238,20 @@ def compile_for(
 
 
 def _idle_barriers(ttgir: str) -> int:
+    """How many allocations have no use, themselves or by an index, but initialisations of barriers."""
+    if "ttng.init_barrier" not in ttgir:
+        return 0
+    lines = ttgir.splitlines()
+
     def uses(name: str) -> list[str]:
-        return [line for line in ttgir.splitlines() if re.search(rf"{re.escape(name)}(?!\w)", line.partition(" = ")[2] or line)]
+        return [line for line in lines if re.search(rf"{re.escape(name)}(?!\w)", line.partition(" = ")[2] or line)]
 
     idle = 0
-    if "ttng.init_barrier" not in ttgir:
-        return idle
     for name in re.findall(r"^\s*(%\w+) = ttg.local_alloc :", ttgir, re.MULTILINE):
-        elements = [re.match(r"\s*(%\w+) = ttg.memdesc_index ", line) for line in uses(name)]
-        of_elements = [use for element in elements if element for use in uses(element[1])]
-        idle += all(elements) and bool(of_elements) and all("ttng.init_barrier" in use for use in of_elements)
+        found = uses(name)
+        for index in re.findall(r"(%\w+) = ttg.memdesc_index ", "\n".join(found)):
+            found = [line for line in found if f"{index} = " not in line] + uses(index)
+        idle += bool(found) and all("ttng.init_barrier" in line for line in found)
     return idle
 
 

@@ -633,7 +633,12 @@ def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
     x = problem
     if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
         return 1
-    return min(x.group_size & -x.group_size, _ROWS.value)
+    return _heads_that_share(x)
+
+
+def _heads_that_share(problem: Problem) -> int:
+    """The most query heads of one key head that a warpgroup's rows may be: a power of two."""
+    return min(problem.group_size & -problem.group_size, _ROWS.value)
 
 
 def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
@@ -649,7 +654,7 @@ def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
 def rows_of_a_tile(problem: Problem) -> int:
     """The rows, at most, of a tile that all queries of its heads fit in."""
     x = problem
-    return x.longest_q if x.block_mask is not None else x.longest_q * min(x.group_size & -x.group_size, _ROWS.value)
+    return x.longest_q if x.block_mask is not None else x.longest_q * _heads_that_share(x)
 
 
 def kind_of(problem: Problem) -> tuple[Kind, float]:

@@ -7,6 +7,9 @@ import dataclasses
 import pytest
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.compile_report import (
     SHARED_MEMORY_LIMIT,
@@ -16,6 +19,7 @@ from flexattn.kernels_triton.compile_report import (
     compile_for,
     compile_many,
 )
+from flexattn.kernels_triton.hopper import allocate_barriers
 
 MATRIX_INSTRUCTIONS = {
     ("bf16", 80): "HMMA",
@@ -83,6 +87,25 @@ def test_exponentials_behind_a_wait_for_all_products_are_seen():
     exp = "        /*0a20*/                   MUFU.EX2 R12, R12 ;"
     assert _exposed_exponentials([exp, one_runs_on, exp, none_does, exp, exp]) == 2
     assert _exposed_exponentials([one_runs_on, exp, none_does]) == _exposed_exponentials([exp]) == 0
+
+
+@gluon.jit
+def _barriers(HAS_IDLE: gl.constexpr):
+    used = allocate_barriers(2, 1)
+    alone = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(alone, count=1)
+    if HAS_IDLE:
+        allocate_barriers(2, 1)
+    else:
+        mbarrier.arrive(alone, count=1)
+    mbarrier.arrive(used.index(1), count=1)
+    mbarrier.wait(used.index(1), 0)
+
+
+def test_barriers_that_nothing_uses_are_counted():
+    """One of two arrays has a use of one element; the other barriers none, or one."""
+    requests = [CompileRequest(__name__, "_barriers", {}, {"HAS_IDLE": has_idle}, 90, 4, 1) for has_idle in (False, True)]
+    assert [report.idle_barriers for report in compile_many(requests)] == [0, 2]
 
 
 def test_spills_and_warnings_are_seen():
