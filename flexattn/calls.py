@@ -283,7 +283,9 @@ class Call:
         differentiable = ("q", "k", "v", "bias", "softmax_offset")
         leaves = [i for i, name in enumerate(names) if name in differentiable and getattr(x, name) is not None]
         self.gradients = [differentiable.index(names[i]) for i in leaves]  # their places among Gradients
-        self.leaves = itemgetter(*leaves, *range(len(names), len(names) + self.num_mods))
+        # Each costs a call, so of what is captured only what a gradient is asked of.
+        self.captured_leaves = [i for i, t in enumerate(x.mod_tensors) if t.requires_grad]
+        self.leaves = itemgetter(*leaves, *(len(names) + i for i in self.captured_leaves))
         blocks = len(x.block_mask)
         self.num_inputs = len(names) + self.num_mods + blocks
         is_given = [getattr(x, name) is not None for name in names] + [True] * (self.num_mods + blocks)
@@ -494,12 +496,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor 
     else:
         gradients = call.backward(tensors, out, lse, dout, dlse)
     dense: tuple[Any, ...] = gradients
-    if not call.num_mods:
+    if not call.captured_leaves:
         return (None, *[dense[i] for i in call.gradients])
     of_captures = iter(gradients.dmod_tensors or ())
     flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
     of_mods = [next(of_captures) if needs_grad else None for needs_grad in flags]
-    return (None, *[dense[i] for i in call.gradients], *of_mods)
+    return (None, *[dense[i] for i in call.gradients], *[of_mods[i] for i in call.captured_leaves])
 
 
 _backward_once = once_differentiable(_backward)

@@ -269,10 +269,6 @@ class HopperTile(NamedTuple):
     # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, up to 4 %
     # slower without a band at 128.
     is_lazy: bool = False
-    # What the wait for a product with v comes behind where a band bounds the keys and scores are not modified: "max" or "exp" of
-    # the scores beside it. There ptxas moves it up before both, to the mask's branch, and holding it is 1 to 3 % faster; without a
-    # band it is 3 to 6 % slower, and with modified scores 2 to 6 %.
-    holds: Literal["", "max", "exp"] = ""
 
 
 HOPPER_FLOPS = 2**36
@@ -282,10 +278,10 @@ HOPPER_FORWARD = (
     HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 2048, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
     HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, takes_turns=False),
     HopperTile(64, 64, 128, 128, 2, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
-    HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 2048, 1024, 1024, flops_from=2**31, holds="max"),
+    HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 2048, 1024, 1024, flops_from=2**31),
     HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 256, 256, NEVER, NEVER, NEVER, flops_from=2**31),
     HopperTile(192, 128, 128, 128, 2, 240, 1, 2, 512, 512, NEVER, 1024, 1024, flops_from=2**31),
-    HopperTile(256, 256, 128, 64, 2, 240, 1, 2, 256, 256, NEVER, 1024, 1024, flops_from=2**29, is_lazy=True, holds="exp"),
+    HopperTile(256, 256, 128, 64, 2, 240, 1, 2, 256, 256, NEVER, 1024, 1024, flops_from=2**29, is_lazy=True),
 )
 
 HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {

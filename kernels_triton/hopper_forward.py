@@ -46,7 +46,6 @@ from flexattn.kernels_triton.hopper import (
     modified,
     named_barrier_arrive,
     named_barrier_sync,
-    opaque_zero,
     ragged_descriptor,
     sequences,
     store_rows,
@@ -100,13 +99,14 @@ class ForwardMeta(NamedTuple):
     STAGES: int
     CONSUMERS: int
     TAKES_TURNS: bool
-    HOLDS: str  # as in `HopperTile`
     LAZY: bool  # rows are rescaled when their maximum has risen by much
     OUT_PARTS: int
     REGISTERS: int
     HAS_IDLE: bool  # a tile may leave consumers without queries
     SKIPS: bool  # consumers pass over the blocks of keys that none of their queries sees
     Q_STAGES: int
+    HAS_RUNS: bool  # blocks of keys after the first may be cut, by a band or a block mask
+    NUMBERS: int  # that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too
 
 
 @gluon.jit
@@ -118,11 +118,12 @@ def amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
 
 
 @gluon.jit
-def piece_of_work(t, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
+def piece_of_work(t, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
     # (first query, head, batch) of piece t. The longest come first; heads of one section, whose keys and values fit L2, together.
     if META.HAS_LENGTHS:
-        entry = gl.load(table_ptr + 2 + t // num_heads)
-        return entry % blocks * META.BLOCK_M, t % num_heads, entry // blocks
+        place, head = in_sections(t, amount // num_heads, num_heads, heads_per_section)
+        entry = gl.load(table_ptr + 2 + place)
+        return entry % blocks * META.BLOCK_M, head, entry // blocks
     else:
         block, b_h = in_sections(t, blocks, batch * num_heads, heads_per_section)
         if META.HAS_RIGHT:
@@ -140,15 +141,42 @@ def _amount_of_work(table_ptr, work, META: gl.constexpr):
 
 
 @gluon.jit
-def _tile_of(t, table_ptr, work, META: gl.constexpr):
-    # (first query, first head, batch, split) of piece t
+def _tile_of(t, amount, table_ptr, work, META: gl.constexpr):
+    # (first query, first head, batch, split) of piece t, of so many
     batch, num_heads, _, blocks, heads_per_section, num_splits = work
     split = 0
     if META.IS_SPLIT:
         split = t % num_splits
         t = t // num_splits
-    first_row, h, b = piece_of_work(t, table_ptr, batch, num_heads // META.GROUP, blocks, heads_per_section, META)
+        amount = amount // num_splits
+    first_row, h, b = piece_of_work(t, amount, table_ptr, batch, num_heads // META.GROUP, blocks, heads_per_section, META)
     return first_row // META.GROUP, h * META.GROUP, b, split
+
+
+@gluon.jit
+def _tell(tile, turn, barriers, META: gl.constexpr):
+    # The loading warp, which runs ahead, tells the consumers a tile: they need not wait for what it read for that.
+    _, _, _, _, _, _, told_full, told_empty, told = barriers
+    NUMBERS: gl.constexpr = META.NUMBERS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(told_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    for i in gl.static_range(NUMBERS):
+        told.index((turn & 1) * NUMBERS + i).store(gl.full([1], tile[i], gl.int32, layout=LAYOUT))
+    mbarrier.arrive(told_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def _hear(turn, barriers, META: gl.constexpr):
+    # As many numbers as were told
+    _, _, _, _, _, _, told_full, told_empty, told = barriers
+    NUMBERS: gl.constexpr = META.NUMBERS
+    mbarrier.wait(told_full.index(turn & 1), (turn >> 1) & 1)
+    tile = ()
+    for i in gl.static_range(NUMBERS):
+        number = told.index((turn & 1) * NUMBERS + i).load(gl.BlockedLayout([1], [32], [4], [0]))
+        tile = tile + (gl.max(number, 0),)
+    mbarrier.arrive(told_empty.index(turn & 1), count=1)
+    return tile
 
 
 @gluon.jit
@@ -166,7 +194,7 @@ def _load_partition(common, META: gl.constexpr):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
     batch, _, group_size, _, _, num_splits = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     step_qs, step_qh, step_ks, step_kh, step_vs, step_vh, _, _ = steps
@@ -179,10 +207,11 @@ def _load_partition(common, META: gl.constexpr):
     piece = gl.program_id(0)
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b, split = _tile_of(piece, table_ptr, work, META)
+        first_row, h, b, split = _tile_of(piece, amount, table_ptr, work, META)
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
+        _tell((first_row, h, b, split, start_q, len_q, len_kv), turn, barriers, META)
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = _blocks_of_tile(
             first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META
@@ -215,11 +244,8 @@ def _load_partition(common, META: gl.constexpr):
             load_rows(v_descriptor, token, len_kv, row, head, 0, v_full.index(slot), v_tiles.index(slot))
             loaded += 1
         piece = drawn + gl.num_programs(0)
-        mbarrier.wait(next_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        next_piece.index(turn & 1).store(gl.full([1], piece, gl.int32, layout=LAYOUT))
-        mbarrier.arrive(next_full.index(turn & 1), count=1)
         turn += 1
+    _tell((-1, 0, 0, 0, 0, 0, 0), turn, barriers, META)
 
 
 @gluon.jit
@@ -274,32 +300,45 @@ def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constex
 
 
 @gluon.jit
-def _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, IS_LAST: gl.constexpr, META: gl.constexpr):
-    # Only blocks that an edge cuts pay for it, by scalar branches; `opaque_zero` keeps them from being made selections. Of a band's
-    # blocks only the last has keys past the end.
-    first_row = own_row + shift
-    is_cut_left = False
+def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
+    # Of a consumer's blocks of keys, of which the last come first: (from which on, the first apart, up to which) nothing is hidden
+    # by an edge or a block mask.
+    len_kv, shift, window_left, window_right = mask
+    begin = 1
+    end = own_num
+    right_end = len_kv  # what all queries see ends here, and begins at left_end
+    left_end = 0
+    if META.HAS_RIGHT:
+        right_end = gl.minimum(len_kv, own_row + shift + 1 + window_right)
     if META.HAS_LEFT:
-        is_cut_left = column < first_row + _ROWS // META.GROUP - 1 - window_left
-    if META.BLOCK_SIZE_Q > 0:
-        is_cut = is_cut_left | (column + META.BLOCK_N > len_kv)
-        if META.HAS_RIGHT:
-            is_cut = is_cut | (column + META.BLOCK_N > first_row + 1 + window_right)
-        if is_cut:
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        left_end = gl.maximum(own_row + shift + _ROWS // META.GROUP - 1 - window_left, 0)
+    if META.BLOCK_SIZE_Q > 0:  # the full ones come first
+        end = gl.maximum(own_num - gl.maximum(own_found[1], 0) * (META.BLOCK_SIZE_KV // META.BLOCK_N), 1)
+        while (begin < end) & (key_block(gl.maximum(own_num - 1 - begin, 0), own_found, META)[0] + META.BLOCK_N > right_end):
+            begin += 1
+        if META.HAS_LEFT:
+            while (begin < end) & (key_block(gl.minimum(own_num - end, own_num - 1), own_found, META)[0] < left_end):
+                end -= 1
     else:
-        if IS_LAST or META.HAS_RIGHT:
-            end = len_kv
-            if META.HAS_RIGHT:
-                end = gl.minimum(len_kv, first_row + 1 + window_right)
-            if column + META.BLOCK_N > end:
-                last = gl.zeros_like(rows) + (len_kv - 1 + opaque_zero(column))
-                if META.HAS_RIGHT:
-                    last = gl.minimum(last, rows + shift + window_right)
-                s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
-        if is_cut_left:
-            first = rows + (shift - window_left + opaque_zero(column))
-            s = gl.where(columns[None, :] >= first[:, None], s, float("-inf"))
+        if META.HAS_RIGHT:
+            begin = own_found + own_num - gl.maximum(right_end, 0) // META.BLOCK_N
+            begin = gl.minimum(gl.maximum(begin, 1), own_num)
+        if META.HAS_LEFT:
+            end = gl.maximum(gl.minimum(own_found + own_num - gl.cdiv(left_end, META.BLOCK_N), own_num), begin)
+    return begin, end
+
+
+@gluon.jit
+def _mask(s, rows, columns, column, own_row, mask, META: gl.constexpr):
+    # What the band hides, and what is past the end; a scalar branch, so that blocks which neither cuts do not pay for it.
+    len_kv, shift, window_left, window_right = mask
+    is_cut = column + META.BLOCK_N > len_kv
+    if META.HAS_RIGHT:
+        is_cut = is_cut | (column + META.BLOCK_N > own_row + shift + 1 + window_right)
+    if META.HAS_LEFT:
+        is_cut = is_cut | (column < own_row + shift + _ROWS // META.GROUP - 1 - window_left)
+    if is_cut:
+        s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
     return s
 
 
@@ -314,44 +353,133 @@ def _store_out(part, COLUMN: gl.constexpr, rows, out_descriptor, out_tile):
 
 
 @gluon.jit
+def _turn(t, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+    # The next block of keys, a whole one: its scores, and under their softmax the product of the block before with v.
+    pairs, row_max, row_sum, acc, loaded = so_far
+    own_row, rows, block_columns, _, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
+    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    V0: gl.constexpr = META.V0
+    P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    column, is_full = key_block(own_num - 1 - t, own_found, META)  # read from a list while the products run
+    slot = loaded % META.STAGES
+    last_slot = (loaded - 1) % META.STAGES
+    # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
+    p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
+    mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+    if META.TAKES_TURNS:
+        named_barrier_sync(_TURN + CONSUMER, _PAIR)
+    product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
+    mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
+    sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
+    if META.TAKES_TURNS:
+        named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
+    drawn = drawn_weights(draws, b_h, own_row, column, BLOCK_N, False, META, META.GROUP)
+    qk = warpgroup_mma_wait(1, deps=[product])
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    columns = column + block_columns
+    s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+    if META.BLOCK_SIZE_Q == 0:
+        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
+    new_pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+    acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+    keep_pairs(pairs)
+    mbarrier.arrive(v_empty.index(last_slot), count=1)
+    return new_pairs, row_max, row_sum, rescaled(acc, decay, META), loaded + 1
+
+
+@gluon.jit
+def _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+    # A block of keys of which something may be hidden, with nothing under its softmax; and where whole ones follow it, these. With
+    # a branch for what an edge cuts in every turn, ptxas would move the wait for the product with v up to it, before the softmax.
+    t, row_max, row_sum, acc, loaded = so_far
+    own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
+    _, q_empty, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+    whole_from, whole_to = whole
+    DTYPE: gl.constexpr = k_tiles.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    slot = loaded % META.STAGES
+    mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
+    if META.TAKES_TURNS:
+        named_barrier_sync(_TURN + CONSUMER, _PAIR)
+    product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
+    if META.TAKES_TURNS:
+        named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
+    column, is_full = key_block(own_num - 1 - t, own_found, META)
+    drawn = drawn_weights(draws, b_h, own_row, column, BLOCK_N, False, META, META.GROUP)
+    qk = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    columns = column + block_columns
+    s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+    s = _mask(s, rows, columns, column, own_row, mask, META)
+    s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
+    pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+    if META.HAS_RUNS:
+        acc = rescaled(acc, decay, META)
+    so_far = (pairs, row_max, row_sum, acc, loaded + 1)
+    t += 1
+    end = gl.where(t == whole_from, whole_to, t)
+    for following in range(t, end):
+        so_far = _turn(following, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER, MODS, META)
+    pairs, row_max, row_sum, acc, loaded = so_far
+    mbarrier.arrive(q_empty.index(q_slot), count=1, pred=end == own_num)
+    slot = (loaded - 1) % META.STAGES
+    mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
+    p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
+    sum_of_v = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, META.V0]), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+    keep_pairs(pairs)
+    mbarrier.arrive(v_empty.index(slot), count=1)
+    return end, row_max, row_sum, acc, loaded
+
+
+@gluon.jit
 def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     softmax_offset_ptr, softmax_scale, mods, dropout, outputs = given
-    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, _, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
     lse_ptr, max_logit_ptr, parts_ptr = outputs
     _, _, _, out_descriptor, _, _ = descriptors
-    q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    out_tiles = tiles[3]
+    q_full, q_empty, _, _, _, _, _, _, _ = barriers
     batch, num_heads, _, _, _, num_splits = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     _, _, _, _, _, _, step_os, step_oh = steps
-    DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(dropout, META)
-    amount = _amount_of_work(table_ptr, work, META)
     if META.TAKES_TURNS and CONSUMER == META.CONSUMERS - 1:
         named_barrier_arrive(_TURN, _PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
-    piece = gl.program_id(0)
-    while piece < amount:
-        first_row, h, b, split = _tile_of(piece, table_ptr, work, META)
-        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+    tile = _hear(turn, barriers, META)
+    while tile[0] >= 0:
+        first_row, h, b, split = tile[:4]
+        if META.HAS_LENGTHS:
+            start_q, len_q, len_kv = tile[4:]
+        else:
+            start_q, len_q, _, len_kv = sequences(
+                b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+            )
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = _blocks_of_tile(
             first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META
         )
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
+        mask = (len_kv, shift, window_left, window_right)
         skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
+        whole = _whole_blocks(own_row, own_num, own_found, mask, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         h_of_rows, h_of_scores = h, h
         if GROUP > 1:
@@ -379,61 +507,16 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
         if META.SKIPS:
             loaded = _pass_over(skipped, loaded, barriers, CONSUMER, META)
-        if own_num > 0:
-            slot = loaded % META.STAGES
-            mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
-            if META.TAKES_TURNS:
-                named_barrier_sync(_TURN + CONSUMER, _PAIR)
-            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
-            if META.TAKES_TURNS:
-                named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
-            column, is_full = key_block(own_num - 1, own_found, META)
-            drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
-            qk = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            columns = column + block_columns
-            s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-            s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, True, META)
-            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-            pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
-            loaded += 1
-            for t in range(1, own_num):
-                column, is_full = key_block(own_num - 1 - t, own_found, META)  # read from a list while the products run
-                slot = loaded % META.STAGES
-                last_slot = (loaded - 1) % META.STAGES
-                # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
-                p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
-                mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
-                if META.TAKES_TURNS:
-                    named_barrier_sync(_TURN + CONSUMER, _PAIR)
-                product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
-                mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
-                sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
-                if META.TAKES_TURNS:
-                    named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
-                drawn = drawn_weights(draws, b * num_heads + h, own_row, column, BLOCK_N, False, META, GROUP)
-                qk = warpgroup_mma_wait(1, deps=[product])
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                columns = column + block_columns
-                s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-                s = _mask(s, rows, columns, column, own_row, len_kv, shift, window_left, window_right, False, META)
-                s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-                new_pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
-                acc = warpgroup_mma_wait(0, deps=[sum_of_v])
-                keep_pairs(pairs)
-                pairs = new_pairs
-                mbarrier.arrive(v_empty.index(last_slot), count=1)
-                acc = rescaled(acc, decay, META)
-                loaded += 1
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
-            slot = (loaded - 1) % META.STAGES
-            mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
-            p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
-            sum_of_v = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, V0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
-            keep_pairs(pairs)
-            mbarrier.arrive(v_empty.index(slot), count=1)
-        else:
+        fixed = (own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b * num_heads + h, q_slot, zeros)
+        so_far = (0, row_max, row_sum, acc, loaded)
+        if META.HAS_RUNS:
+            while so_far[0] < own_num:
+                so_far = _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER, MODS, META)
+        else:  # this is known when it is compiled, that at run time
+            if own_num > 0:
+                so_far = _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER, MODS, META)
+        _, row_max, row_sum, acc, loaded = so_far
+        if own_num == 0:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         if META.SKIPS:
             loaded = _pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
@@ -467,10 +550,8 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
                 low, high = gl.split(gl.permute(gl.reshape(acc, [_ROWS, 2, V0 // 2]), [0, 2, 1]))
                 _store_out(low, 0, own_rows, out_descriptor, out_tiles.index(CONSUMER))
                 _store_out(high, V0 // 2, own_rows, out_descriptor, out_tiles.index(CONSUMER))
-        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
-        piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
+        tile = _hear(turn, barriers, META)
     tma.store_wait(0)
     if META.TAKES_TURNS and CONSUMER == 0:
         named_barrier_sync(_TURN, _PAIR)
@@ -553,7 +634,7 @@ def _attn_fwd_hopper_kernel(
     if META.QK1 > 0:
         q1_tiles = gl.allocate_shared_memory(DTYPE, [Q_TILES] + q1_descriptor.block_type.shape, q1_descriptor.layout)
         k1_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
-    next_piece = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = (
         allocate_barriers(Q_TILES, 1),
         allocate_barriers(Q_TILES, 1),
@@ -563,7 +644,7 @@ def _attn_fwd_hopper_kernel(
         allocate_barriers(STAGES, CONSUMERS),
         allocate_barriers(2, 1),
         allocate_barriers(2, CONSUMERS),
-        next_piece,
+        told,
     )
     descriptors = (q_descriptor, k_descriptor, v_descriptor, out_descriptor, q1_descriptor, k1_descriptor)
     tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles)
@@ -716,6 +797,15 @@ def tile_of(problem: Problem) -> HopperTile:
     return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
 
 
+def query_heads_per_section(problem: Problem) -> int:
+    """How many heads' tiles `piece_of_work` hands out together; with lengths those of all sequences come together."""
+    x = problem
+    heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
+    if x.cu_seqlens_q is not None:
+        heads, tokens = x.num_heads_kv, x.k.numel() // (x.num_heads_kv * x.k.shape[-1])
+    return heads_per_section(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
+
+
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
     """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
     tiles = -(-problem.longest_q // (tile.block_m // group)) * problem.batch * problem.num_heads // group
@@ -748,7 +838,6 @@ def hopper_forward(
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
     parts = Parts.empty(splits, lse, tile.head_dim_v) if splits > 1 else None
-    group_bytes = x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * x.q.element_size()
     meta = ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
         IS_RAGGED_KV=x.k.dim() == 3,
@@ -772,13 +861,14 @@ def hopper_forward(
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         TAKES_TURNS=tile.takes_turns,
-        HOLDS=tile.holds if is_banded and not x.is_modified else "",
         LAZY=tile.is_lazy and max_logit is None,
         OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or is_banded),
         Q_STAGES=tile.q_stages,
+        HAS_RUNS=is_banded or x.block_mask is not None,
+        NUMBERS=7 if has_lengths else 4,
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v // tile.out_parts)
@@ -814,7 +904,7 @@ def hopper_forward(
             x.num_heads,
             x.group_size,
             blocks,
-            heads_per_section(x.batch * x.num_heads_kv, group_bytes) * x.group_size // group,
+            query_heads_per_section(x) // group,
             x.q.shape[-3],
             x.k.shape[-3],
             x.longest_q,

@@ -33,7 +33,7 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.hopper_forward import amount_of_work, block_mask_error, piece_of_work
+from flexattn.kernels_triton.hopper_forward import amount_of_work, block_mask_error, piece_of_work, query_heads_per_section
 from flexattn.kernels_triton.hopper_fp8 import (
     BLOCK,
     P_SCALE,
@@ -53,7 +53,6 @@ from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
-_L2_BYTES = 32 * 2**20  # of K and V that are read again and again while they are in L2
 
 
 class Fp8Tile(NamedTuple):
@@ -141,7 +140,7 @@ def _load_partition(common, META: gl.constexpr):
     piece = gl.program_id(0)
     while piece < amount:
         drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = piece_of_work(piece, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
@@ -260,7 +259,7 @@ def _compute_partition(
     turn = 0
     piece = gl.program_id(0)
     while piece < amount:
-        first_row, h, b = piece_of_work(piece, table_ptr, batch, num_heads, blocks, heads_per_section, META)
+        first_row, h, b = piece_of_work(piece, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META)
         start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
@@ -543,7 +542,6 @@ def hopper_fp8_forward(
     v0 = tile.head_dim_v // tile.parts
     has_lengths = x.cu_seqlens_q is not None
     blocks = triton.cdiv(x.longest_q, tile.block_m)
-    group_bytes = x.longest_kv * (x.q.shape[-1] + d_v)
     meta = Fp8ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
         IS_RAGGED_KV=x.k.dim() == 3,
@@ -604,7 +602,7 @@ def hopper_fp8_forward(
             x.num_heads,
             x.group_size,
             blocks,
-            min(x.batch * x.num_heads, max(1, _L2_BYTES // group_bytes) * x.group_size),
+            query_heads_per_section(x),
             v_transposed.shape[1],
             x.q.shape[-3],
             x.k.shape[-3],

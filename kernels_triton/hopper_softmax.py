@@ -1,4 +1,4 @@
-"""The softmax of the forward on sm_90, as a row has it: `HopperTile.is_lazy` and `HopperTile.holds`."""
+"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ from flexattn.kernels_triton.hopper import pack_pairs
 from flexattn.kernels_triton.hopper_dropout import kept
 
 _RISE = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which what is summed is not rescaled
-
-# A branch, which ends a basic block: ptxas moves a wait for a product up to the start of its block, and no farther. It is never
-# taken, as no maximum and no sum is beyond 1e30 (else a warp sleeps a little); with less to branch over it would be predicated.
-_HOLD = gl.constexpr(
-    "{ .reg .pred p, q; setp.gt.f32 p, $2, 0f7149F2CA; setp.gt.f32 q, $3, 0f7149F2CA; or.pred p, p, q; "
-    "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni ON; " + 12 * "nanosleep.u32 32; " + "ON: mov.b32 $0, 0; mov.b32 $1, 0; }"
-)
-
-
-@gluon.jit
-def hold(x):
-    # Waits that come after this stay behind what x, a number for each row, is made from.
-    gl.inline_asm_elementwise(_HOLD, "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.constexpr_function
@@ -63,12 +50,8 @@ def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: 
     else:
         new_max = gl.maximum(row_max, new_max)
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-    if META.HOLDS == "max":
-        hold(new_max)
     p = gl.exp2(qk * scale_log2 - origin[:, None])
     decay = gl.exp2(row_max - origin)
     row_sum = row_sum * decay + gl.sum(p, 1)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
-    if META.HOLDS == "exp":
-        hold(row_sum)
     return pairs, new_max, row_sum, decay

@@ -165,9 +165,9 @@ PLANTED = {
     ),
     "forward: v is released before the product has read it": (
         "hopper_forward",
-        "                acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(pairs)\n                pairs",
-        "                mbarrier.arrive(v_empty.index(last_slot), count=1)\n"
-        "                acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n                keep_pairs(pairs)\n                pairs",
+        "    acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n    keep_pairs(pairs)\n    mbarrier.arrive(v_empty.index(last",
+        "    mbarrier.arrive(v_empty.index(last_slot), count=1)\n"
+        "    acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n    keep_pairs(pairs)\n    mbarrier.arrive(v_empty.index(last",
     ),
     "forward: out is stored without a fence": (
         "hopper_forward",
@@ -176,16 +176,19 @@ PLANTED = {
     ),
     "forward: q is released before its last scores": (
         "hopper_forward",
-        "            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)\n"
-        "            if META.TAKES_TURNS:\n",
-        "            mbarrier.arrive(q_empty.index(q_slot), count=1)\n"
-        "            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)\n"
-        "            if META.TAKES_TURNS:\n",
+        "    product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)\n    if META.TAKES_TURNS:\n",
+        "    mbarrier.arrive(q_empty.index(q_slot), count=1)\n"
+        "    product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)\n    if META.TAKES_TURNS:\n",
     ),
     "forward: the loader waits for the wrong phase of k": (
         "hopper_forward",
         "mbarrier.wait(k_empty.index(slot), phase ^ 1)",
         "mbarrier.wait(k_empty.index(slot), phase)",
+    ),
+    "forward: a tile is heard before it was told": (
+        "hopper_forward",
+        "    mbarrier.wait(told_full.index(turn & 1), (turn >> 1) & 1)\n",
+        "",
     ),
     "forward: too few bytes are expected of v": (
         "hopper_forward",
