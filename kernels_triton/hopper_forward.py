@@ -302,7 +302,7 @@ def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constex
 @gluon.jit
 def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
     # Of a consumer's blocks of keys, of which the last come first: (from which on, the first apart, up to which) nothing is hidden
-    # by an edge or a block mask.
+    # by an edge or a block mask; up to 0 if there are none.
     len_kv, shift, window_left, window_right = mask
     begin = 1
     end = own_num
@@ -325,7 +325,7 @@ def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
             begin = gl.minimum(gl.maximum(begin, 1), own_num)
         if META.HAS_LEFT:
             end = gl.maximum(gl.minimum(own_found + own_num - gl.cdiv(left_end, META.BLOCK_N), own_num), begin)
-    return begin, end
+    return begin, gl.where(begin < end, end, 0)
 
 
 @gluon.jit
@@ -353,10 +353,22 @@ def _store_out(part, COLUMN: gl.constexpr, rows, out_descriptor, out_tile):
 
 
 @gluon.jit
-def _turn(t, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
-    # The next block of keys, a whole one: its scores, and under their softmax the product of the block before with v.
+def _turn(
+    t,
+    so_far,
+    own_num,
+    own_found,
+    fixed,
+    tiles,
+    barriers,
+    CONSUMER: gl.constexpr,
+    IS_CUT: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # The next block of keys: its scores, and under their softmax the product of the block before with v.
     pairs, row_max, row_sum, acc, loaded = so_far
-    own_row, rows, block_columns, _, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
+    own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
     _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -381,7 +393,9 @@ def _turn(t, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER: gl.co
     mbarrier.arrive(k_empty.index(slot), count=1)
     columns = column + block_columns
     s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-    if META.BLOCK_SIZE_Q == 0:
+    if IS_CUT:
+        s = _mask(s, rows, columns, column, own_row, mask, META)
+    if IS_CUT or META.BLOCK_SIZE_Q == 0:
         s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
     new_pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
     acc = warpgroup_mma_wait(0, deps=[sum_of_v])
@@ -391,14 +405,26 @@ def _turn(t, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER: gl.co
 
 
 @gluon.jit
-def _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
-    # A block of keys of which something may be hidden, with nothing under its softmax; and where whole ones follow it, these. With
-    # a branch for what an edge cuts in every turn, ptxas would move the wait for the product with v up to it, before the softmax.
+def _run(
+    so_far,
+    begin,
+    end,
+    own_num,
+    own_found,
+    fixed,
+    tiles,
+    barriers,
+    CONSUMER: gl.constexpr,
+    IS_CUT: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # A block of keys, with nothing under its softmax; if the next is `begin`, those up to `end` too, which are whole or, with
+    # IS_CUT, may be cut. With a branch for that in every turn ptxas would move the wait for the product with v up to it.
     t, row_max, row_sum, acc, loaded = so_far
     own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
     _, q_empty, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
-    whole_from, whole_to = whole
     DTYPE: gl.constexpr = k_tiles.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -422,9 +448,9 @@ def _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER: gl
         acc = rescaled(acc, decay, META)
     so_far = (pairs, row_max, row_sum, acc, loaded + 1)
     t += 1
-    end = gl.where(t == whole_from, whole_to, t)
+    end = gl.where(t == begin, end, t)
     for following in range(t, end):
-        so_far = _turn(following, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER, MODS, META)
+        so_far = _turn(following, so_far, own_num, own_found, fixed, tiles, barriers, CONSUMER, IS_CUT, MODS, META)
     pairs, row_max, row_sum, acc, loaded = so_far
     mbarrier.arrive(q_empty.index(q_slot), count=1, pred=end == own_num)
     slot = (loaded - 1) % META.STAGES
@@ -479,7 +505,6 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
         mask = (len_kv, shift, window_left, window_right)
         skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
-        whole = _whole_blocks(own_row, own_num, own_found, mask, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         h_of_rows, h_of_scores = h, h
         if GROUP > 1:
@@ -510,11 +535,14 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         fixed = (own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b * num_heads + h, q_slot, zeros)
         so_far = (0, row_max, row_sum, acc, loaded)
         if META.HAS_RUNS:
-            while so_far[0] < own_num:
-                so_far = _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER, MODS, META)
-        else:  # this is known when it is compiled, that at run time
-            if own_num > 0:
-                so_far = _run(so_far, own_num, own_found, whole, fixed, tiles, barriers, CONSUMER, MODS, META)
+            whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
+            while so_far[0] < whole_to:
+                so_far = _run(so_far, whole_from, whole_to, own_num, own_found, fixed, tiles, barriers, CONSUMER, False, MODS, META)
+        if so_far[0] < own_num:
+            following = so_far[0] + 1
+            so_far = _run(
+                so_far, following, own_num, own_num, own_found, fixed, tiles, barriers, CONSUMER, META.HAS_RUNS, MODS, META
+            )
         _, row_max, row_sum, acc, loaded = so_far
         if own_num == 0:
             mbarrier.arrive(q_empty.index(q_slot), count=1)

@@ -83,10 +83,11 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
     return {s: x for s, name, x in zip(short, names, launches, strict=True) if "hopper" in name}
 
 
-# Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured.
-LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
-    ("fwd", 64, "open"): 432,
-    ("fwd", 64, "causal"): 431,
+# Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured. A forward
+# with a band has two loops, of blocks that are whole and of those that may be cut.
+LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int | tuple[int, int]] = {
+    ("fwd", 64, "open"): 434,
+    ("fwd", 64, "causal"): (431, 626),
     ("dq", 64, "open"): 504,
     ("dq", 64, "causal"): 536,
     ("dq", 64, "everything"): 666,
@@ -97,18 +98,18 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("one_pass", 64, "causal"): 760,
     ("one_pass", 64, "everything"): 894,
     ("one_pass", 64, "softcap"): 845,
-    ("fwd", "64: 256x64", "open"): 273,
-    ("fwd", "64: 256x64", "causal"): 274,
-    ("fwd", "64: 256x64", "everything"): 278,
-    ("fwd", "64: 128x128", "open"): 422,
-    ("fwd", "64: 128x128", "causal"): 423,
-    ("fwd", "64: 128x128", "everything"): 425,
-    ("fwd", "64: few rows", "open"): 419,
-    ("fwd", "64: few rows", "causal"): 420,
-    ("fwd", "64: few rows", "everything"): 420,
-    ("fwd", 128, "open"): 463,
-    ("fwd", 128, "causal"): 469,
-    ("fwd", 128, "everything"): 469,
+    ("fwd", "64: 256x64", "open"): 274,
+    ("fwd", "64: 256x64", "causal"): (276, 368),
+    ("fwd", "64: 256x64", "everything"): (278, 434),
+    ("fwd", "64: 128x128", "open"): 424,
+    ("fwd", "64: 128x128", "causal"): (424, 588),
+    ("fwd", "64: 128x128", "everything"): (426, 720),
+    ("fwd", "64: few rows", "open"): 421,
+    ("fwd", "64: few rows", "causal"): (420, 584),
+    ("fwd", "64: few rows", "everything"): (420, 714),
+    ("fwd", 128, "open"): 464,
+    ("fwd", 128, "causal"): (470, 649),
+    ("fwd", 128, "everything"): (470, 774),
     ("dq", 128, "open"): 523,
     ("dq", 128, "causal"): 554,
     ("dq", 128, "everything"): 684,
@@ -118,19 +119,19 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("one_pass", 128, "open"): 450,
     ("one_pass", 128, "causal"): 509,
     ("one_pass", 128, "everything"): 575,
-    ("fwd", "128: 128x128", "causal"): 465,
-    ("fwd", 192, "open"): 498,
-    ("fwd", 192, "causal"): 503,
-    ("fwd", 192, "everything"): 502,
+    ("fwd", "128: 128x128", "causal"): (465, 641),
+    ("fwd", 192, "open"): 499,
+    ("fwd", 192, "causal"): (503, 670),
+    ("fwd", 192, "everything"): (504, 808),
     ("dq", 192, "open"): 352,
     ("dq", 192, "causal"): 367,
     ("dq", 192, "everything"): 432,
     ("dkdv", 192, "open"): 228,
     ("dkdv", 192, "causal"): 275,
     ("dkdv", 192, "everything"): 309,
-    ("fwd", 256, "open"): 437,
-    ("fwd", 256, "causal"): 439,
-    ("fwd", 256, "everything"): 436,
+    ("fwd", 256, "open"): 438,
+    ("fwd", 256, "causal"): (438, 526),
+    ("fwd", 256, "everything"): (440, 591),
     ("dq", 256, "open"): 371,
     ("dq", 256, "causal"): 386,
     ("dq", 256, "everything"): 454,
@@ -162,9 +163,11 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert ("UTMAREDG" in report.instructions) == (case[0] == "one_pass"), case
         loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
         consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
-        assert len(loops) == consumers, f"{case}: one loop for each consumer, not {loops}"
-        expected = LOOP_INSTRUCTIONS[case]
-        assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
+        own = LOOP_INSTRUCTIONS[case]
+        expected = consumers * (own if isinstance(own, tuple) else (own,))
+        assert len(loops) == len(expected), f"{case}: {loops}, not {expected}"
+        is_near = (abs(count - about) <= SLACK * about for count, about in zip(loops, expected, strict=True))
+        assert all(is_near), f"{case}: {loops}, not {expected}"
 
 
 def test_compiled() -> None:
