@@ -61,6 +61,7 @@ from flexattn.kernels_triton.splits import Parts, combine_splits, number_of_spli
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _TURN = gl.constexpr(9)  # named barriers from 9 on, one for each consumer; Triton's own are the first few
+_FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: before it and after it a product runs alone
 _PAIR = gl.constexpr(2 * 128)  # threads of two consumers, of which one hands on the turn and the other waits for it
 
 
@@ -302,7 +303,7 @@ def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constex
 @gluon.jit
 def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
     # Of a consumer's blocks of keys, of which the last come first: (from which on, the first apart, up to which) nothing is hidden
-    # by an edge or a block mask; up to 0 if there are none.
+    # by an edge or a block mask; up to 0 if they are few.
     len_kv, shift, window_left, window_right = mask
     begin = 1
     end = own_num
@@ -325,7 +326,7 @@ def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
             begin = gl.minimum(gl.maximum(begin, 1), own_num)
         if META.HAS_LEFT:
             end = gl.maximum(gl.minimum(own_found + own_num - gl.cdiv(left_end, META.BLOCK_N), own_num), begin)
-    return begin, gl.where(begin < end, end, 0)
+    return begin, gl.where(end - begin >= _FEWEST, end, 0)
 
 
 @gluon.jit
@@ -536,7 +537,10 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         so_far = (0, row_max, row_sum, acc, loaded)
         if META.HAS_RUNS:
             whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
-            while so_far[0] < whole_to:
+            last = whole_to
+            if META.BLOCK_SIZE_Q == 0:  # few others follow, and through the same instructions
+                last = gl.where(whole_to > 0, own_num, 0)
+            while so_far[0] < last:
                 so_far = _run(so_far, whole_from, whole_to, own_num, own_found, fixed, tiles, barriers, CONSUMER, False, MODS, META)
         if so_far[0] < own_num:
             following = so_far[0] + 1

@@ -13,6 +13,7 @@ import torch
 from test_hopper import on_hopper
 from test_hopper_emulated import HARMLESS, without_gpu
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from flexattn import create_block_mask, mods
 from flexattn.bench.emulated import emulated
@@ -183,12 +184,14 @@ BLOCK_MASKS: dict[str, tuple[Any, int | None]] = {
     "one a head": (_documents, HEADS),
     "causal": (mods.causal(), None),
     "nothing is seen": (lambda b, h, q_idx, kv_idx: q_idx < 0, None),
+    "nearly all is": (lambda b, h, q_idx, kv_idx: q_idx + kv_idx > 3, None),
 }
 
 
 BANDS = {  # beside the block mask
     "one for all heads": {"attn_mask_type": "padding", "window_size": (100, 30), "bottom_right_diagonal": False},
     "one a head": {"attn_mask_type": "padding_causal_bottom_right"},
+    "nearly all is": {"attn_mask_type": "padding_causal_bottom_right", "window_size": (180, 0)},
 }
 
 
@@ -202,7 +205,9 @@ def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
-def test_emulated_block_masks(name: str, dims: tuple[int, int]) -> None:
+def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    if dims != (64, 64):  # otherwise so few whole blocks are taken with the others
+        monkeypatch.setattr(hopper_forward, "_FEWEST", gl.constexpr(1))
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
     features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}
