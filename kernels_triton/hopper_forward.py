@@ -60,8 +60,8 @@ from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.splits import Parts, combine_splits, number_of_splits, part_row
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
-_TURN = gl.constexpr(9)  # named barriers from 9 on, one for each consumer; Triton's own are the first few
 _FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: before it and after it a product runs alone
+_TURN = gl.constexpr(9)  # named barriers from 9 on, one for each consumer; Triton's own are the first few
 _PAIR = gl.constexpr(2 * 128)  # threads of two consumers, of which one hands on the turn and the other waits for it
 
 

@@ -345,6 +345,17 @@ def test_table_of_work(lengths: list[int], gap: int, device: str) -> None:
     assert [entry % blocks for entry in found] == sorted((entry % blocks for entry in expected), reverse=True)
 
 
+def test_sections_of_heads_fit_l2() -> None:
+    """Keys and values of a head take 512 bytes a token: with lengths those of all sequences, without them a sequence's."""
+    packed = torch.empty(32768, 16, 128, dtype=torch.bfloat16)
+    lengths = {"cu_seqlens_q": cumulative([2048] * 16), "cu_seqlens_kv": cumulative([2048] * 16)}
+    lengths |= {"max_seqlen_q": 2048, "max_seqlen_kv": 2048}
+    problem = Problem(packed, packed[:, :8], packed[:, :8], softmax_scale=0.1, **lengths)
+    assert forward_kernels.query_heads_per_section(problem) == 2 * 2  # heads of keys, and the query heads of each
+    dense = packed.view(16, 2048, 16, 128)
+    assert forward_kernels.query_heads_per_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
+
+
 def test_table_of_work_holds_wrong_lengths(device: str) -> None:
     q = torch.zeros(100, 2, 16, dtype=torch.bfloat16, device=device)
     overlapping = torch.tensor([0, 100, 0, 100, -7, 1000], dtype=torch.int32, device=device)
