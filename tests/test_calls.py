@@ -304,6 +304,27 @@ def test_captured_tensors_and_numbers_are_those_of_the_call() -> None:
         assert torch.allclose(gradient, torch.autograd.grad(want.sum(), slopes, retain_graph=True)[0])
 
 
+def test_gradients_go_to_the_captures_that_ask_for_them() -> None:
+    """In every order of two that do and one that does not; the first call goes by the operators."""
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+        calls.clear_cache()
+        captured = [randn(4), randn(4).requires_grad_(), randn(4).requires_grad_()]
+        first, second, third = (captured[i] for i in order)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score * first[h] + second[h] * i + third[h] * j.cos()  # noqa: B023  # called within the turn
+
+        call = base()
+        wanted, *found = (
+            torch.autograd.grad(flexattn.attention(**call, score_mod=score_mod).square().sum(), captured[1:]) for _ in range(4)
+        )
+        assert calls.cache_info()["hits"] >= 2
+        assert not torch.allclose(*wanted)
+        for gradients in found:
+            for got, want in zip(gradients, wanted, strict=True):
+                torch.testing.assert_close(got, want)
+
+
 def two_read(one: Tensor, other: Tensor, q: Tensor) -> Callable[..., Tensor]:
     return lambda score, b, h, i, j: score * other[h] + one[h]
 
