@@ -354,6 +354,31 @@ def _store_out(part, COLUMN: gl.constexpr, rows, out_descriptor, out_tile):
 
 
 @gluon.jit
+def _weights(
+    qk,
+    column,
+    is_full,
+    drawn,
+    row_max,
+    row_sum,
+    fixed,
+    DTYPE: gl.constexpr,
+    IS_CUT: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # `softmax` of the products with the block of keys at `column`
+    own_row, rows, block_columns, mask, place, scores, head, own_captures, _, _, _, _ = fixed
+    columns = column + block_columns
+    s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
+    if IS_CUT:
+        s = _mask(s, rows, columns, column, own_row, mask, META)
+    if IS_CUT or META.BLOCK_SIZE_Q == 0:
+        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
+    return softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+
+
+@gluon.jit
 def _turn(
     t,
     so_far,
@@ -369,7 +394,7 @@ def _turn(
 ):
     # The next block of keys: its scores, and under their softmax the product of the block before with v.
     pairs, row_max, row_sum, acc, loaded = so_far
-    own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
+    own_row, _, _, _, _, _, _, _, draws, b_h, q_slot, zeros = fixed
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
     _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -392,13 +417,7 @@ def _turn(
     drawn = drawn_weights(draws, b_h, own_row, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(1, deps=[product])
     mbarrier.arrive(k_empty.index(slot), count=1)
-    columns = column + block_columns
-    s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-    if IS_CUT:
-        s = _mask(s, rows, columns, column, own_row, mask, META)
-    if IS_CUT or META.BLOCK_SIZE_Q == 0:
-        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-    new_pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+    new_pairs, row_max, row_sum, decay = _weights(qk, column, is_full, drawn, row_max, row_sum, fixed, DTYPE, IS_CUT, MODS, META)
     acc = warpgroup_mma_wait(0, deps=[sum_of_v])
     keep_pairs(pairs)
     mbarrier.arrive(v_empty.index(last_slot), count=1)
@@ -423,7 +442,7 @@ def _run(
     # A block of keys, with nothing under its softmax; if the next is `begin`, those up to `end` too, which are whole or, with
     # IS_CUT, may be cut. With a branch for that in every turn ptxas would move the wait for the product with v up to it.
     t, row_max, row_sum, acc, loaded = so_far
-    own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b_h, q_slot, zeros = fixed
+    own_row, _, _, _, _, _, _, _, draws, b_h, q_slot, zeros = fixed
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
     _, q_empty, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -440,11 +459,7 @@ def _run(
     drawn = drawn_weights(draws, b_h, own_row, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(k_empty.index(slot), count=1)
-    columns = column + block_columns
-    s, factor, _cap_tanh, _score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
-    s = _mask(s, rows, columns, column, own_row, mask, META)
-    s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-    pairs, row_max, row_sum, decay = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+    pairs, row_max, row_sum, decay = _weights(qk, column, is_full, drawn, row_max, row_sum, fixed, DTYPE, True, MODS, META)
     if META.HAS_RUNS:
         acc = rescaled(acc, decay, META)
     so_far = (pairs, row_max, row_sum, acc, loaded + 1)
