@@ -88,18 +88,16 @@ class BackwardMeta(NamedTuple):
 
 
 @gluon.jit
-def block_of(table_ptr, num_heads, blocks, LAST_FIRST: gl.constexpr, META: gl.constexpr, section=1):
-    # (block, head, batch) of this program; where there are fewer blocks than programs, a block past every sequence's end.
+def block_of(table_ptr, num_heads, blocks, section, LAST_FIRST: gl.constexpr, META: gl.constexpr):
+    # (block, head, batch) of this program: of a section of heads, so that what their programs share is in L2, the blocks with the
+    # most to do first. With lengths one sequence of a section comes after the other, as `work_table` has them, and where there
+    # are fewer blocks than programs, a block is past every sequence's end.
     pid = gl.program_id(0)
     if META.HAS_LENGTHS:
-        count = gl.load(table_ptr + 1)
-        t = pid // num_heads
-        is_there = t < count
-        if not LAST_FIRST:
-            t = count - 1 - t
-        entry = gl.where(is_there, gl.load(table_ptr + 2 + gl.minimum(gl.maximum(t, 0), gl.maximum(count - 1, 0))), blocks)
-        b = gl.where(is_there, entry // blocks, 0)
-        return gl.where(is_there, entry % blocks, blocks), pid % num_heads, b
+        t, head = in_sections(pid, gl.num_programs(0) // num_heads, num_heads, section)
+        is_there = t < gl.load(table_ptr + 1)
+        entry = gl.where(is_there, gl.load(table_ptr + 2 + gl.where(is_there, t, 0)), blocks)
+        return gl.where(is_there, entry % blocks, blocks), head, gl.where(is_there, entry // blocks, 0)
     else:
         block, b_h = in_sections(pid, blocks, gl.num_programs(0) // blocks, section)
         if LAST_FIRST:
@@ -315,7 +313,7 @@ def _attn_bwd_dq_hopper_kernel(
         allocate_barriers(STAGES1, 2),
         allocate_barriers(1, 2),
     )
-    block, h, b = block_of(table_ptr, num_heads, blocks, True, META, section)
+    block, h, b = block_of(table_ptr, num_heads, blocks, section, True, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -731,7 +729,7 @@ def _attn_bwd_dkdv_hopper_kernel(
         allocate_barriers(1, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, False, META, section)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, section, False, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
@@ -833,6 +831,12 @@ def objection(problem: Problem) -> str | None:
     return hopper_forward.too_few_keys(x, tile.keys) or hopper_forward.objection_by_row(x, tile)
 
 
+def section_of(problem: Problem, heads: int, bytes_per_head: int) -> int:
+    """How many heads `block_of` takes together; two of packed batches (bench/results/packed_orders_h200.json)."""
+    x = problem
+    return min(heads, 2) if x.cu_seqlens_q is not None else heads_per_section(heads * x.batch, bytes_per_head)
+
+
 def hopper_backward(
     problem: Problem,
     out: Tensor,
@@ -885,10 +889,10 @@ def hopper_backward(
     for rows, side in ((_QUERIES, "q"), (tile.keys, "kv")):
         longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
         blocks = triton.cdiv(longest, rows)
-        table = work_table(x, rows, side) if has_lengths else None
+        table = work_table(x, rows, side, by_sequence=True) if has_lengths else None
         # What is read again and again of a head: k and v for dq, q and dout for dk and dv (as room for half as many heads).
         again = x.longest_kv * 2 if side == "q" else x.longest_q * 4
-        section = heads_per_section(heads * x.batch, again * (qk0 + qk1 + v0))
+        section = section_of(x, heads, again * (qk0 + qk1 + v0))
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
         head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section, *sizes)
         inlined = (*x.score_arguments(), *x.dropout_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)

@@ -8,6 +8,7 @@ what `refusal` names.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -106,7 +107,8 @@ class ForwardMeta(NamedTuple):
     HAS_IDLE: bool  # a tile may leave consumers without queries
     SKIPS: bool  # consumers pass over the blocks of keys that none of their queries sees
     Q_STAGES: int
-    HAS_RUNS: bool  # blocks of keys after the first may be cut, by a band or a block mask
+    HAS_RUNS: bool  # of whole blocks of keys, among others that a band or a block mask may cut: a loop without masks
+    HAS_CUT_LOOP: bool  # a loop with masks, for blocks that may be cut, as are most in a narrow window
     NUMBERS: int  # that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too
 
 
@@ -303,7 +305,7 @@ def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constex
 @gluon.jit
 def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
     # Of a consumer's blocks of keys, of which the last come first: (from which on, the first apart, up to which) nothing is hidden
-    # by an edge or a block mask; up to 0 if they are few.
+    # by an edge or a block mask; up to 0 if they are few and there is a loop for the others.
     len_kv, shift, window_left, window_right = mask
     begin = 1
     end = own_num
@@ -326,7 +328,9 @@ def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
             begin = gl.minimum(gl.maximum(begin, 1), own_num)
         if META.HAS_LEFT:
             end = gl.maximum(gl.minimum(own_found + own_num - gl.cdiv(left_end, META.BLOCK_N), own_num), begin)
-    return begin, gl.where(end - begin >= _FEWEST, end, 0)
+    if META.HAS_CUT_LOOP:
+        end = gl.where(end - begin >= _FEWEST, end, 0)
+    return begin, end
 
 
 @gluon.jit
@@ -552,16 +556,17 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         so_far = (0, row_max, row_sum, acc, loaded)
         if META.HAS_RUNS:
             whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
-            last = whole_to
-            if META.BLOCK_SIZE_Q == 0:  # few others follow, and through the same instructions
-                last = gl.where(whole_to > 0, own_num, 0)
+            last = own_num  # few others follow, and through the same instructions
+            if META.HAS_CUT_LOOP:
+                last = whole_to
             while so_far[0] < last:
                 so_far = _run(so_far, whole_from, whole_to, own_num, own_found, fixed, tiles, barriers, CONSUMER, False, MODS, META)
-        if so_far[0] < own_num:
+        if META.HAS_CUT_LOOP or not META.HAS_RUNS:
             following = so_far[0] + 1
-            so_far = _run(
-                so_far, following, own_num, own_num, own_found, fixed, tiles, barriers, CONSUMER, META.HAS_RUNS, MODS, META
-            )
+            if following <= own_num:
+                so_far = _run(
+                    so_far, following, own_num, own_num, own_found, fixed, tiles, barriers, CONSUMER, META.HAS_CUT_LOOP, MODS, META
+                )
         _, row_max, row_sum, acc, loaded = so_far
         if own_num == 0:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -853,6 +858,14 @@ def query_heads_per_section(problem: Problem) -> int:
     return heads_per_section(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
 
 
+def _whole_blocks_of_window(problem: Problem, tile: HopperTile, group: int) -> float:
+    """How many blocks of keys, at most, all queries of a warpgroup see whole."""
+    x = problem
+    if x.window_left is None or x.window_right is None:
+        return math.inf
+    return (x.window_left + x.window_right + 2 - _ROWS.value // group) // tile.block_n
+
+
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
     """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
     tiles = -(-problem.longest_q // (tile.block_m // group)) * problem.batch * problem.num_heads // group
@@ -879,6 +892,7 @@ def hopper_forward(
     has_lengths = x.cu_seqlens_q is not None
     is_banded = x.window_left is not None or x.window_right is not None
     group = heads_of_a_tile(x, tile) if group is None else group
+    is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, group) < 2
     has_idle = has_lengths or x.longest_q * group <= tile.block_m - _ROWS.value
     queries = tile.block_m // group
     blocks = -(-x.longest_q // queries)
@@ -914,7 +928,8 @@ def hopper_forward(
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or is_banded),
         Q_STAGES=tile.q_stages,
-        HAS_RUNS=is_banded or x.block_mask is not None,
+        HAS_RUNS=(is_banded and not is_narrow) or x.block_mask is not None,
+        HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=7 if has_lengths else 4,
     )
     tensors = (x.q, x.k, x.v, out)
@@ -927,7 +942,7 @@ def hopper_forward(
     else:
         descriptors += descriptors[:2]
     if has_lengths:
-        table = work_table(x, queries, "q")
+        table = work_table(x, queries, "q", by_sequence=False)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
     if max_logit is not None:

@@ -578,7 +578,7 @@ def hopper_fp8_forward(
     else:
         descriptors += descriptors[:2]
     if has_lengths:
-        table = work_table(x, tile.block_m, "q")
+        table = work_table(x, tile.block_m, "q", by_sequence=False)
         zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)

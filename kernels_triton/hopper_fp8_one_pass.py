@@ -44,6 +44,7 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
+from flexattn.kernels_triton.hopper_backward import block_of, section_of
 from flexattn.kernels_triton.hopper_forward import block_mask_error
 from flexattn.kernels_triton.hopper_fp8 import Scale, load_descale, scale_error
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize
@@ -58,7 +59,6 @@ from flexattn.kernels_triton.hopper_one_pass import (
     TURN,
     WRITTEN,
     add_dq,
-    block_of,
     convert_dq,
     dq_product,
     hand_over,
@@ -443,14 +443,12 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         allocate_barriers(META.DQ_STAGES, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, META)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, False, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
-    if META.HAS_LENGTHS:
-        block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
@@ -611,9 +609,10 @@ def fp8_one_pass_backward(
     dq_block = [ROWS.value, dim * size // KEYS]  # a warpgroup's
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
     blocks = triton.cdiv(x.longest_kv, KEYS)
-    table = work_table(x, KEYS, "kv") if has_lengths else None
+    table = work_table(x, KEYS, "kv", by_sequence=True) if has_lengths else None
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
-    section = hopper_one_pass.section_of(x, 12 * dim)  # about: q and dout in both forms, dq in fp32
+    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
+    section = section_of(x, x.num_heads_kv, bytes_per_head)
     scales = scales_of(x)
     q16, k16, dout16 = (
         dequantize(x, side, t, scale, torch.empty_like(t, dtype=dq.dtype, memory_format=torch.contiguous_format))  # type: ignore[arg-type]

@@ -25,9 +25,7 @@ from flexattn.kernels_triton.hopper import (
     batch_steps_of,
     blocks_of_queries,
     head_of,
-    heads_per_section,
     hide_queries_past_the_end,
-    in_sections,
     load_rows,
     load_statistics,
     mask_by_mod,
@@ -43,6 +41,7 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
+from flexattn.kernels_triton.hopper_backward import block_of, section_of
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.launch import hopper_kernel, kernel, launch
 from flexattn.kernels_triton.primitives import (
@@ -104,26 +103,6 @@ class OnePassMeta(NamedTuple):
     DV_WITH_DK: bool
     DOUT_APART: bool
     DQ_STAGES: int  # of dq in shared memory
-
-
-@gluon.jit
-def block_of(table_ptr, num_heads_kv, blocks, section, META: gl.constexpr):
-    # (block, key head, batch) of this program: of a section of heads, so that the sums of their dq are in L2 while they are added
-    # to, the blocks with the most to do first. With lengths a block is counted from its sequence's last one, as a causal band gives
-    # the first ones the most to do; where there are fewer blocks than programs, it is -1, past the last.
-    pid = gl.program_id(0)
-    room = blocks  # of the programs of a head
-    heads = gl.num_programs(0) // blocks
-    if META.HAS_LENGTHS:
-        room = gl.num_programs(0) // num_heads_kv
-        heads = num_heads_kv
-    t, head = in_sections(pid, room, heads, section)
-    if META.HAS_LENGTHS:
-        is_there = t < gl.load(table_ptr + 1)
-        entry = gl.load(table_ptr + 2 + gl.where(is_there, t, 0))
-        return gl.where(is_there, entry % blocks, -1), head, gl.where(is_there, entry // blocks, 0)
-    else:
-        return t, head % num_heads_kv, head // num_heads_kv
 
 
 @gluon.jit
@@ -523,14 +502,12 @@ def _attn_bwd_one_pass_hopper_kernel(
         allocate_barriers(META.DQ_STAGES, 1),
         allocate_barriers(1, 2),
     )
-    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, section, META)
+    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, section, False, META)
     cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
     start_q, len_q, start_kv, len_kv = sequences(
         b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
     )
     shift = (len_kv - len_q) * bottom_right
-    if META.HAS_LENGTHS:
-        block = gl.cdiv(len_kv, META.BLOCK_N) - 1 - block
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
     h = h_kv * group_size
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
@@ -664,14 +641,6 @@ def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: in
     )
 
 
-def section_of(problem: Problem, bytes_per_token: int) -> int:
-    """How many heads `block_of` takes together; with lengths more than two are measured to be slower."""
-    x = problem
-    if x.cu_seqlens_q is not None:
-        return min(2, x.num_heads_kv)
-    return heads_per_section(x.num_heads_kv * x.batch, bytes_per_token * max(x.longest_q, x.longest_kv))
-
-
 def one_pass_backward(
     problem: Problem,
     out: Tensor,
@@ -692,12 +661,13 @@ def one_pass_backward(
     statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
-    section = section_of(x, 12 * dim)  # k, v, q and dout of two bytes, dq of four
+    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # k, v, q and dout of two bytes, dq of four
+    section = section_of(x, x.num_heads_kv, bytes_per_head)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [ROWS.value, size * dim // (2 * ROWS.value)]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
     blocks = triton.cdiv(x.longest_kv, KEYS)
-    table = work_table(x, KEYS, "kv") if has_lengths else None
+    table = work_table(x, KEYS, "kv", by_sequence=True) if has_lengths else None
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     meta = OnePassMeta(
         IS_RAGGED_Q=x.q.dim() == 3,

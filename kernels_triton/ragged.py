@@ -51,6 +51,8 @@ def _work_table_kernel(
     blocks,
     capacity,
     BLOCK: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     HAS_GAPS: tl.constexpr,
     META: tl.constexpr,
@@ -58,9 +60,13 @@ def _work_table_kernel(
     CHUNK: tl.constexpr = 64
     b = tl.program_id(0) % batch
     block = tl.program_id(0) // batch * CHUNK + tl.arange(0, CHUNK)
-    before = tl.zeros([CHUNK], tl.int32)  # entries before this block's
+    _own_start, own_length, _own_slot = load_sequence(
+        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
+    )
+    own_blocks = tl.cdiv(own_length, BLOCK)
+    after = block if LAST_FIRST else own_blocks - 1 - block  # of its sequence's, as many come after this one
+    before = own_blocks - 1 - after if BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # of all entries
     total = 0
-    own_blocks = 0
     for first in range(0, batch, CHUNK):
         other = first + tl.arange(0, CHUNK)
         last = batch - 1
@@ -69,10 +75,13 @@ def _work_table_kernel(
         )
         count = tl.where(other < batch, tl.cdiv(length, BLOCK), 0)
         total += tl.sum(count, 0)
-        own_blocks += tl.sum(tl.where(other == b, count, 0), 0)
-        later = tl.maximum(count[None, :] - (block + 1)[:, None], 0)
-        same = (count[None, :] > block[:, None]) & (other < b)[None, :]
-        before += tl.sum(later + same.to(tl.int32), 1)
+        if BY_SEQUENCE:
+            is_before = (count > own_blocks) | ((count == own_blocks) & (other < b))
+            before += tl.sum(tl.where(is_before, count, 0), 0)
+        else:
+            heavier = tl.maximum(count[None, :] - (after + 1)[:, None], 0)
+            same = (count[None, :] > after[:, None]) & (other < b)[None, :]
+            before += tl.sum(heavier + same.to(tl.int32), 1)
     # Sequences that overlap, as only wrong cu_seqlens make them, may have more blocks than there is room for.
     tl.store(table_ptr + 2 + before, b * blocks + block, mask=(block < own_blocks) & (before < capacity))
     if tl.program_id(0) == 0:
@@ -80,10 +89,13 @@ def _work_table_kernel(
         tl.store(table_ptr + 1, tl.minimum(total, capacity))
 
 
-def work_table(problem: Problem, block: int, side: Literal["q", "kv"]) -> Tensor:
+def work_table(problem: Problem, block: int, side: Literal["q", "kv"], *, by_sequence: bool) -> Tensor:
     """int32: a counter at 0, the number of entries, then b * blocks + n for each block n of `block` tokens that has one.
 
-    blocks is what the longest sequence has; the last blocks, where a causal band gives queries the most to do, come first.
+    blocks is what the longest sequence has. The blocks to which a causal band gives the most to do come first: the last of queries,
+    the first of keys.
+    by_sequence: one sequence comes after the other, the longest first, so that what its blocks share is in L2 while they run;
+    else those of all sequences come together, the longest ones first and the short ones to fill up the end.
     """
     x = side_of(problem, side)
     blocks = triton.cdiv(x.longest, block)
@@ -91,7 +103,7 @@ def work_table(problem: Problem, block: int, side: Literal["q", "kv"]) -> Tensor
     if x.is_ragged:
         capacity = min(capacity, x.num_tokens // block + x.batch)
     table = torch.empty(2 + capacity, dtype=torch.int32, device=problem.device)
-    kind = (block, x.is_ragged, x.cu_seqlens_padded is not None, problem.meta(_TILE))
+    kind = (block, side == "q", by_sequence, x.is_ragged, x.cu_seqlens_padded is not None, problem.meta(_TILE))
     programs = x.batch * triton.cdiv(blocks, 64)
     launch(_work_table_kernel, programs, problem.device, _TILE, (*x.arguments, table, blocks, capacity, *kind))
     return table

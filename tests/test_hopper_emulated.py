@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from triton.experimental.gluon import language as gl
 
 from flexattn import emulator
 from flexattn.bench import play
@@ -125,9 +124,8 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-def test_dense(mask: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense(mask: str, dims: tuple[int, int]) -> None:
     for seed in (1, 7):
-        monkeypatch.setattr(hopper_forward, "_FEWEST", gl.constexpr(seed))
         call = {"attn_mask_type": mask}
         inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
         check(seed, call, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
@@ -140,9 +138,8 @@ def test_dense(mask: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each consumer passes over blocks that only others see, at either end; a program has several tiles."""
     monkeypatch.setattr(hopper_forward, "tile_of", lambda problem: tile)
-    monkeypatch.setattr(hopper_forward, "_FEWEST", gl.constexpr(2))  # otherwise so few whole blocks are taken with the others
     inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
-    bands = ({"attn_mask_type": "padding_causal", "window_size": (150, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
+    bands = ({"attn_mask_type": "padding_causal", "window_size": (390, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
     for seed, band in enumerate((*bands, {"attn_mask_type": "padding_causal_bottom_right"}), start=4):
         outliers = seed == 6  # rows whose maximum rises by much
         dims = {"head_dim_qk": tile.head_dim_qk, "head_dim_v": tile.head_dim_v}
