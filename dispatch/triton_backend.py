@@ -384,6 +384,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
 
     launch.keep_in(options.kernel_directory())
     mods = {} if spec.mods is None else _mods(spec.mods, x)
+    formats_of_halves = (spec.q_format, spec.q_format, spec.kv_format)
     return Problem(
         q=as_bshd(_rows_contiguous(x.q), spec.q_format),
         k=as_bshd(_rows_contiguous(x.k), spec.kv_format),
@@ -409,6 +410,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         **mods,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         descales=tuple(descale.contiguous() for descale in x.descales),
+        halves=tuple(as_bshd(_rows_contiguous(t), fmt) for t, fmt in zip(x.halves, formats_of_halves, strict=False)),
         scale_rows=spec.fp8.block_rows if spec.fp8 is not None else 0,
     )
 

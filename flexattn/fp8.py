@@ -45,6 +45,9 @@ class Recipe:
         rotation: q and k are multiplied with one orthogonal matrix, a Hadamard matrix with signs, which leaves q k^T as it is and
             spreads outliers over all channels; of a head dim that is no power of two, within blocks as long as the largest in it.
         bf16_backward: the backward runs on the 16-bit q, k, v and dout, without FP8.
+        keep_16_bit: q and k are kept for a backward in FP8 as they came too, for its products that have 16-bit operands anyway: two
+            bytes more for each of their elements until then, and no pass that dequantises them. None: on compute capability 9.0,
+            whose kernels read them, and without rotation.
         out_dtype: bfloat16, float16 or a float8 dtype: `attention` then returns a `QuantizedTensor` in out's place. None: that of
             q, and bfloat16 for q in FP8.
     """
@@ -58,6 +61,7 @@ class Recipe:
     amax_compute_algo: str | None = None
     rotation: bool = False
     bf16_backward: bool = False
+    keep_16_bit: bool | None = None
     out_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +74,11 @@ class Recipe:
         for name in ("rotation", "bf16_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {describe(getattr(self, name))}; accepted: True, False")
+        if self.keep_16_bit is not None and not isinstance(self.keep_16_bit, bool):
+            raise TypeError(f"keep_16_bit is {describe(self.keep_16_bit)}; accepted: None, True, False")
+        if self.keep_16_bit and (self.rotation or self.bf16_backward):
+            other = "rotation" if self.rotation else "bf16_backward"
+            raise ValueError(f"keep_16_bit is True with {other}, and has no effect there; accepted: None, False")
         if isinstance(self.margin, bool) or not isinstance(self.margin, int):
             raise TypeError(f"margin is {describe(self.margin)}; accepted: an int, the power of two that scales are smaller by")
         if self.out_dtype is not None and self.out_dtype not in OUT_DTYPES:
@@ -105,6 +114,12 @@ class Recipe:
     def grad_dtype(self) -> torch.dtype:
         """Of dout and of the scores' gradient."""
         return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
+
+    def keeps_16_bit(self, device: torch.device) -> bool:
+        """q and k, for a backward in FP8 on the device."""
+        if self.keep_16_bit is not None:
+            return self.keep_16_bit
+        return not (self.rotation or self.bf16_backward) and _reads_16_bit(device)
 
     @property
     def rows(self) -> int:
@@ -209,7 +224,7 @@ def quantize(
     recipe = Recipe() if recipe is None else recipe
     if recipe.scaling != "current":
         raise ValueError("recipe.scaling is 'delayed'; accepted: 'current', as quantize keeps no history")
-    for name, default in (("fp8_format", "E4M3"), ("bf16_backward", False), ("out_dtype", None)):
+    for name, default in (("fp8_format", "E4M3"), ("bf16_backward", False), ("keep_16_bit", None), ("out_dtype", None)):
         if getattr(recipe, name) != default:
             raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}, which quantize has no use for; accepted: {default!r}")
     if dtype not in FP8_DTYPES:
@@ -354,7 +369,17 @@ def make_plan(
             "dropout_p 0, or a backward in FP8"
         )
     grad_dtype = str(recipe.grad_dtype).removeprefix("torch.")
-    return fp8_ops.Plan(recipe.granularity, recipe.rows, recipe.margin, recipe.rotation, grad_dtype), fields
+    how = (recipe.granularity, recipe.rows, recipe.margin, recipe.rotation, grad_dtype, recipe.keeps_16_bit(q.device))
+    return fp8_ops.Plan(*how), fields
+
+
+def _reads_16_bit(device: torch.device) -> bool:
+    """Whether a backward in FP8 has use for q and k in 16 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+# What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
+_reads_16_bit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads: tuple[int, int]) -> None:

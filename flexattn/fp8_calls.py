@@ -16,6 +16,7 @@ from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
 from flexattn.dispatch.tape import Tape, record
 
 _BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in fp8.TENSORS)
+_HALVES = 2  # q and k, the first two of a call's tensors
 _DESCALES = 3  # of q, k and v, which come first among what a call in FP8 has more than others; then a state's scales and histories
 
 
@@ -45,8 +46,8 @@ class _State:
 
 
 class Fp8Call(Call):
-    """Its tensors end with the descales of q, k and v and with a state's; those for a backward with descales, and dout's scale and
-    history.
+    """Its tensors end with the descales of q, k and v and with a state's; those for a backward with descales, q and k as they came,
+    and dout's scale and history.
 
     What its forward gives begins with out (in FP8: its data), lse and max_logit. Then come an FP8 out's descale and amax, or what a
     backward needs of q, k and v in FP8.
@@ -69,7 +70,8 @@ class Fp8Call(Call):
         self.has_state = recipe is not None and recipe.scaling == "delayed"
         if (plan is not None or self.has_fp8_out) and triton_backend.quantises_untaped(self.device):
             self.is_tapeable = False
-        more = [self.has_fp8_backward] * _DESCALES + [self.has_fp8_backward and self.has_state]
+        keeps_16_bit = self.has_fp8_backward and plan is not None and plan.keeps_16_bit
+        more = [self.has_fp8_backward] * _DESCALES + [keeps_16_bit] * _HALVES + [self.has_fp8_backward and self.has_state]
         self.given += [self.num_inputs + i for i, is_there in enumerate(more) if is_there]
         self.num_saved = self.num_inputs + len(more)
 
@@ -114,10 +116,10 @@ class Fp8Call(Call):
         return record(backend, lambda: self.operator_backward(inputs), inputs, calls.flat_gradients, self.device, **how)
 
     def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
-        *descales, scale, history = inputs[self.num_inputs : -4]
+        *more, scale, history = inputs[self.num_inputs : -4]
         x = self.operands(inputs)
         if self.has_fp8_backward:
-            x = x._replace(descales=descales)
+            x = x._replace(descales=more[:_DESCALES], halves=[t for t in more[_DESCALES:] if t is not None])
         assert self.plan is not None
         return fp8_ops.gradients(x, self.settings, self.plan, scale, history, *inputs[-4:])
 
@@ -136,10 +138,10 @@ class _Attention(torch.autograd.Function):
         call, tensors, addresses, returns_lse = made
         out, lse, max_logit, *kept = call.forward(tensors, addresses)
         state = tensors[call.num_inputs + _DESCALES :]
-        inputs = [*tensors[: call.num_inputs], None, None, None, None]
+        inputs = [*tensors[: call.num_inputs], *(None,) * (_DESCALES + _HALVES + 1)]
         if kept:
-            inputs[:3], inputs[-4:-1] = kept[:3], kept[3:]
-            inputs[-1] = state[fp8.TENSORS.index("dout")] if state else None
+            scale = state[fp8.TENSORS.index("dout")] if state else None
+            inputs[:3], inputs[call.num_inputs :] = kept[:3], (*kept[3:], *tensors[:_HALVES], scale)
         ctx.call = call
         ctx.history = state[len(fp8.TENSORS) + fp8.TENSORS.index("dout")] if state else None
         ctx.set_materialize_grads(False)

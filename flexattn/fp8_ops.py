@@ -50,6 +50,7 @@ class Plan(NamedTuple):
     margin: int
     rotation: bool
     grad_dtype: str  # of dout
+    keeps_16_bit: bool  # q and k, for the backward
 
 
 class _Kind(NamedTuple):
@@ -233,7 +234,8 @@ def gradients(
 ) -> Gradients:
     """Of a call whose forward gave out and lse.
 
-    x: in FP8, or as it came with bf16_backward. scale, history: dout's, of delayed scaling.
+    x: in FP8, with q and k too as they came where they were kept so; or all as it came, with bf16_backward. scale, history: dout's,
+    of delayed scaling.
     """
     if settings.bf16_backward:
         settings = settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False)
@@ -241,8 +243,9 @@ def gradients(
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     kind = (plan.granularity, plan.block_rows, plan.margin, False)
     fmt, _ = parse_format(settings.qkv_format)
-    dout, descale, _ = quantize(dout, *lengths, scale, history, fmt, plan.grad_dtype, *kind)
-    found = ops.gradients(x._replace(descales=[*x.descales, descale]), settings, out, lse, dout, dlse)
+    dout8, descale, _ = quantize(dout, *lengths, scale, history, fmt, plan.grad_dtype, *kind)
+    x = x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves])
+    found = ops.gradients(x, settings, out, lse, dout8, dlse)
     if not plan.rotation:
         return found
     dq, dk = _unrotate_op(found.dq, found.dk)
@@ -269,10 +272,9 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(max_logit)
         ctx.set_materialize_grads(False)
         kept = x if settings.bf16_backward else x8
-        ctx.save_for_backward(
-            out, lse, delayed.scale_dout, *kept[:_NUM_TENSORS], *kept.mod_tensors, *kept.block_mask, *kept.descales
-        )
-        ctx.sizes = len(x.mod_tensors), len(x.block_mask)
+        lists = (x.mod_tensors, x.block_mask, kept.descales, (x.q, x.k) if plan.keeps_16_bit else ())
+        ctx.save_for_backward(out, lse, delayed.scale_dout, *kept[:_NUM_TENSORS], *itertools.chain(*lists))
+        ctx.ends = list(itertools.accumulate(map(len, lists)))
         ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan
         ctx.history = delayed.history_dout  # which is not saved, as it changes
         return out, lse, max_logit
@@ -282,12 +284,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
         out, lse, scale, *tensors = ctx.saved_tensors
         values, settings, plan = ctx.rest
-        mods, blocks = ctx.sizes
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
-        lists = tensors[_NUM_TENSORS:]
+        lists, (a, b, c, d) = tensors[_NUM_TENSORS:], ctx.ends
         x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
-            mod_tensors=lists[:mods], block_mask=lists[mods : mods + blocks], descales=lists[mods + blocks :]
+            mod_tensors=lists[:a], block_mask=lists[a:b], descales=lists[b:c], halves=lists[c:d]
         )
         found = gradients(x, settings, plan, scale, ctx.history, out, lse, dout, dlse)
         named = dict(zip(("q", "k", "v", "bias", "softmax_offset"), found[:-1], strict=True))
@@ -295,4 +296,4 @@ class _Attention(torch.autograd.Function):
         of_mods = (next(left) if needs_grad else None for needs_grad in flags)
         of_fields = (named.get(name) for name in Operands._fields)
         others = _ENDS[-1] + 1 - _ENDS[0]
-        return (*of_fields, *(None,) * others, *of_mods, *(None,) * blocks)
+        return (*of_fields, *(None,) * others, *of_mods, *(None,) * (b - a))

@@ -9,7 +9,7 @@ what the FP8 one stands for.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -532,6 +532,21 @@ def scales_of(problem: Problem) -> tuple[Scale, ...]:
     return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
 
 
+def halves_of(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and dout in a half type: as they came, where the copy engine takes them so, else dequantised."""
+    x = problem
+    given = dict(zip(("dout", "q", "k"), x.halves, strict=False))
+    scales = scales_of(x)
+
+    def half(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
+        found = given.get(name)
+        if found is not None and found.dtype is dtype and descriptor_error(name, found) is None:
+            return found
+        return dequantize(x, side, t, scale, torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format))
+
+    return half("q", "q", x.q, scales[0]), half("k", "kv", x.k, scales[1]), half("dout", "q", dout, scales[3])
+
+
 def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Problem, Tensor]:
     """The same backward for the kernels of a half type: the problem and dout, whose q, k and v and which itself are not written
     yet; `fill_half` does that."""
@@ -614,10 +629,7 @@ def fp8_one_pass_backward(
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
     section = section_of(x, x.num_heads_kv, bytes_per_head)
     scales = scales_of(x)
-    q16, k16, dout16 = (
-        dequantize(x, side, t, scale, torch.empty_like(t, dtype=dq.dtype, memory_format=torch.contiguous_format))  # type: ignore[arg-type]
-        for side, t, scale in (("q", x.q, scales[0]), ("kv", x.k, scales[1]), ("q", dout, scales[3]))
-    )
+    q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
     adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
     meta = Fp8OnePassMeta(

@@ -164,6 +164,7 @@ class Problem:
     # Of q, k and v, and for a backward dout, in FP8: what they are to be multiplied with, fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # of a block; 0: there is one
+    halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
 
     @property
     def is_fp8(self) -> bool:

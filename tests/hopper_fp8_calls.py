@@ -120,7 +120,8 @@ def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, .
 def moved(problem: Problem, device: str) -> Problem:
     fields = {f: getattr(problem, f) for f in problem.__dataclass_fields__}
     tensors = {f: t.to(device) for f, t in fields.items() if isinstance(t, torch.Tensor)}
-    return dataclasses.replace(problem, **tensors, descales=tuple(t.to(device) for t in problem.descales))
+    lists = {f: tuple(t.to(device) for t in fields[f]) for f in ("descales", "halves")}
+    return dataclasses.replace(problem, **tensors, **lists)
 
 
 def call_on(call: Fp8Call, device: str) -> Fp8Call:

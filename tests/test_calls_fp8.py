@@ -28,6 +28,7 @@ RECIPES = {
     "tensor, rotation, HYBRID": fp8.Recipe(granularity="tensor", rotation=True, fp8_format="HYBRID"),
     "block": fp8.Recipe(granularity="block", block_rows=64),
     "bf16_backward": fp8.Recipe(bf16_backward=True),
+    "16 bits too": fp8.Recipe(keep_16_bit=True),
     "delayed": fp8.Recipe(scaling="delayed", amax_history_len=2, fp8_format="HYBRID"),
     "delayed by tensor": fp8.Recipe(scaling="delayed", granularity="tensor", amax_compute_algo="most_recent"),
 }

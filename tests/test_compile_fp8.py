@@ -47,7 +47,7 @@ KINDS: dict[str, Function] = {
     "current": call(attn_mask_type="causal", fp8_recipe=fp8.Recipe()),
     "rotation, HYBRID": call(fp8_recipe=fp8.Recipe(rotation=True, fp8_format="HYBRID", granularity="tensor")),
     "bf16_backward": call(fp8_recipe=fp8.Recipe(bf16_backward=True), window_size=(5, 5)),
-    "block": call(attn_mask_type="causal", fp8_recipe=fp8.Recipe(granularity="block", block_rows=64)),
+    "block": call(attn_mask_type="causal", fp8_recipe=fp8.Recipe(granularity="block", block_rows=64, keep_16_bit=True)),
     "packed": packed,
     "everything": call(
         score_mod=lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs(),

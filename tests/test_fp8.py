@@ -77,6 +77,34 @@ def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
             assert max(found[1:]) < 0.03  # out, from FP8, is in it still
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_is_kept_for_a_backward(is_new: bool, device: str) -> None:
+    """In FP8 q, k and v take a byte an element; kept as they came q and k take two more, and give no other results elsewhere."""
+    call = inputs(device) | {"backend": "eager"}
+    numel = [call[name].numel() for name in "qkv"]
+    results = {}
+    for keep in (False, True, None):
+        kept: list[Tensor] = []
+
+        def keep_in_mind(t: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(t)
+            return t
+
+        recipe = fp8.Recipe(keep_16_bit=keep)
+        if not is_new:
+            run(call, fp8_recipe=recipe)
+        with torch.autograd.graph.saved_tensors_hooks(keep_in_mind, lambda t: t):
+            results[keep] = run(call, fp8_recipe=recipe)
+        assert [t.numel() for t in kept if t.dtype is E4M3] == numel
+        has_halves = (keep is None and capability_of(device) == (9, 0)) or bool(keep)
+        assert [sum(t is call[name] for t in kept) for name in "qkv"] == [has_halves, has_halves, False]
+    assert all(torch.equal(a, b) for keep in (True, None) for a, b in zip(results[False], results[keep], strict=True))
+
+
+def capability_of(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device == "cuda" else None
+
+
 def test_rotation_halves_the_error_of_outliers(device: str) -> None:
     call = inputs(device, outliers=True, head_dim=128)
     per_tensor = errors(call, fp8_recipe=fp8.Recipe(granularity="tensor"))
@@ -361,6 +389,9 @@ def test_explain(device: str) -> None:
         ("whose scales outlive a batch", {"scaling": "delayed", "granularity": "batch_head"}),
         ("out_dtype is torch.float32", {"out_dtype": torch.float32}),
         ("margin is", {"margin": 0.5}),
+        ("keep_16_bit is 2", {"keep_16_bit": 2}),
+        ("keep_16_bit is True with rotation", {"keep_16_bit": True, "rotation": True}),
+        ("keep_16_bit is True with bf16_backward", {"keep_16_bit": True, "bf16_backward": True}),
     ],
 )
 def test_recipes_without_meaning(error: str, recipe: dict[str, Any]) -> None:

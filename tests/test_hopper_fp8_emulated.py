@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,6 +153,30 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
     """But for the rounding of out: its sum with dout is of the dout that dp is of."""
     inputs = {"lengths_q": [70], "lengths_kv": [1], "num_heads": 2, "num_heads_kv": 1}
     check_backward_of(3, {"attn_mask_type": "no_mask"}, "tensor", **inputs)
+
+
+@without_gpu
+def test_products_take_what_came_in_16_bits() -> None:
+    """dv is a sum of dout, dk of q and dq of k as they came, where they can be loaded so; scores and dp are of their FP8."""
+    inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
+    given = make_inputs("thd", gap=2, head_dim_qk=64, head_dim_v=64, **inputs)
+    fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    found = backward_of(fp8, make_dout(given))
+    q, k, _ = fp8.stands_for[:3]
+    halves = [(factor * t).nan_to_num().to(torch.bfloat16) for factor, t in ((2, found.stands_for), (4, q), (8, k))]
+
+    def run(*halves: torch.Tensor) -> list[torch.Tensor]:
+        with emulated(3, hopper_fp8_one_pass):
+            return run_backward(found._replace(problem=dataclasses.replace(found.problem, halves=halves)))
+
+    once = run()
+    check_backward(found, once)
+    for number, factors in ((3, (8, 4, 2)), (1, (1, 1, 2))):
+        for t, expected, factor in zip(run(*halves[:number]), once, factors, strict=True):
+            assert t.equal(expected * factor)
+    unaligned = torch.empty(halves[1].numel() + 1, dtype=torch.bfloat16)[1:].view_as(halves[1]).copy_(halves[1])
+    for others in ((halves[0].half(), halves[1].half(), halves[2].half()), (halves[0].half(), unaligned)):
+        assert all(map(torch.equal, run(*others), once))
 
 
 @without_gpu
