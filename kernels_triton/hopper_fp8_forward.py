@@ -209,14 +209,22 @@ def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr,
 
 
 @gluon.jit
-def _is_cut(column, own_row, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    # Whether some query of the warpgroup does not see some key of the block; a scalar, so that only what is cut pays for masks
-    is_cut = column + META.BLOCK_N > len_kv
-    if META.HAS_RIGHT:
-        is_cut = is_cut | (column + META.BLOCK_N > own_row + 1 + shift + window_right)
-    if META.HAS_LEFT:
-        is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
-    return is_cut
+def _whole_blocks(own_row, num_blocks, found, mask, META: gl.constexpr):
+    # Of a tile's blocks of keys, of which the last come first: (from which on, up to which) an edge hides nothing from the queries
+    # of this warpgroup. Of a block mask's none, as a list skips some.
+    len_kv, shift, window_left, window_right = mask
+    if META.BLOCK_SIZE_Q > 0:
+        return num_blocks, num_blocks
+    else:
+        right_end = len_kv  # what all queries see ends here, and begins at left_end
+        if META.HAS_RIGHT:
+            right_end = gl.maximum(gl.minimum(len_kv, own_row + shift + 1 + window_right), 0)
+        begin = gl.minimum(gl.maximum(found + num_blocks - right_end // META.BLOCK_N, 0), num_blocks)
+        end = num_blocks
+        if META.HAS_LEFT:
+            left_end = gl.maximum(own_row + _ROWS - 1 + shift - window_left, 0)
+            end = gl.maximum(gl.minimum(found + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
+        return begin, end
 
 
 @gluon.jit
@@ -231,6 +239,79 @@ def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexp
 
 
 @gluon.jit
+def _turns(
+    begin,
+    end,
+    so_far,
+    num_blocks,
+    found,
+    fixed,
+    tiles,
+    barriers,
+    CONSUMER: gl.constexpr,
+    IS_CUT: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # The blocks of keys from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of them.
+    own_row, rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum = fixed
+    scale_k, scale_v, descale_q, descale, b, h_kv = scales_of_blocks
+    len_kv, shift, window_left, window_right = mask
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
+    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+    row_max, row_sum, acc, acc1, descale_v, loaded = so_far
+    DTYPE: gl.constexpr = gl.float8e4nv  # of p
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    V0: gl.constexpr = META.V0
+    OUT: gl.constexpr = no_sum.type.layout
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, zeros.type.layout))
+    for t in range(begin, end):
+        slot = loaded % META.STAGES
+        phase = (loaded // META.STAGES) & 1
+        column, is_full = key_block(num_blocks - 1 - t, found, META)
+        ratio = 1.0
+        if META.K_BLOCKWISE:
+            descale = descale_q * load_descale(scale_k, b, h_kv, column)
+        if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
+            next_descale_v = load_descale(scale_v, b, h_kv, column)
+            ratio = descale_v / next_descale_v
+            descale_v = next_descale_v
+        mbarrier.wait(k_full.index(slot), phase)
+        product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+        qk = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        columns = column + block_columns
+        s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
+        if IS_CUT:
+            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
+        quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+        decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
+        p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
+        mbarrier.wait(v_full.index(slot), phase)
+        v = v_tiles.index(slot).reshape([META.PARTS * V0, BLOCK_N])
+        sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+        sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+        if META.PARTS == 2:
+            acc = acc * decay[:, None] + sum_here
+            compute_here(acc)
+            # Into the same registers: with others there are not enough.
+            sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
+            sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+        keep_pairs(quads)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        if META.PARTS == 2:
+            acc1 = acc1 * decay[:, None] + sum_here
+            compute_here(acc1)
+        else:
+            acc = acc * decay[:, None] + sum_here
+            compute_here(acc)
+        loaded += 1
+    return row_max, row_sum, acc, acc1, descale_v, loaded
+
+
+@gluon.jit
 def _compute_partition(
     common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
@@ -239,21 +320,18 @@ def _compute_partition(
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
     scale_q, scale_k, scale_v = scales
     _, _, _, out_descriptor, _, _ = descriptors
-    q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    out_tiles = tiles[3]
+    q_full, q_empty, _, _, _, _, next_full, next_empty, next_piece = barriers
     batch, num_heads, group_size, blocks, heads_per_section, _ = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     _, _, _, _, step_os, step_oh = steps
-    DTYPE: gl.constexpr = gl.float8e4nv  # of p
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 32])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
     loaded = 0
     turn = 0
@@ -288,48 +366,17 @@ def _compute_partition(
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-        for t in range(num_blocks):
-            slot = loaded % META.STAGES
-            phase = (loaded // META.STAGES) & 1
-            column, is_full = key_block(num_blocks - 1 - t, found, META)
-            ratio = 1.0
-            if META.K_BLOCKWISE:
-                descale = descale_q * load_descale(scale_k, b, h_kv, column)
-            if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
-                next_descale_v = load_descale(scale_v, b, h_kv, column)
-                ratio = descale_v / next_descale_v
-                descale_v = next_descale_v
-            mbarrier.wait(k_full.index(slot), phase)
-            product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
-            qk = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            columns = column + block_columns
-            s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
-            if _is_cut(column, own_row, len_kv, shift, window_left, window_right, META):
-                s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-            s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-            quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
-            decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
-            p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
-            mbarrier.wait(v_full.index(slot), phase)
-            v = v_tiles.index(slot).reshape([META.PARTS * V0, BLOCK_N])
-            sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
-            sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-            if META.PARTS == 2:
-                acc = acc * decay[:, None] + sum_here
-                compute_here(acc)
-                # Into the same registers: with others there are not enough.
-                sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
-                sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-            keep_pairs(quads)
-            mbarrier.arrive(v_empty.index(slot), count=1)
-            if META.PARTS == 2:
-                acc1 = acc1 * decay[:, None] + sum_here
-                compute_here(acc1)
-            else:
-                acc = acc * decay[:, None] + sum_here
-                compute_here(acc)
-            loaded += 1
+        mask = (len_kv, shift, window_left, window_right)
+        whole_from, whole_to = _whole_blocks(own_row, num_blocks, found, mask, META)
+        scales_of_blocks = (scale_k, scale_v, descale_q, descale, b, h_kv)
+        fixed = (own_row, rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum)
+        so_far = (row_max, row_sum, acc, acc1, descale_v, loaded)
+        how = (num_blocks, found, fixed, tiles, barriers)
+        so_far = _turns(0, whole_from, so_far, *how, CONSUMER, True, MODS, META)
+        so_far = _turns(whole_from, whole_to, so_far, *how, CONSUMER, False, MODS, META)
+        if META.HAS_LEFT:
+            so_far = _turns(whole_to, num_blocks, so_far, *how, CONSUMER, True, MODS, META)
+        row_max, row_sum, acc, acc1, descale_v, loaded = so_far
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0

@@ -119,30 +119,30 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     return dict(zip(names, launches, strict=True))
 
 
-# Instructions of a turn of the main loop, by kernel, row and features.
+# Instructions of a turn of the main loop, by kernel, row and features; the forward's is that of whole blocks.
 LOOP_INSTRUCTIONS = {
-    ("fwd_fp8", (64, 64), "open"): 538,
-    ("fwd_fp8", (64, 64), "causal"): 570,
-    ("fwd_fp8", (64, 64), "everything"): 782,
+    ("fwd_fp8", (64, 64), "open"): 401,
+    ("fwd_fp8", (64, 64), "causal"): 401,
+    ("fwd_fp8", (64, 64), "everything"): 476,
     ("one_pass_fp8", (64, 64), "open"): 670,
     ("one_pass_fp8", (64, 64), "causal"): 767,
     ("one_pass_fp8", (64, 64), "everything"): 900,
-    ("fwd_fp8", (128, 128), "open"): 575,
-    ("fwd_fp8", (128, 128), "causal"): 606,
-    ("fwd_fp8", (128, 128), "everything"): 820,
+    ("fwd_fp8", (128, 128), "open"): 436,
+    ("fwd_fp8", (128, 128), "causal"): 436,
+    ("fwd_fp8", (128, 128), "everything"): 526,
     ("one_pass_fp8", (128, 128), "open"): 450,
     ("one_pass_fp8", (128, 128), "causal"): 493,
     ("one_pass_fp8", (128, 128), "everything"): 563,
-    ("fwd_fp8", (192, 128), "open"): 606,
-    ("fwd_fp8", (192, 128), "causal"): 636,
-    ("fwd_fp8", (192, 128), "everything"): 850,
-    ("fwd_fp8", (256, 256), "open"): 660,
-    ("fwd_fp8", (256, 256), "causal"): 695,
-    ("fwd_fp8", (256, 256), "everything"): 906,
+    ("fwd_fp8", (192, 128), "open"): 465,
+    ("fwd_fp8", (192, 128), "causal"): 465,
+    ("fwd_fp8", (192, 128), "everything"): 546,
+    ("fwd_fp8", (256, 256), "open"): 530,
+    ("fwd_fp8", (256, 256), "causal"): 523,
+    ("fwd_fp8", (256, 256), "everything"): 606,
 }
 SLACK = 0.05
-# Of them, those that spill: 1 with 128 queries, and 4 with everything.
-SPILLS = {("one_pass_fp8", (64, 64)): 0.004}
+# Of them, those that spill: 1 with 128 queries, and 4 with everything; with scales by block and a window 14, and 22 at its edges.
+SPILLS = {("one_pass_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.021}
 SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (64, 64), "everything")]
 
 
@@ -159,12 +159,15 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         loops = [loop for loop in report.loops if "QGMMA" in loop]
         consumers = select_fp8_tile(*case[1]).block_m // 64 if is_forward else 2
-        assert len(loops) == consumers, f"{case}: one loop for each consumer, not {loops}"
+        for_each = (
+            1 if not is_forward else 3 if case[2] == "everything" else 2
+        )  # before and after the whole blocks those of an edge
+        assert len(loops) == consumers * for_each, f"{case}: {for_each} loops for each consumer, not {loops}"
         for loop in loops:  # nothing is transposed or shuffled: 4 or 8 shuffles are the rows' largest and sums
             assert not {"LDSM", *({"STSM", "STS"} if is_forward else {})} & loop.keys(), f"{case}: {loop}"
             assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= 10, f"{case}: {loop}"
         expected = LOOP_INSTRUCTIONS[case]
-        counts = [sum(loop.values()) for loop in loops]
+        counts = [sum(loop.values()) for loop in loops[for_each > 1 :: for_each]]
         assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
 
 

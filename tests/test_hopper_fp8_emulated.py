@@ -88,10 +88,15 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
-def test_dense(mask: str) -> None:
-    inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
-    check(call_of({"attn_mask_type": mask}, "block", **inputs), 1, 7)
+@pytest.mark.parametrize(
+    "band",
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (330, 70)}],
+    ids=str,
+)
+def test_dense(band: dict[str, Any]) -> None:
+    """Blocks that an edge cuts on either side, and whole ones between."""
+    inputs = {"lengths_q": [330] * 2, "lengths_kv": [530] * 2, "num_heads": 2, "num_heads_kv": 2}
+    check(call_of(band, "block", **inputs), 1, 7)
 
 
 @without_gpu
@@ -241,12 +246,12 @@ PLANTED = {
     "k is read before it has come": ("mbarrier.wait(k_full.index(slot), phase)", "pass"),
     "v is read before it has come": ("mbarrier.wait(v_full.index(slot), phase)", "pass"),
     "v is released before the product has read it": (
-        "            sum_of_v = warpgroup_mma(p, v.slice(0, V0",
-        "            mbarrier.arrive(v_empty.index(slot), count=1)\n            sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+        "        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+        "        mbarrier.arrive(v_empty.index(slot), count=1)\n        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
     ),
     "the sum of v is read while it runs": (
-        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n            if META.PARTS == 2:",
-        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n            if META.PARTS == 2:",
+        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n        if META.PARTS == 2:",
+        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n        if META.PARTS == 2:",
     ),
     "out is stored without a fence": ("        fence_async_shared()\n        store_rows(out_desc", "        store_rows(out_desc"),
     "the loader waits for the wrong phase of v": (
@@ -258,13 +263,17 @@ PLANTED = {
         "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes // 2)",
     ),
     "acc is not rescaled": (
-        "acc = acc * decay[:, None] + sum_here\n                compute_here(acc)\n            loaded",
-        "acc = acc + sum_here\n                compute_here(acc)\n            loaded",
+        "acc = acc * decay[:, None] + sum_here\n            compute_here(acc)\n        loaded",
+        "acc = acc + sum_here\n            compute_here(acc)\n        loaded",
     ),
     "the scale of v of the block before": ("ratio = descale_v / next_descale_v", "ratio = 1.0"),
+    "a block that the end cuts is taken for a whole one": (
+        "right_end // META.BLOCK_N, 0), num",
+        "gl.cdiv(right_end, META.BLOCK_N), 0), num",
+    ),
     "d 256: v is released between its halves": (
-        "                # Into the same registers",
-        "                mbarrier.arrive(v_empty.index(slot), count=1)\n                # Into the same registers",
+        "            # Into the same registers",
+        "            mbarrier.arrive(v_empty.index(slot), count=1)\n            # Into the same registers",
     ),
 }
 
