@@ -254,7 +254,7 @@ def _turns(
     META: gl.constexpr,
 ):
     # The blocks of keys from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of them.
-    own_row, rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum = fixed
+    rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum = fixed
     scale_k, scale_v, descale_q, descale, b, h_kv = scales_of_blocks
     len_kv, shift, window_left, window_right = mask
     q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
@@ -369,7 +369,7 @@ def _compute_partition(
         mask = (len_kv, shift, window_left, window_right)
         whole_from, whole_to = _whole_blocks(own_row, num_blocks, found, mask, META)
         scales_of_blocks = (scale_k, scale_v, descale_q, descale, b, h_kv)
-        fixed = (own_row, rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum)
+        fixed = (rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum)
         so_far = (row_max, row_sum, acc, acc1, descale_v, loaded)
         how = (num_blocks, found, fixed, tiles, barriers)
         so_far = _turns(0, whole_from, so_far, *how, CONSUMER, True, MODS, META)
