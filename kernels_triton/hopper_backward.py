@@ -803,15 +803,15 @@ def _attn_bwd_dkdv_hopper_kernel(
         )
 
 
-def block_mask_error(problem: Problem) -> str | None:
-    """None if the kernels take the problem's block mask, if it has one, else why not."""
+def block_mask_error(problem: Problem, tiles: tuple[tuple[int, int], ...] = ()) -> str | None:
+    """None if the kernels take the problem's block mask, if it has one, else why not. tiles: (queries, keys), of other kernels."""
     x = problem
     if x.block_mask is None:
         return None
     if x.group_size > 1 and x.block_mask.heads > 1:
         return "query heads that share a key head have each a block mask of its own"
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
-    tiles = ((_QUERIES, tile.block_n), (tile.block_m, tile.keys))
+    tiles = tiles or ((_QUERIES, tile.block_n), (tile.block_m, tile.keys))
     return next((error for error in (hopper_forward.block_mask_error(x, t) for t in tiles) if error), None)
 
 
