@@ -67,7 +67,8 @@ class Fp8BackwardTile(NamedTuple):
     block_n: int  # keys that dq takes at a time
     dq_stages: tuple[int, int]  # in shared memory: of k and v in FP8, and of k in a half type
     block_m: int  # queries that dk and dv take at a time
-    dkdv_stages: tuple[int, int]  # of q and dout in FP8, and in a half type
+    # Of q and dout in FP8, and in a half type of dout and of q, which are as many unless columns are split.
+    dkdv_stages: tuple[int, int, int]
     splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
 
     @property
@@ -77,11 +78,11 @@ class Fp8BackwardTile(NamedTuple):
 
 
 FP8_BACKWARD = (
-    Fp8BackwardTile(64, 64, 128, (2, 2), 64, (2, 2), False),
-    Fp8BackwardTile(128, 128, 128, (2, 2), 64, (2, 2), False),
-    Fp8BackwardTile(192, 128, 64, (2, 2), 32, (2, 2), False),
-    # Of the FP8 tiles there is room for one slot: it is free from dp on, half a turn before it is needed again.
-    Fp8BackwardTile(256, 256, 64, (2, 2), 64, (1, 2), True),
+    Fp8BackwardTile(64, 64, 128, (2, 2), 64, (2, 2, 2), False),
+    Fp8BackwardTile(128, 128, 128, (2, 2), 64, (2, 2, 2), False),
+    Fp8BackwardTile(192, 128, 64, (2, 2), 32, (2, 2, 2), False),
+    # q, in a half type, has most of a turn to come in: of all four its one slot is missed least.
+    Fp8BackwardTile(256, 256, 64, (2, 2), 64, (2, 2, 1), True),
 )
 
 
@@ -114,8 +115,9 @@ class Fp8BackwardMeta(NamedTuple):
     QK1: int
     V0: int
     STAGES: int  # in shared memory, of what is in FP8
-    STAGES16: int
-    OWN_TILES: bool  # for the gradients, which else leave through the half tiles' two slots
+    STAGES16: int  # in a half type, of k or of dout
+    STAGES_Q16: int
+    OWN_TILES: bool  # for the gradients, which else leave through tiles of a half type
     SPLITS_COLUMNS: bool  # of dk and dv between the warpgroups, rather than rows
 
 
@@ -477,7 +479,7 @@ def _attn_bwd_dq_fp8_hopper_kernel(
 def _dkdv_load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META: gl.constexpr):
     of_q, of_q16, of_k, of_dk, dout_descriptor, dout16_descriptor, v_descriptor, dv_descriptor, statistics_descriptor = descriptors
     q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
-    full8, empty8, full16, empty16, kv_full, dkdv_full = barriers
+    full8, empty8, full16, empty16, q16_full, q16_empty, kv_full, dkdv_full = barriers
     first_row, len_q, len_kv, q_places, dout_places, k_place, v_place, dk_place, dv_place, statistics_place = places
     q_place, q16_place = q_places
     dout_place, dout16_place = dout_places
@@ -516,8 +518,13 @@ def _dkdv_load(descriptors, tiles, barriers, places, scales, group_size, num_blo
         slot = turn % META.STAGES16
         full = full16.index(slot)
         mbarrier.wait(empty16.index(slot), ((turn // META.STAGES16) & 1) ^ 1)
-        mbarrier.expect(full, Q16_BYTES + dout16_descriptor.block_type.nbytes)
+        mbarrier.expect(full, dout16_descriptor.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
         load_rows(dout16_descriptor, dout16_place[0], len_q, row, dout16_place[1] + head, 0, full, dout16_tiles.index(slot))
+        if META.SPLITS_COLUMNS:
+            slot = turn % META.STAGES_Q16
+            full = q16_full.index(slot)
+            mbarrier.wait(q16_empty.index(slot), ((turn // META.STAGES_Q16) & 1) ^ 1)
+            mbarrier.expect(full, Q16_BYTES)
         _load_pair(of_q16, q16_place, head, len_q, row, full, q16_tiles, slot, META)
         t += 1
         if t == num_blocks:
@@ -544,7 +551,7 @@ def _dkdv_compute(
     META: gl.constexpr,
 ):
     q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
-    full8, empty8, full16, empty16, kv_full, dkdv_full = barriers
+    full8, empty8, full16, empty16, _, _, kv_full, dkdv_full = barriers
     first_row, window_left, window_right, scores, bias, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
@@ -649,7 +656,7 @@ def _dkdv_compute_columns(
     # Each warpgroup computes the scores of half of the queries, and half of the columns of dk and dv from all of them.
     q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
     shared_p, shared_ds = exchanges
-    full8, empty8, full16, empty16, kv_full, dkdv_full = barriers
+    full8, empty8, full16, empty16, q16_full, q16_empty, kv_full, dkdv_full = barriers
     first_row, window_left, window_right, scores, bias, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
@@ -708,6 +715,7 @@ def _dkdv_compute_columns(
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(empty8.index(slot), count=1)
         slot = turn % META.STAGES16
+        q16_slot = turn % META.STAGES_Q16
         mbarrier.wait(full16.index(slot), (turn // META.STAGES16) & 1)
         dout16 = dout16_tiles.index(slot).reshape([BLOCK_M, DIM])
         sum_of_dout = dv
@@ -719,12 +727,14 @@ def _dkdv_compute_columns(
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(_DS_WRITTEN, BOTH)
-        q16 = q16_tiles[0].index(slot).reshape([BLOCK_M, DIM])
+        mbarrier.wait(q16_full.index(q16_slot), (turn // META.STAGES_Q16) & 1)
+        q16 = q16_tiles[0].index(q16_slot).reshape([BLOCK_M, DIM])
         sum_of_q = dk
         for half in gl.static_range(2):
             part = q16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_q = warpgroup_mma(shared_ds.index(buffer + half), part, sum_of_q, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q])
+        mbarrier.arrive(q16_empty.index(q16_slot), count=1)
         mbarrier.arrive(empty16.index(slot), count=1)
         t += 1
         if t == num_blocks:
@@ -840,7 +850,7 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     of_k = (k_descriptor, k1_descriptor)
     of_dk = (dk_descriptor, dk1_descriptor)
     q_tiles = _allocate_pair(STAGES, of_q, META)
-    q16_tiles = _allocate_pair(STAGES16, of_q16, META)
+    q16_tiles = _allocate_pair(META.STAGES_Q16, of_q16, META)
     k_tiles = _allocate_pair(PARTS, of_k, META)
     DOUT: gl.constexpr = dout_descriptor.block_type.shape
     dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [STAGES] + DOUT, dout_descriptor.layout)
@@ -853,11 +863,19 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
         dv_tiles = gl.allocate_shared_memory(DTYPE, [PARTS] + dv_descriptor.block_type.shape, dv_descriptor.layout)
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
     factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full16 = allocate_barriers(STAGES16, 1)
+    empty16 = allocate_barriers(STAGES16, 2)
+    q16_full, q16_empty = full16, empty16
+    if META.SPLITS_COLUMNS:
+        q16_full = allocate_barriers(META.STAGES_Q16, 1)
+        q16_empty = allocate_barriers(META.STAGES_Q16, 2)
     barriers = (
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 2),
-        allocate_barriers(STAGES16, 1),
-        allocate_barriers(STAGES16, 2),
+        full16,
+        empty16,
+        q16_full,
+        q16_empty,
         allocate_barriers(1, 1),
         allocate_barriers(1, 2),
     )
@@ -1010,7 +1028,7 @@ def fp8_backward(
     score_meta = x.score_meta()
     adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
 
-    def meta(stages: tuple[int, int], rows: int, **own: int | bool) -> Fp8BackwardMeta:
+    def meta(stages: tuple[int, ...], rows: int, splits_columns: bool, **own: int) -> Fp8BackwardMeta:
         return Fp8BackwardMeta(
             IS_RAGGED_Q=x.q.dim() == 3,
             IS_RAGGED_KV=x.k.dim() == 3,
@@ -1027,7 +1045,9 @@ def fp8_backward(
             V0=v0,
             STAGES=stages[0],
             STAGES16=stages[1],
-            OWN_TILES=rows != _ROWS.value or stages[1] < 2,
+            STAGES_Q16=stages[-1],
+            OWN_TILES=rows != _ROWS.value or (min(stages[1:]) < 2 and not splits_columns),
+            SPLITS_COLUMNS=splits_columns,
             **own,
         )
 
@@ -1055,7 +1075,7 @@ def fp8_backward(
             of_k, of_k1 = pairs(tile.block_n, x.k, k16)
             of_dout, of_v = ragged_descriptor(dout, 64, v0), ragged_descriptor(x.v, tile.block_n, v0)
             own = (of_q, of_dout, *of_k, of_v, of_dq, of_q1, *of_k1, of_dq1, statistics)
-            kind = meta(tile.dq_stages, tile.block_n, BLOCK_M=_QUERIES, BLOCK_N=tile.block_n, SPLITS_COLUMNS=False)
+            kind = meta(tile.dq_stages, tile.block_n, False, BLOCK_M=_QUERIES, BLOCK_N=tile.block_n)
             steps = batch_steps_of(x.q, dout, x.k, k16, x.v, dq)
             arguments = (*own, tiles, table, *descales, *call, *steps, *inlined, kind)
             launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
@@ -1068,7 +1088,7 @@ def fp8_backward(
             flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
             of_statistics = TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat)
             own = (*of_q, *of_dout, of_k, of_v, of_dk, of_dv, *of_q1, *of_k1, of_statistics)
-            kind = meta(tile.dkdv_stages, size, BLOCK_M=size, BLOCK_N=tile.keys, SPLITS_COLUMNS=tile.splits_columns)
+            kind = meta(tile.dkdv_stages, size, tile.splits_columns, BLOCK_M=size, BLOCK_N=tile.keys)
             steps = batch_steps_of(x.q, q16, dout, dout16, x.k, x.v, dk, dv)
             arguments = (*own, tiles, table, *descales, *call, *steps, *inlined, kind)
             launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, Tile(size, tile.keys, 4, 2), arguments)
