@@ -77,9 +77,12 @@ class Fp8BackwardTile(NamedTuple):
         return 64 if self.splits_columns else 128
 
 
+# With 128 keys, or at head dim 128 with 64 queries, modified scores would lack registers, and a block mask may have fewer.
 FP8_BACKWARD = (
     Fp8BackwardTile(64, 64, 128, (2, 2), 64, (2, 2, 2), False),
+    Fp8BackwardTile(64, 64, 64, (2, 2), 64, (2, 2, 2), False),
     Fp8BackwardTile(128, 128, 128, (2, 2), 64, (2, 2, 2), False),
+    Fp8BackwardTile(128, 128, 64, (2, 2), 32, (2, 2, 2), False),
     Fp8BackwardTile(192, 128, 64, (2, 2), 32, (2, 2, 2), False),
     # q, in a half type, has most of a turn to come in: of all four its one slot is missed least.
     Fp8BackwardTile(256, 256, 64, (2, 2), 64, (2, 2, 1), True),
@@ -973,13 +976,11 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
 
 
 def tile_of(problem: Problem) -> Fp8BackwardTile:
-    """The narrowest row that serves the head dims, at most 256; where scores are more than a product dq takes fewer keys at a time,
-    which leaves them registers."""
+    """The narrowest row that serves the head dims, which are at most 256; of 64 keys where scores are more than a product."""
     x = problem
-    dims = (x.q.shape[-1], x.v.shape[-1])
-    tile = next(tile for tile in FP8_BACKWARD if dims[0] <= tile.head_dim_qk and dims[1] <= tile.head_dim_v)
-    is_more = x.is_modified or x.bias is not None or x.block_mask is not None
-    return tile._replace(block_n=64) if is_more and tile.block_n == 128 else tile
+    most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
+    dim_qk, dim_v = x.q.shape[-1], x.v.shape[-1]
+    return next(t for t in FP8_BACKWARD if dim_qk <= t.head_dim_qk and dim_v <= t.head_dim_v and t.block_n <= most)
 
 
 def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
@@ -993,8 +994,8 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 
 def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those where this is faster than others, else why not: where `hopper_backward` is in a half type,
-    which after a dequantisation is slower than this."""
+    """None if a problem is one of those where this is taken to be faster than others, else why not: where `hopper_backward` is in a
+    half type, whose products for scores and dp take twice as long, and which needs v dequantised too. It was not measured."""
     return hopper_backward.objection(problem)
 
 
