@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,15 +14,19 @@ from hopper_fp8_calls import E4M3, E5M2, backward_of, check_backward, fp8_call, 
 from test_hopper_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
 from test_hopper_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
 from test_hopper_fp8 import UNEVEN as UNEVEN_AND_LONG
+from test_hopper_mods import FEATURES as MODS
+from test_hopper_mods import HEADS, LOOP_SPILLS, make_case
 
 from flexattn import emulator
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_one_pass
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.diagonals import with_diagonals
 from flexattn.kernels_triton.hopper_fp8 import Scale
 from flexattn.kernels_triton.hopper_fp8_backward import FP8_BACKWARD, Fp8BackwardTile
 from flexattn.kernels_triton.launch import Launch, recorded_launches
+from flexattn.kernels_triton.mask_blocks import with_key_lists, with_mask_blocks
 from flexattn.kernels_triton.problem import Problem
 from flexattn.testing import make_call, make_dout, make_inputs
 
@@ -282,6 +287,36 @@ def test_compiled() -> None:
 @pytest.mark.exhaustive
 def test_every_row_compiled() -> None:
     check_compiled(list(LOOP_INSTRUCTIONS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_mods_compiled(dims: tuple[int, int]) -> None:
+    """With the lists of blocks of a mask_mod."""
+    requests, names = [], []
+    for name, make in MODS.items():
+        inputs = {"lengths_q": [256], "num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
+        _, *case = make_case("cpu", {"attn_mask_type": "causal", **make("cpu")}, **inputs)
+        with recorded_launches() as launches:
+            problem = with_diagonals(with_mask_blocks(triton_backend._problem(*case), "backward"))
+            q, k, v = problem.q, problem.k, problem.v
+            of_all = torch.ones(1, 1, 1)
+            fp8 = dataclasses.replace(problem, q=q.to(E4M3), k=k.to(E4M3), v=v.to(E4M3), descales=(of_all,) * 4)
+            fp8 = with_key_lists(fp8)
+            hopper_fp8_backward.fp8_backward(
+                fp8, v, torch.zeros(1, HEADS, 256), v.to(E4M3), None, *map(torch.zeros_like, (q, k, v))
+            )
+        for launch in launches:
+            if "hopper" in launch.kernel.__name__:
+                requests.append(request_for(launch, 90))
+                names.append((name, launch.kernel.__name__))
+    assert len(names) == 2 * len(MODS)
+    for case_name, report in zip(names, compile_many(requests), strict=True):
+        most = LOOP_SPILLS.get(case_name[0], 0.03)
+        assert report.loop_spill_share <= most, f"{case_name}: {report}"
+        assert report.idle_barriers == 0, f"{case_name}: {report}"
+        assert not report.warnings, f"{case_name}: {report.warnings}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case_name}: {report.shared_bytes}"
 
 
 @pytest.mark.parametrize(
