@@ -28,6 +28,8 @@ KERNELS = {
     "dkdv": "_attn_bwd_dkdv_hopper_kernel",
     "one-pass": "_attn_bwd_one_pass_hopper_kernel",
     "fp8-forward": "_attn_fwd_fp8_hopper_kernel",
+    "fp8-dq": "_attn_bwd_dq_fp8_hopper_kernel",
+    "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
     "fp8-one-pass": "_attn_bwd_one_pass_fp8_hopper_kernel",
 }
 """Every Gluon kernel, by what `play --emulate` calls it."""
@@ -86,9 +88,9 @@ Prepared = tuple[tuple[ModuleType, ...], Callable[[], Results], Callable[[Result
 
 def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.bench.emulated_fp8 import prepare
-    from flexattn.kernels_triton import hopper_fp8_forward, hopper_fp8_one_pass
+    from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward, hopper_fp8_one_pass
 
-    return (hopper_fp8_forward, hopper_fp8_one_pass), *prepare(kernel, small, tensors)
+    return (hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_one_pass), *prepare(kernel, small, tensors)
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:

@@ -35,7 +35,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
 
     Raises ValueError for a workload that the kernel does not take.
     """
-    from flexattn.kernels_triton import hopper_fp8_forward, hopper_fp8_one_pass
+    from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward, hopper_fp8_one_pass
     from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
     from flexattn.kernels_triton.hopper_fp8_quantize import quantize
     from flexattn.kernels_triton.launch import pretended_device
@@ -73,13 +73,15 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
         return forward, lambda results: _check(results, {"out": (wanted[0], budget[0]), "lse": (wanted[1], budget[1])})
     problem = dataclasses.replace(problem, descales=descales)
     out, lse = wanted[0].to(dout.dtype), wanted[1].float()
+    is_one_pass = kernel == "fp8-one-pass"
+    run = hopper_fp8_one_pass.fp8_one_pass_backward if is_one_pass else hopper_fp8_backward.fp8_backward
     with pretended_device(90, 1):
-        refuse(hopper_fp8_one_pass.refusal(problem, out, dout8))
+        refuse((hopper_fp8_one_pass if is_one_pass else hopper_fp8_backward).refusal(problem, out, dout8))
 
     def backward() -> dict[str, Tensor]:
         dq, dk, dv = (torch.full(t.shape, float("nan"), dtype=out.dtype) for t in (q, k, v))
         doffset = torch.empty(workload.num_heads) if tensors.softmax_offset is not None else None
-        hopper_fp8_one_pass.fp8_one_pass_backward(problem, out, lse, dout8, None, dq, dk, dv, doffset)
+        run(problem, out, lse, dout8, None, dq, dk, dv, doffset)
         return {"dq": dq, "dk": dk, "dv": dv}
 
     exact = reference_gradients(spec, with_backward, exact_dout)

@@ -224,8 +224,10 @@ def _hopper_fp8_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     doffset: Tensor | None,
 ) -> bool:
-    """On the FP8 kernel, or on those of a half type after a pass that undoes the scales: both are faster than the portable ones."""
+    """On the FP8 kernels, or on those of a half type after a pass that undoes the scales: all are faster than the portable ones."""
+    from flexattn.kernels_triton import hopper_fp8_backward
     from flexattn.kernels_triton import hopper_fp8_one_pass as fp8
+    from flexattn.kernels_triton.mask_blocks import with_key_lists
 
     name = "sm_90 FP8 one pass"
     if spec.needs_bias_grad or (spec.mods is not None and any(spec.mods.is_reached)):
@@ -233,6 +235,10 @@ def _hopper_fp8_backward(
     reason = _NOT_REPEATED if spec.deterministic else fp8.objection(problem) if wish == "auto" else None
     if _takes(name, reason or fp8.refusal(problem, out, dout)):
         fp8.fp8_one_pass_backward(problem, out, lse, dout, dlse, *gradients, doffset)
+        return True
+    reason = hopper_fp8_backward.objection(problem) if wish == "auto" else None
+    if _takes("sm_90 FP8 split", reason or hopper_fp8_backward.refusal(problem, out, dout)):
+        hopper_fp8_backward.fp8_backward(with_key_lists(problem), out, lse, dout, dlse, *gradients, doffset)
         return True
     half, half_dout = fp8.in_half(problem, dout, gradients[0].dtype)
     found = _hopper_kernels(spec, wish, half, out, half_dout)
@@ -247,7 +253,7 @@ def _hopper_fp8_backward(
 class Kernels(NamedTuple):
     """Which of this backend's kernels run a call in one direction."""
 
-    family: str  # "portable", "sm_90", "sm_90 one pass", "sm_90 split", "sm_90 FP8", "sm_90 FP8 one pass"
+    family: str  # "portable", "sm_90", "sm_90 one pass", "sm_90 split", "sm_90 FP8", "sm_90 FP8 one pass", "sm_90 FP8 split"
     why: str
     rejected: tuple[tuple[str, str], ...]  # (family, reason) of each one that was asked first
     splits: Splits | None = None  # of the keys, in a forward; None where the kernel has no splits

@@ -803,24 +803,26 @@ def _attn_bwd_dkdv_hopper_kernel(
         )
 
 
-def block_mask_error(problem: Problem) -> str | None:
-    """None if the kernels take the problem's block mask, if it has one, else why not."""
+def block_mask_error(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:
+    """None if kernels with such tiles, as `HopperBackwardTile` has them, take the block mask, if there is one, else why not."""
     x = problem
     if x.block_mask is None:
         return None
     if x.group_size > 1 and x.block_mask.heads > 1:
         return "query heads that share a key head have each a block mask of its own"
-    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
-    tiles = ((_QUERIES, tile.block_n), (tile.block_m, tile.keys))
-    return next((error for error in (hopper_forward.block_mask_error(x, t) for t in tiles) if error), None)
+    errors = (hopper_forward.block_mask_error(x, tile) for tile in ((_QUERIES, block_n), (block_m, keys)))
+    return next((error for error in errors if error), None)
 
 
 def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """None if the kernels run this problem's backward, else why the portable ones do."""
-    error = hopper_forward.refusal(problem, out) or descriptor_error("dout", dout) or block_mask_error(problem)
-    if error is None and problem.num_heads * (problem.q.shape[-3] + 256) * problem.batch >= 2**29:
+    x = problem
+    if error := hopper_forward.refusal(x, out) or descriptor_error("dout", dout):
+        return error
+    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
         return "its statistics are more than the copy engine's coordinates reach"
-    return error
+    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
+    return block_mask_error(x, tile.block_n, tile.block_m, tile.keys)
 
 
 def objection(problem: Problem) -> str | None:

@@ -567,6 +567,14 @@ def _of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """None if the kernel runs this problem's backward, else why others do."""
     x = problem
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return "its accumulators hold head dims up to 128"
+    return refusal_of_any(x, out, dout) or block_mask_error(x, (tile_of(x).queries, KEYS))
+
+
+def refusal_of_any(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """What `refusal` says whatever the head dims and the tiles."""
+    x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     if out.dtype not in DTYPES:
@@ -574,8 +582,6 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     for has, what in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
         if has:
             return f"it does not do {what} yet"
-    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return "its accumulators hold head dims up to 128"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
@@ -586,7 +592,7 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
         if error := descriptor_error(name, t) or scale_error(name, scale, x, h, KEYS):
             return error
-    return descriptor_error("out", out) or block_mask_error(x, (tile_of(x).queries, KEYS))
+    return descriptor_error("out", out)
 
 
 def objection(problem: Problem) -> str | None:

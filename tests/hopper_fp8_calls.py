@@ -13,7 +13,7 @@ from fp8_sums import short_sums
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_fp8_forward, hopper_fp8_one_pass
+from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward, hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
 from flexattn.kernels_triton.problem import Problem
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
@@ -203,7 +203,7 @@ def run_backward(
     backward: Fp8Backward,
     device: str = "cpu",
     kernels: ModuleType = hopper_fp8_one_pass,
-    tile: hopper_fp8_one_pass.Fp8OnePassTile | None = None,
+    tile: hopper_fp8_one_pass.Fp8OnePassTile | hopper_fp8_backward.Fp8BackwardTile | None = None,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv] in their formats, which begin as NaN."""
     call, problem = backward.call, moved(backward.problem, device)
@@ -213,7 +213,8 @@ def run_backward(
     doffset = torch.empty(spec.num_heads, device=device) if problem.softmax_offset is not None else None
     out, lse, dout = (t.to(device) for t in (as_bshd(backward.out, spec.q_format), backward.lse, backward.dout))
     assert kernels.refusal(problem, out, dout) in (None, "it is written for Hopper, sm_90")
-    kernels.fp8_one_pass_backward(problem, out, lse, dout, None, *views, doffset, tile)
+    run = kernels.fp8_backward if hasattr(kernels, "fp8_backward") else kernels.fp8_one_pass_backward
+    run(problem, out, lse, dout, None, *views, doffset, tile)
     return grads
 
 

@@ -16,7 +16,14 @@ from test_hopper_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edi
 from flexattn import emulator, mods
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_fp8_forward, hopper_fp8_one_pass, hopper_one_pass
+from flexattn.kernels_triton import (
+    hopper_backward,
+    hopper_forward,
+    hopper_fp8_backward,
+    hopper_fp8_forward,
+    hopper_fp8_one_pass,
+    hopper_one_pass,
+)
 from flexattn.score_mod import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
 
@@ -161,7 +168,8 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
 
 
 @without_gpu
-def test_products_take_what_came_in_16_bits() -> None:
+@pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
+def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
     """dv is a sum of dout, dk of q and dq of k as they came, where they can be loaded so; scores and dp are of their FP8."""
     inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
     given = make_inputs("thd", gap=2, head_dim_qk=64, head_dim_v=64, **inputs)
@@ -171,8 +179,8 @@ def test_products_take_what_came_in_16_bits() -> None:
     halves = [(factor * t).nan_to_num().to(torch.bfloat16) for factor, t in ((2, found.stands_for), (4, q), (8, k))]
 
     def run(*halves: torch.Tensor) -> list[torch.Tensor]:
-        with emulated(3, hopper_fp8_one_pass):
-            return run_backward(found._replace(problem=dataclasses.replace(found.problem, halves=halves)))
+        with emulated(3, kernels):
+            return run_backward(found._replace(problem=dataclasses.replace(found.problem, halves=halves)), kernels=kernels)
 
     once = run()
     check_backward(found, once)
@@ -206,22 +214,29 @@ def _softcap_and_documents() -> Any:
     return trace_mods(mods.softcap(2.0), mods.document(torch.arange(80) // 30), needs_grad=True)
 
 
+_FP8_PAIR = {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"}
+_HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
+
+
 @without_gpu
 @pytest.mark.parametrize(
     ("dim", "granularity", "more", "expected"),
     [
         (128, "head", {}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
         (128, "block", {}, {"_attn_bwd_one_pass_hopper_kernel"}),  # its blocks are half as long as the kernel's tiles
-        (64, "head", {"deterministic": True}, {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}),
-        (256, "tensor", {}, {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}),
+        (64, "head", {"deterministic": True}, _FP8_PAIR),
+        (64, "block", {"deterministic": True}, _HALF_PAIR),
+        (192, "tensor", {}, _FP8_PAIR),
         (64, "head", {"mods": _softcap_and_documents()}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
+        (128, "head", {"mods": _softcap_and_documents(), "deterministic": True}, _FP8_PAIR),
+        (256, "tensor", {"mods": _softcap_and_documents()}, _FP8_PAIR),
     ],
 )
 def test_what_a_backward_runs_on(
     dim: int, granularity: str, more: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
-    modules = (hopper_fp8_one_pass, hopper_one_pass, hopper_backward)
+    modules = (hopper_fp8_one_pass, hopper_fp8_backward, hopper_one_pass, hopper_backward)
     for module in (hopper_fp8_one_pass, hopper_forward):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")

@@ -244,7 +244,7 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
             assert "128 x 128, and the block mask's blocks 64 x 64" in str(hopper_forward.block_mask_error(problem, tile))
         else:
             assert hopper_forward.block_mask_error(problem, tile) is None
-            assert "of its own" in str(hopper_backward.block_mask_error(problem))
+            assert "of its own" in str(hopper_backward.block_mask_error(problem, 64, 64, 64))
 
 
 # As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at
