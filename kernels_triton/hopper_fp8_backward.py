@@ -58,7 +58,7 @@ _DS_WRITTEN = gl.constexpr(10)
 
 
 class Fp8BackwardTile(NamedTuple):
-    """A row for the FP8 backward on sm_90 in two kernels, as `configs.HopperBackwardTile`. None was timed yet."""
+    """A row for the FP8 backward on sm_90 in two kernels, as `configs.HopperBackwardTile`; no other was timed."""
 
     head_dim_qk: int
     head_dim_v: int
@@ -991,8 +991,8 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 
 def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those where this is taken to be faster than others, else why not: where `hopper_backward` is in a
-    half type, whose products for scores and dp take twice as long, and which needs v dequantised too. It was not measured."""
+    """None if a problem is one of those where this is faster than others, else why not: where `hopper_backward` is in a half type,
+    which this was measured to be faster than (bench/results/fp8_kernels_h200.json), without what that needs dequantised."""
     return hopper_backward.objection(problem)
 
 
