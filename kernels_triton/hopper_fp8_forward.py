@@ -372,10 +372,17 @@ def _compute_partition(
         fixed = (rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum)
         so_far = (row_max, row_sum, acc, acc1, descale_v, loaded)
         how = (num_blocks, found, fixed, tiles, barriers)
-        so_far = _turns(0, whole_from, so_far, *how, CONSUMER, True, MODS, META)
-        so_far = _turns(whole_from, whole_to, so_far, *how, CONSUMER, False, MODS, META)
         if META.HAS_LEFT:
-            so_far = _turns(whole_to, num_blocks, so_far, *how, CONSUMER, True, MODS, META)
+            done = 0
+            while done < num_blocks:  # twice at most: what is after the whole blocks goes through the loop for those before
+                so_far = _turns(done, whole_from, so_far, *how, CONSUMER, True, MODS, META)
+                so_far = _turns(whole_from, whole_to, so_far, *how, CONSUMER, False, MODS, META)
+                done = whole_to
+                whole_from = num_blocks
+                whole_to = num_blocks
+        else:
+            so_far = _turns(0, whole_from, so_far, *how, CONSUMER, True, MODS, META)
+            so_far = _turns(whole_from, num_blocks, so_far, *how, CONSUMER, False, MODS, META)
         row_max, row_sum, acc, acc1, descale_v, loaded = so_far
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
