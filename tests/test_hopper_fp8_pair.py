@@ -70,8 +70,14 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("granularity", ["tensor", "block"])
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [
+        *zip(["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"], ["tensor", "block"] * 3, strict=False),
+        *(pytest.param(f, "block", marks=pytest.mark.exhaustive) for f in ("bshd", "bhsd", "thd_2bshd")),
+        *(pytest.param(f, "tensor", marks=pytest.mark.exhaustive) for f in ("sbhd", "thd")),
+    ],
+)
 def test_formats_and_scales(fmt: str, granularity: str) -> None:
     """Each with bands and a head dim of its own."""
     turn = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + 2 * (granularity == "block")
@@ -83,9 +89,10 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
-def test_dense(mask: str, dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dims", "mask"), [((128, 128), "causal"), ((256, 256), "no_mask"), ((256, 256), "causal_bottom_right")], ids=str
+)
+def test_dense(dims: tuple[int, int], mask: str) -> None:
     inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
     check(7, {"attn_mask_type": mask}, "block", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
@@ -109,6 +116,7 @@ def test_a_query_that_sees_one_key_has_no_gradient(dims: tuple[int, int]) -> Non
 
 
 @without_gpu
+@pytest.mark.exhaustive  # the committed rows are in all other tests
 @pytest.mark.parametrize(
     ("row", "dq_stages", "dkdv_stages"),
     [
@@ -188,7 +196,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     planted = edited(hopper_fp8_backward, *PLANTED[name], tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 1, "num_heads_kv": 1, "outliers": True}
     dim = 256 if name.startswith(("d 256", "dq takes")) else 128
-    for seed in (0, 1, 2, 5):  # eager, lazy, round robin, random
+    for seed in (1, 5):  # lazy, random
         try:
             reports, _ = backward(seed, {"attn_mask_type": "no_mask"}, "block", planted, head_dim_qk=dim, head_dim_v=dim, **inputs)
         except AssertionError:
