@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import fp8_ops
+from flexattn import fp8_ops, ops
 from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, note_amax, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.ops import Settings
@@ -375,7 +375,7 @@ def make_plan(
 
 def _reads_16_bit(device: torch.device) -> bool:
     """Whether a backward in FP8 has use for q and k in 16 bits."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return ops._capability(device) == (9, 0)
 
 
 # What torch.compiler.assume_constant_result sets; that itself would import Dynamo.

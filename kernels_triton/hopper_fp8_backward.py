@@ -42,7 +42,7 @@ from flexattn.kernels_triton.hopper import (
 )
 from flexattn.kernels_triton.hopper_backward import block_of, section_of
 from flexattn.kernels_triton.hopper_fp8 import load_descale
-from flexattn.kernels_triton.hopper_fp8_one_pass import halves_of, refusal_of_any, scales_of
+from flexattn.kernels_triton.hopper_fp8_one_pass import halves_of, is_plain, refusal_of_any, scales_of
 from flexattn.kernels_triton.hopper_one_pass import BOTH, LAST
 from flexattn.kernels_triton.launch import hopper_kernel, launch
 from flexattn.kernels_triton.primitives import LOG2E, captures_of_head, head_values, load_head, through_mods
@@ -1021,7 +1021,6 @@ def fp8_backward(
     scales = scales_of(x)
     q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
-    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
 
     def meta(stages: tuple[int, ...], rows: int, splits_columns: bool, **own: int) -> Fp8BackwardMeta:
         return Fp8BackwardMeta(
@@ -1033,7 +1032,7 @@ def fp8_backward(
             HAS_LEFT=x.window_left is not None,
             HAS_RIGHT=x.window_right is not None,
             **score_meta,
-            IS_PLAIN=not any(score_meta[name] for name in adds),
+            IS_PLAIN=is_plain(score_meta),
             STATISTICS=size,
             QK0=qk0,
             QK1=qk1,

@@ -9,7 +9,7 @@ what the FP8 one stands for.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -532,6 +532,12 @@ def scales_of(problem: Problem) -> tuple[Scale, ...]:
     return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
 
 
+def is_plain(score_meta: dict[str, Any]) -> bool:
+    """Whether a logit is a scaled score, of a problem with such `score_meta`."""
+    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
+    return not any(score_meta[name] for name in adds)
+
+
 def halves_of(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and dout in a half type: as they came, where the copy engine takes them so, else dequantised."""
     x = problem
@@ -637,7 +643,6 @@ def fp8_one_pass_backward(
     scales = scales_of(x)
     q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
-    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
     meta = Fp8OnePassMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
         IS_RAGGED_KV=x.k.dim() == 3,
@@ -647,7 +652,7 @@ def fp8_one_pass_backward(
         HAS_LEFT=x.window_left is not None,
         HAS_RIGHT=x.window_right is not None,
         **score_meta,
-        IS_PLAIN=not any(score_meta[name] for name in adds),
+        IS_PLAIN=is_plain(score_meta),
         BLOCK_M=size,
         BLOCK_N=KEYS,
         DIM=dim,
