@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.quantization import dequantize, dequantize_side
+from flexattn.dispatch.quantization import dequantize, dout_of
 from flexattn.dispatch.reference import (
     NEG_INF,
     Differentiable,
@@ -60,7 +60,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     """Recomputes each block and differentiates it with autograd, so that only one block's graph exists at a time."""
     whole = Differentiable.of(dequantize(spec, x, lse.dtype))
     if spec.fp8 is not None:
-        dout = dequantize_side(spec, x, "q", dout, x.descales[3], lse.dtype)
+        dout = dout_of(spec, x, dout, lse.dtype)
     # A row of dq belongs to one block; every other gradient is a sum over blocks, kept in the dtype of the arithmetic.
     sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
     sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=spec.out_dtype), bias=sums.bias if spec.needs_bias_grad else None)

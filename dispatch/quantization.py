@@ -93,6 +93,22 @@ def dequantize_side(spec: AttentionSpec, x: Operands, side: str, data: Tensor, d
     return dequantize_one(data, descale, fmt, *lengths, spec.fp8.block_rows, dtype)
 
 
+def dout_of(spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype) -> Tensor:
+    """What dout is to a backward in FP8, in `dtype`; one in 16 bits is rounded first, with a scale for each BLOCK_ROWS rows."""
+    assert spec.fp8 is not None
+    if dout.element_size() == 1:
+        return dequantize_side(spec, x, "q", dout, x.descales[3], dtype)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded)
+    source = Unquantized(dout, spec.q_format, *lengths, x.max_seqlen_q, None)
+    (data,), (descale,), _ = quantize([source], spec.fp8.grad_dtype, "block", BLOCK_ROWS, 0)
+    return dequantize_one(data, descale, spec.q_format, *lengths, BLOCK_ROWS, dtype)
+
+
+def dout_like(spec: AttentionSpec, x: Operands, out: Tensor) -> Tensor:
+    """Of out's values, in the dtype in which the backward of such operands gets dout."""
+    return out if spec.fp8 is None or len(x.descales) == 3 else out.to(spec.fp8.grad_dtype)
+
+
 def dequantize_one(
     data: Tensor,
     descale: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
-from flexattn.dispatch.quantization import Unquantized, amax_sizes
+from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, dout_like
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
             if direction == "backward":
                 considered.families.clear()
                 considered.splits.clear()
-                backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
+                backward(spec, x, out, lse, dout_like(spec, x, out), None)
     finally:
         _considered.reset(token)
     rejected = tuple((family, reason) for family, reason in considered.families if reason is not None)
@@ -339,21 +340,43 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
     # A capture that the derivative does not reach keeps its zeros.
     dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
+    quantises = spec.fp8 is not None and dout.element_size() > 1
+    if quantises:
+        x, dout = _with_dout_to_come(spec, x, dout)
     needs_all = dbias is not None or bool(dcaptures) or spec.deterministic or _hopper_wish(spec) == "never"
-    problem = with_diagonals(with_mask_blocks(_problem(spec, x), "backward" if needs_all else "one pass"))
+    own = dataclasses.replace(_problem(spec, x), dout_is_to_come=quantises)
+    problem = with_diagonals(with_mask_blocks(own, "backward" if needs_all else "one pass"))
     out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
     if _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
         bias_and_capture_gradients(problem, out, lse, dout, dlse, dbias, dcaptures, spec.deterministic)
     else:
-        own = (dbias, doffset)
-        attention_backward(
-            with_key_lists(problem), out, lse, dout, dlse, *gradients, *own, dcaptures=dcaptures, deterministic=spec.deterministic
-        )
+        if quantises:
+            problem, dout = _with_dout(spec, x, problem)
+        how: dict[str, Any] = {"dcaptures": dcaptures, "deterministic": spec.deterministic}
+        attention_backward(with_key_lists(problem), out, lse, dout, dlse, *gradients, dbias, doffset, **how)
     if doffset is not None and x.softmax_offset is not None:
         doffset = doffset.to(x.softmax_offset.dtype)
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
+
+
+def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[Operands, Tensor]:
+    """(the operands with dout as it comes and room for the descale, room for dout in FP8), for what reads dout anyway to fill."""
+    assert spec.fp8 is not None
+    sizes = amax_sizes(dout, spec.q_format, x.cu_seqlens_q, x.max_seqlen_q, "block", BLOCK_ROWS)
+    descale = torch.empty(sizes, dtype=torch.float32, device=dout.device)
+    data = torch.empty(dout.shape, dtype=spec.fp8.grad_dtype, device=dout.device)
+    return x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves]), data
+
+
+def _with_dout(spec: AttentionSpec, x: Operands, problem: Problem) -> tuple[Problem, Tensor]:
+    """(the problem, dout in FP8), by a pass of its own."""
+    assert spec.fp8 is not None
+    source = Unquantized(x.halves[0], spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q, None)
+    (data,), (descale,), _ = quantize([source], spec.fp8.grad_dtype, "block", BLOCK_ROWS, 0)
+    descales = (*problem.descales[:3], descale)
+    return dataclasses.replace(problem, descales=descales, dout_is_to_come=False), as_bshd(data, spec.q_format)
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
@@ -362,7 +385,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         forward(spec, x)
     else:
         out, lse, _ = forward(spec, x)
-        backward(spec, x, out, lse, out if spec.fp8 is None else out.to(spec.fp8.grad_dtype), None)
+        backward(spec, x, out, lse, dout_like(spec, x, out), None)
 
 
 def can_be_taped() -> bool:
@@ -417,7 +440,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         descales=tuple(descale.contiguous() for descale in x.descales),
         halves=tuple(as_bshd(_rows_contiguous(t), fmt) for t, fmt in zip(x.halves, formats_of_halves, strict=False)),
-        scale_rows=spec.fp8.block_rows if spec.fp8 is not None else 0,
+        scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
     )
 
 

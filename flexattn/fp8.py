@@ -121,6 +121,11 @@ class Recipe:
             return self.keep_16_bit
         return not (self.rotation or self.bf16_backward) and _reads_16_bit(device)
 
+    def quantises_dout(self, device: torch.device, backend: str) -> bool:
+        """By a pass before the backward, rather than in it with a scale for each BLOCK_ROWS rows."""
+        is_chosen = self.scaling == "delayed" or self.margin != 0 or self.rows not in (0, BLOCK_ROWS)
+        return is_chosen or backend == "cudnn" or not _reads_16_bit(device)
+
     @property
     def rows(self) -> int:
         """Of a block; 0 where there is one block."""
@@ -324,7 +329,13 @@ def check_recipe(recipe: Any, state: Any) -> None:
 
 
 def make_plan(
-    recipe: Recipe | None, state: DelayedScaling | None, q: Tensor, heads: tuple[int, int], needs_grad: bool, dropout: bool
+    recipe: Recipe | None,
+    state: DelayedScaling | None,
+    q: Tensor,
+    heads: tuple[int, int],
+    needs_grad: bool,
+    dropout: bool,
+    backend: str,
 ) -> tuple[fp8_ops.Plan | None, dict[str, Any]]:
     """How q, k and v are quantised, None where they come in FP8 or stay as they are; and what of `ops.Settings` is FP8's."""
     given = q.dtype in FP8_DTYPES
@@ -370,11 +381,11 @@ def make_plan(
         )
     grad_dtype = str(recipe.grad_dtype).removeprefix("torch.")
     how = (recipe.granularity, recipe.rows, recipe.margin, recipe.rotation, grad_dtype, recipe.keeps_16_bit(q.device))
-    return fp8_ops.Plan(*how), fields
+    return fp8_ops.Plan(*how, recipe.quantises_dout(q.device, backend)), fields
 
 
 def _reads_16_bit(device: torch.device) -> bool:
-    """Whether a backward in FP8 has use for q and k in 16 bits."""
+    """Whether a backward in FP8 has use for q, k and dout in 16 bits."""
     return ops._capability(device) == (9, 0)
 
 

@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     rotation: bool
     grad_dtype: str  # of dout
     keeps_16_bit: bool  # q and k, for the backward
+    quantises_dout: bool  # before the backward, with scales like q's; else the backward does, by blocks of rows
 
 
 class _Kind(NamedTuple):
@@ -207,7 +208,8 @@ def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
     """The call as its kernels would get it, for `explain` and `warmup`: q, k, v and descales with arbitrary values."""
     q_format, kv_format = parse_format(settings.qkv_format)
     of_q, of_kv = (x.q, q_format, x.cu_seqlens_q, x.max_seqlen_q), (x.k, kv_format, x.cu_seqlens_kv, x.max_seqlen_kv)
-    sizes = (quantization.amax_sizes(*side, plan.granularity, plan.block_rows) for side in (of_q, of_kv, of_kv, of_q))
+    sides = [of_q, of_kv, of_kv, of_q][: 4 if plan.quantises_dout else 3]
+    sizes = (quantization.amax_sizes(*side, plan.granularity, plan.block_rows) for side in sides)
     q, k, v = (torch.empty_like(t, dtype=torch.float8_e4m3fn, requires_grad=False) for t in (x.q, x.k, x.v))
     return x._replace(q=q, k=k, v=v, descales=[x.q.new_ones(size, dtype=torch.float32) for size in sizes])
 
@@ -243,9 +245,10 @@ def gradients(
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     kind = (plan.granularity, plan.block_rows, plan.margin, False)
     fmt, _ = parse_format(settings.qkv_format)
-    dout8, descale, _ = quantize(dout, *lengths, scale, history, fmt, plan.grad_dtype, *kind)
-    x = x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves])
-    found = ops.gradients(x, settings, out, lse, dout8, dlse)
+    if plan.quantises_dout:
+        dout8, descale, _ = quantize(dout, *lengths, scale, history, fmt, plan.grad_dtype, *kind)
+        x, dout = x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves]), dout8
+    found = ops.gradients(x, settings, out, lse, dout, dlse)
     if not plan.rotation:
         return found
     dq, dk = _unrotate_op(found.dq, found.dk)

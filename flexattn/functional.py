@@ -465,7 +465,9 @@ def _prepare(
             (descale_q, descale_k, descale_v),
         ),
     )
-    plan, fp8_settings = fp8.make_plan(fp8_recipe, fp8_state, q, (heads, k.shape[kv_format.index("h")]), needs_grad, dropout_p > 0)
+    request = requested_backend(backend)
+    of_heads = (heads, k.shape[kv_format.index("h")])
+    plan, fp8_settings = fp8.make_plan(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
     settings = ops.Settings(
         qkv_format=qkv_format,
         padding="padding" in attn_mask_type,
@@ -478,7 +480,7 @@ def _prepare(
         needs_grad=needs_grad,
         needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        backend=requested_backend(backend),
+        backend=request,
         mods="" if mods is None or mods.program.is_empty else mods.program.text,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],

@@ -13,6 +13,7 @@ from flexattn import ops
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.quantization import dout_like
 from flexattn.dispatch.sample import sample_operands
 from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, empty_outputs
@@ -125,8 +126,7 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
                 triton_backend.forward(spec, x)
             elif spec.of_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
                 out, lse, _ = empty_outputs(spec, x)
-                dout = out if spec.fp8 is None else out.to(spec.fp8.grad_dtype)
-                triton_backend.backward(spec, x, out, lse, dout, None)
+                triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
     return list({launch.description_of(one, architecture): one for one in launches}.values())
 
 

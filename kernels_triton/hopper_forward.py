@@ -53,7 +53,7 @@ from flexattn.kernels_triton.hopper import (
     unpack_pairs,
 )
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.hopper_softmax import rescaled, softmax
+from flexattn.kernels_triton.hopper_softmax import for_threads, rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
@@ -267,7 +267,7 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.
 
 
 @gluon.jit
-def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META: gl.constexpr):
+def own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META: gl.constexpr):
     # Of a tile's blocks of keys, of which the last come first: (how many to pass over, how many this consumer's queries see, what
     # `key_block` finds these by).
     if not META.SKIPS:
@@ -286,7 +286,7 @@ def _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_ri
 
 
 @gluon.jit
-def _pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
+def pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
     _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
     for _ in range(count):
         slot = loaded % META.STAGES
@@ -524,7 +524,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         )
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
         mask = (len_kv, shift, window_left, window_right)
-        skipped, own_num, own_found = _own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
+        skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         h_of_rows, h_of_scores = h, h
         if GROUP > 1:
@@ -537,7 +537,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         own_captures = captures_of_head(b, h_of_scores, captures, MODS, META)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
-        row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
+        row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
@@ -546,12 +546,12 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
                 sink = gl.where(split == 0, sink, float("-inf"))
             if not META.HAS_MAX_LOGIT:  # the sink is none
                 row_max = gl.maximum(row_max, sink)
-                row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, 1.0)
+                row_sum = row_sum + for_threads(gl.where(row_max == float("-inf"), 0.0, 0.25), row_sum)  # a quarter in each thread
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
         mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
         if META.SKIPS:
-            loaded = _pass_over(skipped, loaded, barriers, CONSUMER, META)
+            loaded = pass_over(skipped, loaded, barriers, CONSUMER, META)
         fixed = (own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b * num_heads + h, q_slot, zeros)
         so_far = (0, row_max, row_sum, acc, loaded)
         if META.HAS_RUNS:
@@ -568,10 +568,11 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
                     so_far, following, own_num, own_num, own_found, fixed, tiles, barriers, CONSUMER, META.HAS_CUT_LOOP, MODS, META
                 )
         _, row_max, row_sum, acc, loaded = so_far
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         if own_num == 0:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         if META.SKIPS:
-            loaded = _pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
+            loaded = pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
             of_head = max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
             gl.atomic_max(of_head, row_max * LN2, mask=rows < len_q, sem="relaxed")

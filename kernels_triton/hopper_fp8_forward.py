@@ -33,7 +33,14 @@ from flexattn.kernels_triton.hopper import (
     sequences,
     store_rows,
 )
-from flexattn.kernels_triton.hopper_forward import amount_of_work, block_mask_error, piece_of_work, query_heads_per_section
+from flexattn.kernels_triton.hopper_forward import (
+    amount_of_work,
+    block_mask_error,
+    own_blocks,
+    pass_over,
+    piece_of_work,
+    query_heads_per_section,
+)
 from flexattn.kernels_triton.hopper_fp8 import (
     BLOCK,
     P_SCALE,
@@ -47,12 +54,14 @@ from flexattn.kernels_triton.hopper_fp8 import (
     transposed_descriptor,
     unpack_quads,
 )
+from flexattn.kernels_triton.hopper_softmax import for_threads, sums_of_threads
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
+_LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32's finite numbers, for -inf as a maximum: exp2(-inf - _LOWEST) is 0
 
 
 class Fp8Tile(NamedTuple):
@@ -95,6 +104,10 @@ class Fp8ForwardMeta(NamedTuple):
     HAS_GAPS_KV: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
+    HAS_IDLE: bool  # `own_blocks` and `pass_over` of the 16-bit kernel know these four
+    SKIPS: bool
+    GROUP: int
+    TAKES_TURNS: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_PRE_SCALE_BIAS: bool
@@ -231,10 +244,10 @@ def _whole_blocks(own_row, num_blocks, found, mask, META: gl.constexpr):
 def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexpr):
     # row_sum is of p as it is scaled
     new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-    origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+    origin = gl.maximum(new_max, _LOWEST)
     p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
     decay = gl.exp2(row_max - origin)
-    row_sum = row_sum * decay + gl.sum(p, 1)
+    row_sum = row_sum * for_threads(decay, row_sum) + sums_of_threads(p, META.BLOCK_N)
     return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
 
 
@@ -347,13 +360,14 @@ def _compute_partition(
         own_captures = captures_of_head(b, h, captures, MODS, META)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
         own_row = first_row + CONSUMER * _ROWS
+        skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
-        row_sum = gl.zeros([_ROWS], gl.float32, layout=ROWS)
+        row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.Q_BLOCKWISE:
             descale_q = load_descale(scale_q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
         else:
-            descale_q = row_sum + load_descale(scale_q, b, h, 0)
+            descale_q = gl.zeros([_ROWS], gl.float32, layout=ROWS) + load_descale(scale_q, b, h, 0)
         descale_k = load_descale(scale_k, b, h_kv, 0)
         descale_v = load_descale(scale_v, b, h_kv, 0)
         descale = descale_q * descale_k
@@ -362,30 +376,35 @@ def _compute_partition(
             if META.HAS_OFFSET:
                 sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
             row_max = gl.maximum(row_max, sink)
-            row_sum = row_sum + gl.where(row_max == float("-inf"), 0.0, P_SCALE)
+            row_sum = row_sum + for_threads(gl.where(row_max == float("-inf"), 0.0, P_SCALE / 4), row_sum)  # in each thread
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        if META.SKIPS:
+            loaded = pass_over(skipped, loaded, barriers, CONSUMER, META)
         mask = (len_kv, shift, window_left, window_right)
-        whole_from, whole_to = _whole_blocks(own_row, num_blocks, found, mask, META)
+        whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
         scales_of_blocks = (scale_k, scale_v, descale_q, descale, b, h_kv)
         fixed = (rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum)
         so_far = (row_max, row_sum, acc, acc1, descale_v, loaded)
-        how = (num_blocks, found, fixed, tiles, barriers)
+        how = (own_num, own_found, fixed, tiles, barriers)
         if META.HAS_LEFT:
             done = 0
-            while done < num_blocks:  # twice at most: what is after the whole blocks goes through the loop for those before
+            while done < own_num:  # twice at most: what is after the whole blocks goes through the loop for those before
                 so_far = _turns(done, whole_from, so_far, *how, CONSUMER, True, MODS, META)
                 so_far = _turns(whole_from, whole_to, so_far, *how, CONSUMER, False, MODS, META)
                 done = whole_to
-                whole_from = num_blocks
-                whole_to = num_blocks
+                whole_from = own_num
+                whole_to = own_num
         else:
             so_far = _turns(0, whole_from, so_far, *how, CONSUMER, True, MODS, META)
-            so_far = _turns(whole_from, num_blocks, so_far, *how, CONSUMER, False, MODS, META)
+            so_far = _turns(whole_from, own_num, so_far, *how, CONSUMER, False, MODS, META)
         row_max, row_sum, acc, acc1, descale_v, loaded = so_far
+        if META.SKIPS:
+            loaded = pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
         normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
@@ -595,6 +614,7 @@ def hopper_fp8_forward(
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v // tile.parts
     has_lengths = x.cu_seqlens_q is not None
+    has_idle = has_lengths or x.longest_q <= tile.block_m - _ROWS.value
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     meta = Fp8ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
@@ -604,6 +624,10 @@ def hopper_fp8_forward(
         HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
         HAS_LEFT=x.window_left is not None,
         HAS_RIGHT=x.window_right is not None,
+        HAS_IDLE=has_idle,
+        SKIPS=x.block_mask is None and (has_idle or x.window_left is not None or x.window_right is not None),
+        GROUP=1,
+        TAKES_TURNS=False,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
         **x.score_meta(),

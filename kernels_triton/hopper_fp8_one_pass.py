@@ -555,14 +555,16 @@ def halves_of(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Problem, Tensor]:
     """The same backward for the kernels of a half type: the problem and dout, whose q, k and v and which itself are not written
-    yet; `fill_half` does that."""
-    q, k, v, dout = (torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (*_of(problem), dout))
-    return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0), dout
+    yet, unless dout came so; `fill_half` does that."""
+    q, k, v, half = (torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (*_of(problem), dout))
+    if problem.dout_is_to_come:
+        half = problem.halves[0]
+    return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0, dout_is_to_come=False), half
 
 
 def fill_half(problem: Problem, dout: Tensor, half: Problem, half_dout: Tensor) -> None:
-    targets = (*_of(half), half_dout)
-    for side, t, scale, out in zip(("q", "kv", "kv", "q"), (*_of(problem), dout), scales_of(problem), targets, strict=True):
+    targets = _of(half) if problem.dout_is_to_come else (*_of(half), half_dout)
+    for side, t, scale, out in zip(("q", "kv", "kv", "q"), (*_of(problem), dout), scales_of(problem), targets, strict=False):
         dequantize(problem, side, t, scale, out)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`)."""
+"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`); of it, what FP8 shares."""
 
 from __future__ import annotations
 
@@ -42,9 +42,29 @@ def rescaled(acc, decay, META: gl.constexpr):
 
 
 @gluon.jit
+def _row_maximum(s, COLUMNS: gl.constexpr):
+    # A thread's as a tree, for each step of a chain waits for the one before; then over the four threads that share a row.
+    parts = gl.reshape(s, [s.shape[0], COLUMNS // 32, 4, 4, 2])
+    own = gl.max(gl.max(gl.max(parts, 4), 2), 1)
+    return gl.convert_layout(gl.max(own, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def sums_of_threads(p, COLUMNS: gl.constexpr):
+    # [rows, 4]: what each of the four threads that share a row has of it, so that these exchange nothing until the end
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def for_threads(x, sums):
+    # x of rows, to go with `sums_of_threads`
+    return gl.convert_layout(x, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@gluon.jit
 def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
     # (the weights as pairs, the rows' maximum and sum, what is summed already is to be multiplied with)
-    new_max = gl.max(qk, 1) * scale_log2
+    new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
     if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
         new_max = gl.where(new_max - row_max > _RISE, new_max, row_max)
     else:
@@ -52,6 +72,6 @@ def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: 
     origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
     p = gl.exp2(qk * scale_log2 - origin[:, None])
     decay = gl.exp2(row_max - origin)
-    row_sum = row_sum * decay + gl.sum(p, 1)
+    row_sum = row_sum * for_threads(decay, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
     return pairs, new_max, row_sum, decay

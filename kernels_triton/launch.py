@@ -26,7 +26,7 @@ WIDE = {
     f"{name}_ptr"
     for name in (
         *("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv"),
-        *("q_t", "k_t", "v_t", "dout_t", "x", "q8", "k8", "v8", "out_q", "out_k", "rows", "quads", "parts"),
+        *("q_t", "k_t", "v_t", "dout_t", "x", "q8", "k8", "v8", "dout8", "out_q", "out_k", "rows", "quads", "parts"),
     )
 }
 

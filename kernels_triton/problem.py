@@ -165,6 +165,7 @@ class Problem:
     descales: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # of a block; 0: there is one
     halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
+    dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of halves[0]
 
     @property
     def is_fp8(self) -> bool:

@@ -132,29 +132,35 @@ def _load_rows(pointer, offsets, row, length, matrices, META: tl.constexpr):
 
 
 @triton.jit
-def _largest(x):
+def largest_of_rows(x):
     # Of the finite magnitudes in each row.
     x = tl.abs(x)
     return tl.max(tl.where(x < float("inf"), x, 0.0), 1)
 
 
 @triton.jit
-def _largest_of_rows(largest, parts, META: tl.constexpr):
+def _largest_of_parts(largest, parts, META: tl.constexpr):
     x0, x1, x2, x3 = parts
-    largest = tl.maximum(largest, _largest(x0))
+    largest = tl.maximum(largest, largest_of_rows(x0))
     if META.W1 > 0:
-        largest = tl.maximum(largest, _largest(x1))
+        largest = tl.maximum(largest, largest_of_rows(x1))
     if META.W2 > 0:
-        largest = tl.maximum(largest, _largest(x2))
+        largest = tl.maximum(largest, largest_of_rows(x2))
     if META.W3 > 0:
-        largest = tl.maximum(largest, _largest(x3))
+        largest = tl.maximum(largest, largest_of_rows(x3))
     return largest
+
+
+@triton.jit
+def to_fp8(x, scale, DTYPE: tl.constexpr):
+    # Of fp32; what is not finite becomes NaN, the rest saturates.
+    return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(DTYPE)
 
 
 @triton.jit
 def _store_part(pointer, offsets, row, slot, x, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
-        y = tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(pointer.dtype.element_ty)
+        y = to_fp8(x, scale, pointer.dtype.element_ty)
         store_tile(pointer, y, offsets, row, slot, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
 
 
@@ -168,7 +174,7 @@ def _store_rows(pointer, offsets, row, slot, parts, scale, META: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(amax, range_scale):
+def scale_of(amax, range_scale):
     scale = tl.div_rn(range_scale, tl.where(amax > 0.0, amax, 1.0))
     return tl.where((amax > 0.0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
@@ -222,16 +228,16 @@ def _quantize_item(
         if FINDS_AMAX and (META.BY_BLOCK or not CASTS):
             for row in range(0, META.ITEM_ROWS, ROWS):
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
-                largest = _largest_of_rows(largest, parts, META)
+                largest = _largest_of_parts(largest, parts, META)
         if CASTS:
             if scale_ptr is not None:
                 scale = tl.load(scale_ptr + group)
             elif META.BY_BLOCK:
                 amax = tl.max(largest, 0)
-                scale = _scale_of(amax, range_scale)
+                scale = scale_of(amax, range_scale)
                 tl.store(amax_ptr + group, amax, mask=block < num_blocks)
             else:
-                scale = _scale_of(tl.load(amax_ptr + group), range_scale)
+                scale = scale_of(tl.load(amax_ptr + group), range_scale)
             if META.BY_BLOCK:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale), mask=block < num_blocks)
                 if block == 0:  # what no row belongs to
@@ -246,7 +252,7 @@ def _quantize_item(
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
                 _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
-                    largest = _largest_of_rows(largest, parts, META)
+                    largest = _largest_of_parts(largest, parts, META)
         if FINDS_AMAX and not META.BY_BLOCK:
             # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
             bits = tl.max(largest, 0).to(tl.int32, bitcast=True)

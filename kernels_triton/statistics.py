@@ -1,4 +1,7 @@
-"""What the backward knows of each query before it computes a score, lse in units of log2 and delta, by one small kernel."""
+"""What the backward knows of each query before it computes a score, lse in units of log2 and delta, by one small kernel.
+
+It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ from flexattn.kernels_triton.primitives import (
     row_pointer,
     row_steps,
     statistics_row,
+    store_tile,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
 
 _TILE = Tile(128, 64, 8, 1)
 
@@ -42,6 +47,12 @@ def _attn_bwd_statistics_kernel(
     stride_dob,
     stride_dos,
     stride_doh,
+    dout8_ptr,  # or None; else dout in FP8, to be written
+    stride_do8b,
+    stride_do8s,
+    stride_do8h,
+    descale_dout_ptr,  # of it, to be written: [b, h, blocks], contiguous
+    range_scale,  # the largest value of its dtype
     lse_ptr,
     dlse_ptr,  # or None: 0
     softmax_offset_ptr,
@@ -75,6 +86,8 @@ def _attn_bwd_statistics_kernel(
             tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
             tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
     if first_row >= len_q:
+        if dout8_ptr is not None:
+            tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, 1.0)
         if dsink_ptr is not None:
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
@@ -86,6 +99,26 @@ def _attn_bwd_statistics_kernel(
     dout1 = dout0
     if META.V1 > 0:
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+    if dout8_ptr is not None:  # what the products read is what delta must be of
+        largest = largest_of_rows(dout0.to(tl.float32))
+        if META.V1 > 0:
+            largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
+        scale = scale_of(tl.max(largest, 0), range_scale)
+        descale = tl.div_rn(1.0, scale)
+        tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, descale)
+        # Loaded anew, from L1: kept, it would be most of the registers, and few programs would share a multiprocessor.
+        pointer = row_pointer(dout8_ptr, b, h, start_q + first_row, stride_do8b, stride_do8s, stride_do8h, META)
+        _, offsets = row_steps(stride_do8s, BLOCK_M, META)
+        DTYPE: tl.constexpr = dout8_ptr.dtype.element_ty
+        dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+        dout0 = to_fp8(dout0.to(tl.float32), scale, DTYPE)
+        store_tile(pointer, dout0, offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V)
+        dout0 = dout0.to(tl.float32) * descale
+        if META.V1 > 0:
+            dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+            dout1 = to_fp8(dout1.to(tl.float32), scale, DTYPE)
+            store_tile(pointer, dout1, offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V)
+            dout1 = dout1.to(tl.float32) * descale
     out = (out_ptr, stride_ob, stride_os, stride_oh)
     lse_log2, delta = make_row_statistics(
         dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
@@ -148,13 +181,20 @@ def _launch(
     dsoftmax_offset: Tensor | None,
     target: tuple[Tensor | None, Tensor | None, Tensor | None, int, int],
 ) -> None:
-    meta = x.meta(_TILE, (out, dout))._replace(IS_FP8=dout.element_size() == 1)
+    quantises, dout8 = x.dout_is_to_come, dout
+    if quantises:
+        assert x.scale_rows == _TILE.block_m  # a program makes one scale
+        dout = x.halves[0]
+    meta = x.meta(_TILE, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
+    if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
+        meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
     blocks = triton.cdiv(x.longest_q, _TILE.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     *places, tiles, size = target
     arguments = (
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
+        *((dout8, *row_strides(dout8, meta), x.descales[3], LARGEST[dout8.dtype]) if quantises else (None, 0, 0, 0, None, 0.0)),
         *(lse, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
         *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, size, meta),
     )

@@ -332,3 +332,17 @@ def unpacks(out_ptr):
 def breaks(out_ptr):
     while True:
         break
+
+
+@gluon.jit
+def scaled_sums(x_ptr, factors_ptr, y_ptr):
+    # [64, 4] of [64, 16]: sums over what a reshape made dimensions of, times a factor of the row, whose layout is a slice of theirs
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    rows, columns = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
+    x = gl.load(x_ptr + rows[:, None] * 16 + columns[None, :])
+    sums = gl.sum(gl.sum(gl.reshape(x, [64, 2, 4, 2]), 3), 1)
+    factors = gl.convert_layout(gl.load(factors_ptr + rows), gl.SliceLayout(1, sums.type.layout))
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    groups = gl.arange(0, 4, layout=gl.SliceLayout(0, OUT))
+    gl.store(y_ptr + rows[:, None] * 4 + groups[None, :], gl.convert_layout(sums * factors[:, None], OUT))

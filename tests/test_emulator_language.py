@@ -57,6 +57,12 @@ def test_integers_divide_towards_zero(a: int, b: int) -> None:
     assert out.tolist() == [quotient, a - b * quotient, math.trunc((a + b - 1) / b), min(a, b), a >> 1, quotient]
 
 
+def test_a_slice_of_what_a_reshape_gave() -> None:
+    x, factors, y = torch.randn(64, 16), torch.randn(64), torch.full((64, 4), math.nan)
+    clean(emulator.launch(samples.scaled_sums, (1,), x, factors, y))
+    torch.testing.assert_close(y, x.view(64, 2, 4, 2).sum((1, 3)) * factors[:, None])
+
+
 def test_a_scalar_that_wraps_is_found() -> None:
     out = torch.zeros(1, dtype=torch.int32)
     report = emulator.launch(samples.product, (1,), out, 1 << 20, 1 << 12)

@@ -101,6 +101,53 @@ def test_what_is_kept_for_a_backward(is_new: bool, device: str) -> None:
     assert all(torch.equal(a, b) for keep in (True, None) for a, b in zip(results[False], results[keep], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("own", "backend", "is_before"),
+    [
+        ({}, "auto", False),
+        ({"granularity": "head", "rotation": True, "keep_16_bit": False}, "triton", False),
+        ({"granularity": "block"}, "auto", False),
+        ({"granularity": "block", "block_rows": 64}, "auto", True),
+        ({"margin": 1}, "auto", True),
+        ({"scaling": "delayed"}, "auto", True),
+        ({}, "cudnn", True),
+    ],
+    ids=str,
+)
+def test_when_dout_is_quantised_before_the_backward(
+    own: dict[str, Any], backend: str, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = fp8.Recipe(**own)
+    monkeypatch.setattr(fp8, "_reads_16_bit", lambda device: False)
+    assert recipe.quantises_dout(torch.device("cpu"), backend)
+    monkeypatch.setattr(fp8, "_reads_16_bit", lambda device: True)
+    assert recipe.quantises_dout(torch.device("cpu"), backend) == is_before
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_dout_is_quantised_by_the_backward(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of 128 rows: what is small in one is not lost for what is large in another."""
+    monkeypatch.setattr(fp8, "_reads_16_bit", lambda device: True)
+    monkeypatch.setattr(fp8.fp8_ops, "quantize", None)  # no pass of dout's own
+    for fmt, recipe in (
+        ("bshd", fp8.Recipe()),
+        ("thd", fp8.Recipe(granularity="block")),
+        ("bhsd", fp8.Recipe(fp8_format="HYBRID")),
+    ):
+        call = inputs(device, fmt)
+        assert max(errors(call, fp8_recipe=recipe, backend=backend)) < (COARSE if recipe.fp8_format == "HYBRID" else USUAL)
+    call = make_inputs("bshd", lengths_q=[150], lengths_kv=[40], head_dim_qk=32, head_dim_v=32, dtype=BF16, device=device)._asdict()
+    for name in "qkv":
+        call[name].requires_grad_()
+    dout = make_dout(flexattn.testing.Inputs(**call))
+    dout[:, 128:] *= 2.0**-20
+    grads = [
+        torch.autograd.grad(flexattn.attention(**call, backend=backend, fp8_recipe=recipe), call["q"], dout)[0][:, 128:].double()
+        for recipe in (None, fp8.Recipe())
+    ]
+    assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < USUAL
+
+
 def capability_of(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device == "cuda" else None
 

@@ -32,6 +32,7 @@ from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, selec
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize, quantize
 from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
 from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.statistics import tiled_statistics
 from flexattn.testing import make_call, make_dout, make_inputs
 
 
@@ -121,24 +122,24 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
 
 # Instructions of a turn of the main loop, by kernel, row and features; the forward's is that of whole blocks.
 LOOP_INSTRUCTIONS = {
-    ("fwd_fp8", (64, 64), "open"): 401,
-    ("fwd_fp8", (64, 64), "causal"): 401,
-    ("fwd_fp8", (64, 64), "everything"): 476,
+    ("fwd_fp8", (64, 64), "open"): 390,
+    ("fwd_fp8", (64, 64), "causal"): 390,
+    ("fwd_fp8", (64, 64), "everything"): 466,
     ("one_pass_fp8", (64, 64), "open"): 670,
     ("one_pass_fp8", (64, 64), "causal"): 767,
     ("one_pass_fp8", (64, 64), "everything"): 900,
-    ("fwd_fp8", (128, 128), "open"): 436,
-    ("fwd_fp8", (128, 128), "causal"): 436,
-    ("fwd_fp8", (128, 128), "everything"): 526,
+    ("fwd_fp8", (128, 128), "open"): 426,
+    ("fwd_fp8", (128, 128), "causal"): 426,
+    ("fwd_fp8", (128, 128), "everything"): 504,
     ("one_pass_fp8", (128, 128), "open"): 450,
     ("one_pass_fp8", (128, 128), "causal"): 493,
     ("one_pass_fp8", (128, 128), "everything"): 563,
-    ("fwd_fp8", (192, 128), "open"): 465,
-    ("fwd_fp8", (192, 128), "causal"): 465,
-    ("fwd_fp8", (192, 128), "everything"): 546,
-    ("fwd_fp8", (256, 256), "open"): 530,
-    ("fwd_fp8", (256, 256), "causal"): 523,
-    ("fwd_fp8", (256, 256), "everything"): 606,
+    ("fwd_fp8", (192, 128), "open"): 455,
+    ("fwd_fp8", (192, 128), "causal"): 455,
+    ("fwd_fp8", (192, 128), "everything"): 536,
+    ("fwd_fp8", (256, 256), "open"): 523,
+    ("fwd_fp8", (256, 256), "causal"): 513,
+    ("fwd_fp8", (256, 256), "everything"): 605,
 }
 SLACK = 0.05
 # Of them, those that spill: 1 with 128 queries, and 4 with everything; with scales by block and a window 16.
@@ -161,9 +162,9 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         consumers = select_fp8_tile(*case[1]).block_m // 64 if is_forward else 2
         for_each = 2 if is_forward else 1  # of blocks that an edge may cut, and of whole ones
         assert len(loops) == consumers * for_each, f"{case}: {for_each} loops for each consumer, not {loops}"
-        for loop in loops:  # nothing is transposed or shuffled: 4 or 8 shuffles are the rows' largest and sums
+        for loop in loops:  # nothing is transposed or shuffled: the shuffles are of the rows' largest (forward) or of votes
             assert not {"LDSM", *({"STSM", "STS"} if is_forward else {})} & loop.keys(), f"{case}: {loop}"
-            assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= 10, f"{case}: {loop}"
+            assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= (6 if is_forward else 10), f"{case}: {loop}"
         expected = LOOP_INSTRUCTIONS[case]
         counts = [sum(loop.values()) for loop in loops[for_each - 1 :: for_each]]
         assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
@@ -171,6 +172,18 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
 
 def test_compiled() -> None:
     check_compiled(SOME)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_statistics_that_quantise_compiled(head_dim: int) -> None:
+    """A program holds 128 rows of out and dout, and dout in FP8."""
+    q, out, dout = (torch.zeros(2, 256, 4, head_dim, dtype=dtype) for dtype in (E4M3, torch.bfloat16, torch.bfloat16))
+    descales = (torch.ones(1, 1, 1),) * 3 + (torch.ones(2, 4, 2),)
+    problem = Problem(q, q, q, softmax_scale=0.1, descales=descales, scale_rows=128, halves=(dout,), dout_is_to_come=True)
+    with recorded_launches() as launches:
+        tiled_statistics(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, None, 64)
+    (report,) = compile_many([request_for(launch, 90) for launch in launches])
+    assert report.spill_store_bytes == report.stack_bytes == 0, str(report)
 
 
 @pytest.mark.exhaustive

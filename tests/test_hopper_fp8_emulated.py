@@ -10,12 +10,24 @@ from typing import Any
 import fp8_calls
 import pytest
 import torch
-from hopper_fp8_calls import E4M3, E5M2, Fp8Call, backward_of, check_backward, check_forward, fp8_call, run_backward, run_forward
+from hopper_fp8_calls import (
+    E4M3,
+    E5M2,
+    Fp8Call,
+    backward_of,
+    check_backward,
+    check_forward,
+    fp8_call,
+    run_backward,
+    run_forward,
+    spans,
+)
 from test_hopper_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
 
 from flexattn import emulator, mods
 from flexattn.bench.emulated import emulated
-from flexattn.dispatch import triton_backend
+from flexattn.dispatch import quantization, triton_backend
+from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import (
     hopper_backward,
     hopper_forward,
@@ -190,6 +202,33 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
     unaligned = torch.empty(halves[1].numel() + 1, dtype=torch.bfloat16)[1:].view_as(halves[1]).copy_(halves[1])
     for others in ((halves[0].half(), halves[1].half(), halves[2].half()), (halves[0].half(), unaligned)):
         assert all(map(torch.equal, run(*others), once))
+
+
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
+def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) -> None:
+    """It becomes what a pass of its own makes of it, to the bit, and the gradients are of that."""
+    if max(dims) > 128 and kernels is hopper_fp8_one_pass:
+        pytest.skip("its accumulators hold head dims up to 128")
+    inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
+    given = make_inputs("thd", gap=2, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    dout = make_dout(given)
+    found = backward_of(fp8, dout, "block")
+    room = torch.full_like(found.problem.descales[3], float("nan"))
+    problem = dataclasses.replace(
+        found.problem, descales=(*found.problem.descales[:3], room), halves=(dout,), dout_is_to_come=True, scale_rows=128
+    )
+    to_come = found._replace(problem=problem, dout=torch.full_like(found.dout.float(), float("nan")).to(E4M3))
+    with emulated(3, kernels):
+        check_backward(found, run_backward(to_come, kernels=kernels))
+    lengths = (given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q)
+    (data,), (descale,), _ = quantization.quantize([Unquantized(dout, "thd", *lengths, None)], E4M3, "block", 128, 0)
+    assert room.equal(descale)
+    for _, start, length in spans(problem, "q"):
+        rows = slice(start, start + length)
+        assert to_come.dout[rows].view(torch.uint8).equal(data[rows].view(torch.uint8))
 
 
 @without_gpu

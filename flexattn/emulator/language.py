@@ -221,6 +221,8 @@ def _checked(layout: Layout, rank: int) -> Layout:
     if layout is None:
         return layouts.AutoLayout()
     context.cta().check_layout(layout)
+    if isinstance(layout, layouts.SliceLayout) and isinstance(layout.parent, layouts.AutoLayout):
+        return layouts.AutoLayout()  # a slice of what a reshape gave, whose layout is not followed
     if not isinstance(layout, layouts.AutoLayout | layouts.CoalescedLayout) and layout.rank != rank:
         raise GluonError(f"a tensor of rank {rank} with the layout {layout} of rank {layout.rank}")
     return layout
