@@ -26,6 +26,7 @@ from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
 
 _TILE = Tile(128, 64, 8, 1)
+_TILE_OF_FP8 = Tile(32, 64, 8, 1)  # dout is gone over twice, and with a tile as large few programs would share a multiprocessor
 
 
 @triton.jit
@@ -35,6 +36,15 @@ def statistics_tile(b, h, num_heads, start_q, tiles, META: tl.constexpr, SIZE: t
         return 1 + h * tiles + (start_q + b * SIZE) // SIZE
     else:
         return 1 + (b * num_heads + h) * tiles
+
+
+@triton.jit
+def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
+    dout0 = load_tile(pointer, offsets, first, len_q, META.BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    dout1 = dout0
+    if META.V1 > 0:
+        dout1 = load_tile(pointer, offsets, first, len_q, META.BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+    return dout0, dout1
 
 
 @kernel
@@ -68,18 +78,18 @@ def _attn_bwd_statistics_kernel(
     num_tokens_q,
     max_seqlen_q,
     tiles,
+    ROWS: tl.constexpr,  # of a program, META.BLOCK_M at a time
     SIZE: tl.constexpr,
     META: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    blocks = tl.cdiv(max_seqlen_q, ROWS)
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
     start_q, len_q, _ = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
-    first_row = block * BLOCK_M
+    first_row = block * ROWS
     if SIZE > 0:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if tl.program_id(0) == 0:
             none = tl.arange(0, SIZE)
@@ -91,51 +101,55 @@ def _attn_bwd_statistics_kernel(
         if dsink_ptr is not None:
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
-    rows = first_row + tl.arange(0, BLOCK_M)
-    is_real = rows < len_q
-    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
-    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
-    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-    dout1 = dout0
-    if META.V1 > 0:
-        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-    if dout8_ptr is not None:  # what the products read is what delta must be of
-        largest = largest_of_rows(dout0.to(tl.float32))
-        if META.V1 > 0:
-            largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    dout_base = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    scale, descale = 1.0, 1.0
+    if dout8_ptr is not None:
+        largest = tl.zeros([BLOCK_M], tl.float32)
+        for row in range(0, ROWS, BLOCK_M):
+            dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first_row + row, len_q, META)
+            largest = tl.maximum(largest, largest_of_rows(dout0.to(tl.float32)))
+            if META.V1 > 0:
+                largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
         scale = scale_of(tl.max(largest, 0), range_scale)
         descale = tl.div_rn(1.0, scale)
         tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, descale)
-        # Loaded anew, from L1: kept, it would be most of the registers, and few programs would share a multiprocessor.
-        pointer = row_pointer(dout8_ptr, b, h, start_q + first_row, stride_do8b, stride_do8s, stride_do8h, META)
-        _, offsets = row_steps(stride_do8s, BLOCK_M, META)
-        DTYPE: tl.constexpr = dout8_ptr.dtype.element_ty
-        dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-        dout0 = to_fp8(dout0.to(tl.float32), scale, DTYPE)
-        store_tile(pointer, dout0, offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V)
-        dout0 = dout0.to(tl.float32) * descale
-        if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-            dout1 = to_fp8(dout1.to(tl.float32), scale, DTYPE)
-            store_tile(pointer, dout1, offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V)
-            dout1 = dout1.to(tl.float32) * descale
-    out = (out_ptr, stride_ob, stride_os, stride_oh)
-    lse_log2, delta = make_row_statistics(
-        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
-    )
-    if SIZE > 0:
-        tile = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
-        pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
-        in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
-        tl.store(pointers, -lse_log2, mask=in_tiles)
-        tl.store(pointers + SIZE, -delta, mask=in_tiles)
-    else:
-        row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-        tl.store(lse_log2_ptr + row + rows, lse_log2, mask=is_real)
-        tl.store(delta_ptr + row + rows, delta, mask=is_real)
+    dsink = 0.0
+    for row in range(0, ROWS, BLOCK_M):
+        first = first_row + row
+        rows = first + tl.arange(0, BLOCK_M)
+        dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first, len_q, META)
+        if dout8_ptr is not None:  # what the products read is what delta must be of
+            DTYPE: tl.constexpr = dout8_ptr.dtype.element_ty
+            pointer = row_pointer(dout8_ptr, b, h, start_q + first, stride_do8b, stride_do8s, stride_do8h, META)
+            offsets = row_steps(stride_do8s, BLOCK_M, META)[1]
+            small0 = to_fp8(dout0.to(tl.float32), scale, DTYPE)
+            store_tile(pointer, small0, offsets, first, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V)
+            dout0 = small0.to(tl.float32) * descale
+            if META.V1 > 0:
+                small1 = to_fp8(dout1.to(tl.float32), scale, DTYPE)
+                store_tile(pointer, small1, offsets, first, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V)
+                dout1 = small1.to(tl.float32) * descale
+        out = (out_ptr, stride_ob, stride_os, stride_oh)
+        lse_log2, delta = make_row_statistics(
+            dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first, descales, META
+        )
+        if SIZE > 0:
+            tile = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
+            pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
+            in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
+            tl.store(pointers, -lse_log2, mask=in_tiles)
+            tl.store(pointers + SIZE, -delta, mask=in_tiles)
+        else:
+            own = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+            tl.store(lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
+            tl.store(delta_ptr + own + rows, delta, mask=rows < len_q)
+        if dsink_ptr is not None:
+            p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
+            dsink -= tl.sum(p_sink * delta, 0)
     if dsink_ptr is not None:
-        p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
-        tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
+        tl.store(dsink_ptr + (h * batch + b) * blocks + block, dsink)
 
 
 def new_statistics(problem: Problem) -> Tensor:
@@ -181,11 +195,11 @@ def _launch(
     dsoftmax_offset: Tensor | None,
     target: tuple[Tensor | None, Tensor | None, Tensor | None, int, int],
 ) -> None:
-    quantises, dout8 = x.dout_is_to_come, dout
+    quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
     if quantises:
         assert x.scale_rows == _TILE.block_m  # a program makes one scale
-        dout = x.halves[0]
-    meta = x.meta(_TILE, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
+        dout, tile = x.halves[0], _TILE_OF_FP8
+    meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
     blocks = triton.cdiv(x.longest_q, _TILE.block_m)
@@ -196,8 +210,8 @@ def _launch(
         *(dout, *row_strides(dout, meta)),
         *((dout8, *row_strides(dout8, meta), x.descales[3], LARGEST[dout8.dtype]) if quantises else (None, 0, 0, 0, None, 0.0)),
         *(lse, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
-        *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, size, meta),
+        *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, _TILE.block_m, size, meta),
     )
-    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, _TILE, arguments)
+    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)
