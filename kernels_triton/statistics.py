@@ -26,7 +26,7 @@ from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
 
 _TILE = Tile(128, 64, 8, 1)
-_TILE_OF_FP8 = Tile(32, 64, 8, 1)  # dout is gone over twice, and with a tile as large few programs would share a multiprocessor
+_TILE_OF_FP8 = _TILE._replace(block_m=32)  # for wide heads, where a tile that is held would leave room for few programs
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _launch(
     quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
     if quantises:
         assert x.scale_rows == _TILE.block_m  # a program makes one scale
-        dout, tile = x.halves[0], _TILE_OF_FP8
+        dout, tile = x.halves[0], _TILE if x.v.shape[-1] <= 64 else _TILE_OF_FP8
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
