@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import fp8_calls
@@ -16,6 +17,7 @@ from hopper_fp8_calls import (
     check_backward,
     check_forward,
     fp8_call,
+    moved,
     quantise,
     rows_of,
     run_backward,
@@ -24,7 +26,8 @@ from hopper_fp8_calls import (
     transposed,
 )
 
-from flexattn.dispatch import triton_backend
+from flexattn.dispatch import quantization, triton_backend
+from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import hopper_fp8_one_pass, hopper_fp8_quantize
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
 from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
@@ -184,6 +187,35 @@ def test_statistics_that_quantise_compiled(head_dim: int) -> None:
         tiled_statistics(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, None, 64)
     (report,) = compile_many([request_for(launch, 90) for launch in launches])
     assert report.spill_store_bytes == report.stack_bytes == 0, str(report)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_statistics_that_quantise(head_dim: int, device: str) -> None:
+    """They are, and the gradient of softmax_offset is, those of a dout that was quantised before; gaps are not written."""
+    inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [30, 40, 70], "num_heads": 2, "num_heads_kv": 1, "dtype": torch.bfloat16}
+    given = make_inputs("thd", gap=3, head_dim_qk=head_dim, head_dim_v=head_dim, **inputs)
+    sinks = {"softmax_type": "learnable", "softmax_offset": torch.randn(2)}
+    call = fp8_call(*make_call(given, attn_mask_type="padding", **sinks, return_max_logit=False))
+    found = backward_of(call, make_dout(given), "block")
+    problem = moved(found.problem, device)
+    out, lse, dout = (t.to(device) for t in (found.out, found.lse, found.given))
+    lengths = (problem.cu_seqlens_q, problem.cu_seqlens_q_padded, problem.longest_q)
+    (dout8,), (descale,), _ = quantization.quantize([Unquantized(dout, "thd", *lengths, None)], E4M3, "block", 128, 0)
+    before = dataclasses.replace(problem, descales=(*problem.descales[:3], descale))
+    room, data = torch.full_like(descale, float("nan")), torch.full_like(dout, float("nan")).to(E4M3)
+    to_come = dataclasses.replace(problem, descales=(*problem.descales[:3], room), halves=(dout,), dout_is_to_come=True)
+    results = []
+    for own, own_dout in ((before, dout8), (to_come, data)):
+        doffset = torch.empty(2, device=device)
+        statistics, tiles = tiled_statistics(own, out, lse, own_dout, None, doffset, 64)
+        first = (
+            64 * 2 * (1 + torch.arange(2, device=device) * tiles)
+        )  # a sequence of 70, in two tiles
+        rows = first[:, None] + torch.tensor([*range(64), *range(128, 134)], device=device)
+        results.append((doffset, statistics[rows], statistics[rows + 64]))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert data[70:73].float().isnan().all()
 
 
 @pytest.mark.exhaustive
