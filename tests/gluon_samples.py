@@ -108,6 +108,13 @@ def packed(x_ptr, y_ptr):
 
 
 @gluon.jit
+def bits_of_a_number(x_ptr, bits_ptr, y_ptr):
+    bits = gl.load(x_ptr).to(gl.int32, bitcast=True)
+    gl.store(bits_ptr, bits)
+    gl.store(y_ptr, bits.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
 def doubled(x_ptr, y_ptr):
     offsets = gl.arange(0, 128, layout=LINE)
     x = gl.load(x_ptr + offsets)

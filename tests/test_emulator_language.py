@@ -107,6 +107,13 @@ def test_packing_asm_and_bitcasts() -> None:
     assert torch.equal(y, x.bfloat16().float())
 
 
+def test_bits_of_a_number() -> None:
+    x, bits, y = torch.tensor([-0.3]), torch.empty(1, dtype=torch.int32), torch.empty(1)
+    clean(emulator.launch(samples.bits_of_a_number, (1,), x, bits, y))
+    assert torch.equal(bits, x.view(torch.int32))
+    assert torch.equal(y, x)
+
+
 def test_unknown_asm_can_be_taught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline_asm, "_KNOWN", list(inline_asm._KNOWN))
     x, y = torch.randn(128), torch.empty(128)

@@ -164,7 +164,10 @@ class Scalar(_Operators):
     def __repr__(self) -> str:
         return f"{self.value}:{self.dtype.name}"
 
-    def to(self, dtype: DType, **_: Any) -> Scalar:
+    def to(self, dtype: DType, bitcast: bool = False, **_: Any) -> Scalar:
+        if bitcast:
+            value = np.full(1, self.value, np.float64 if self.dtype.name == "fp64" else numpy_dtype(self.dtype))
+            return Scalar(from_bits(to_bits(value, self.dtype), dtype)[0], dtype)
         return Scalar(self.value if is_float(dtype) else math.trunc(self.value), dtype)
 
 
