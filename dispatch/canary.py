@@ -22,6 +22,7 @@ LONGEST = (150, 130)  # queries and keys of the input: more than one tile of eac
 FACTOR = 4.0  # times the largest error of plain torch in the same dtype: a canary looks for wrong results, not for rounding
 ROUNDINGS = 16.0  # of the largest value, granted where plain torch happens to be exact
 SHORT_ACCUMULATOR = 2.0**-10  # of the largest score: some GPUs add up FP8 products in 14 bits
+ROUNDED_WEIGHTS = 2.0**-4  # the most by which one is rounded in e4m3: some kernels sum these
 _CAPACITY = 1024
 
 _passed: OrderedDict[tuple[str, AttentionSpec, Direction], None] = OrderedDict()
@@ -92,6 +93,8 @@ def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Directi
         if wrong := _first_difference(("out",), results, exact, eager):
             return wrong
         granted = SHORT_ACCUMULATOR * max(1.0, float(exact[2].abs().max()))
+        if name == "triton" and spec.capability == (9, 0):
+            granted += ROUNDED_WEIGHTS
         names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
         errors = {names[at]: _error(results[at], exact[at]) for at in range(1, len(names))}
         return next((f"{name} is off by {error:.3g}" for name, error in errors.items() if not error <= granted), None)

@@ -20,6 +20,12 @@ def blocks_before(pointer, count, bound, SIZE: tl.constexpr):
 
 
 @triton.jit
+def list_from(indices_ptr, row, list_length, skipped):
+    # Where a row's list is, but for its first blocks
+    return indices_ptr + tl.cast(row, tl.int64) * list_length + skipped
+
+
+@triton.jit
 def load_block_list(
     counts_ptr,
     indices_ptr,
@@ -31,16 +37,17 @@ def load_block_list(
     HAS_BEFORE: tl.constexpr,
     META: tl.constexpr,
 ):
-    # (where the blocks of a row's list begin that have something of begin .. end, how many they are); end is at most the length
-    pointer = indices_ptr + tl.cast(row, tl.int64) * list_length
+    # (how many blocks of a row's list come before those that have something of begin .. end, how many these are); end is at most
+    # the length
+    pointer = list_from(indices_ptr, row, list_length, 0)
     count = tl.load(counts_ptr + row)
+    skipped = count * 0
     if not META.LISTS_ARE_CUT:
         count = blocks_before(pointer, count, end, SIZE)
     if HAS_BEFORE and not META.LISTS_ARE_CUT:
         skipped = blocks_before(pointer, count, begin - SIZE + 1, SIZE)
-        pointer += skipped
         count -= skipped
-    return pointer, count
+    return skipped, count
 
 
 @triton.jit
@@ -63,8 +70,10 @@ def load_block_lists(
     # With what `visible_range` says: the list of masked blocks and their number, the list of the full ones and which of these,
     # from the first to the last, neither the band nor the end cuts; and the number of tiles in all others, and in these.
     sides = (row, list_length, begin, end)
-    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE, META)
-    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE, META)
+    skipped, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE, META)
+    masked_ptr = list_from(indices_ptr, row, list_length, skipped)
+    skipped, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE, META)
+    full_ptr = list_from(full_indices_ptr, row, list_length, skipped)
     last = blocks_before(full_ptr, num_full, full_end - SIZE + 1, SIZE)
     first = last * 0
     if HAS_BEFORE:

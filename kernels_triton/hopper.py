@@ -11,7 +11,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.block_lists import listed_tile, load_block_list
+from flexattn.kernels_triton.block_lists import list_from, listed_tile, load_block_list
 from flexattn.kernels_triton.primitives import behind, load_head, load_sequence, logits
 from flexattn.kernels_triton.splits import share_of_split
 
@@ -209,6 +209,28 @@ def in_sections(t, length, heads, heads_per_section):
 
 
 @gluon.jit
+def amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
+    if META.HAS_LENGTHS:
+        return gl.load(table_ptr + 1) * num_heads
+    else:
+        return batch * num_heads * blocks
+
+
+@gluon.jit
+def piece_of_work(t, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
+    # (first query, head, batch) of piece t. The longest come first; heads of one section, whose keys and values fit L2, together.
+    if META.HAS_LENGTHS:
+        place, head = in_sections(t, amount // num_heads, num_heads, heads_per_section)
+        entry = gl.load(table_ptr + 2 + place)
+        return entry % blocks * META.BLOCK_M, head, entry // blocks
+    else:
+        block, b_h = in_sections(t, blocks, batch * num_heads, heads_per_section)
+        if META.HAS_RIGHT:
+            block = blocks - 1 - block
+        return block * META.BLOCK_M, b_h % num_heads, b_h // num_heads
+
+
+@gluon.jit
 def key_blocks(first_row, len_kv, shift, window_left, window_right, META: gl.constexpr, QUERIES: gl.constexpr = 0):
     # Blocks of keys that some of BLOCK_M (or QUERIES) queries from first_row on may see: begin <= end.
     NUM_QUERIES: gl.constexpr = META.BLOCK_M if QUERIES == 0 else QUERIES
@@ -245,7 +267,14 @@ def mask_keys(qk, rows, columns, len_kv, shift, window_left, window_right, META:
 
 
 @gluon.jit
-def _listed_blocks(
+def _row_of_lists(lists, b, h, first, SIZE: gl.constexpr):
+    # Of the block of SIZE tokens that begins at or before `first`
+    _, _, _, _, stride_b, stride_h, _ = lists
+    return b * stride_b + h * stride_h + first // SIZE
+
+
+@gluon.jit
+def _listed(
     lists,
     b,
     h,
@@ -255,15 +284,27 @@ def _listed_blocks(
     HAS_BEFORE: gl.constexpr,
     SIZE: gl.constexpr,
     OTHER: gl.constexpr,
-    BLOCK: gl.constexpr,
     META: gl.constexpr,
 ):
-    # Of a block mask with blocks of SIZE tokens, of which `first` is one: (how many tiles of BLOCK tokens of the other side, whose
-    # blocks have OTHER and of which begin .. end is in the band, they see; what `_listed_block` finds them by).
-    counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, stride_b, stride_h, list_length = lists
-    row = b * stride_b + h * stride_h + first // SIZE
-    masked_ptr, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
-    full_ptr, num_full = load_block_list(full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
+    # What of a block mask's lists, whose blocks have SIZE tokens and OTHER of the other side, is in the band from begin to end:
+    # (masked blocks, full ones, masked ones before these, full ones before these).
+    counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, _, _, list_length = lists
+    row = _row_of_lists(lists, b, h, first, SIZE)
+    before, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
+    full_before, num_full = load_block_list(
+        full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META
+    )
+    return num_masked, num_full, before, full_before
+
+
+@gluon.jit
+def _listed_blocks(listed, lists, b, h, first, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr):
+    # By what `_listed` returned: (how many tiles of BLOCK tokens of the other side are seen, what `_listed_block` finds them by).
+    num_masked, num_full, before, full_before = listed
+    _, indices_ptr, _, full_indices_ptr, _, _, list_length = lists
+    row = _row_of_lists(lists, b, h, first, SIZE)
+    masked_ptr = list_from(indices_ptr, row, list_length, before)
+    full_ptr = list_from(full_indices_ptr, row, list_length, full_before)
     return (num_masked + num_full) * (OTHER // BLOCK), (masked_ptr, num_masked, full_ptr)
 
 
@@ -275,13 +316,27 @@ def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def listed_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
+    # Of a block mask, what `blocks_by_lists` needs besides: it takes reads that wait for each other
+    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META, QUERIES)
+    band = (begin * META.BLOCK_N, gl.minimum(end * META.BLOCK_N, len_kv), META.HAS_LEFT)
+    return _listed(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META)
+
+
+@gluon.jit
+def blocks_by_lists(listed, first_row, b, h, lists, META: gl.constexpr):
+    # `blocks_of_keys` of a block mask
+    return _listed_blocks(listed, lists, b, h, first_row, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N)
+
+
+@gluon.jit
 def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
     # (how many blocks of keys some of BLOCK_M queries from first_row on see, what `key_block` finds them by)
-    begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META, QUERIES)
     if META.BLOCK_SIZE_Q > 0:
-        band = (begin * META.BLOCK_N, gl.minimum(end * META.BLOCK_N, len_kv), META.HAS_LEFT)
-        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_Q, META.BLOCK_SIZE_KV, META.BLOCK_N, META)
+        listed = listed_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, QUERIES)
+        return blocks_by_lists(listed, first_row, b, h, lists, META)
     else:
+        begin, end = key_blocks(first_row, len_kv, shift, window_left, window_right, META, QUERIES)
         return end - begin, begin
 
 
@@ -313,7 +368,8 @@ def blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, 
     begin, end = query_blocks(first_row, META.BLOCK_N, len_q, shift, window_left, window_right, META)
     if META.BLOCK_SIZE_Q > 0:
         band = (begin * META.BLOCK_M, gl.minimum(end * META.BLOCK_M, len_q), META.HAS_RIGHT)
-        return _listed_blocks(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M, META)
+        listed = _listed(lists, b, h, first_row, *band, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META)
+        return _listed_blocks(listed, lists, b, h, first_row, META.BLOCK_SIZE_KV, META.BLOCK_SIZE_Q, META.BLOCK_M)
     else:
         return end - begin, begin
 

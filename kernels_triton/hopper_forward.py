@@ -33,20 +33,23 @@ from flexattn.kernels_triton.configs import (
 from flexattn.kernels_triton.hopper import (
     DTYPES,
     allocate_barriers,
+    amount_of_work,
     batch_steps_of,
+    blocks_by_lists,
     blocks_of_keys,
     blocks_of_split,
     descriptor_error,
     heads_per_section,
-    in_sections,
     keep_pairs,
     key_block,
+    listed_keys,
     load_rows,
     mask_by_mod,
     mask_keys,
     modified,
     named_barrier_arrive,
     named_barrier_sync,
+    piece_of_work,
     ragged_descriptor,
     sequences,
     store_rows,
@@ -109,29 +112,8 @@ class ForwardMeta(NamedTuple):
     Q_STAGES: int
     HAS_RUNS: bool  # of whole blocks of keys, among others that a band or a block mask may cut: a loop without masks
     HAS_CUT_LOOP: bool  # a loop with masks, for blocks that may be cut, as are most in a narrow window
-    NUMBERS: int  # that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too
-
-
-@gluon.jit
-def amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
-    if META.HAS_LENGTHS:
-        return gl.load(table_ptr + 1) * num_heads
-    else:
-        return batch * num_heads * blocks
-
-
-@gluon.jit
-def piece_of_work(t, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
-    # (first query, head, batch) of piece t. The longest come first; heads of one section, whose keys and values fit L2, together.
-    if META.HAS_LENGTHS:
-        place, head = in_sections(t, amount // num_heads, num_heads, heads_per_section)
-        entry = gl.load(table_ptr + 2 + place)
-        return entry % blocks * META.BLOCK_M, head, entry // blocks
-    else:
-        block, b_h = in_sections(t, blocks, batch * num_heads, heads_per_section)
-        if META.HAS_RIGHT:
-            block = blocks - 1 - block
-        return block * META.BLOCK_M, b_h % num_heads, b_h // num_heads
+    NUMBERS: int  # that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, and
+    # of a block mask what `listed_keys` and `_whole_blocks` find
 
 
 @gluon.jit
@@ -157,7 +139,7 @@ def _tile_of(t, amount, table_ptr, work, META: gl.constexpr):
 
 
 @gluon.jit
-def _tell(tile, turn, barriers, META: gl.constexpr):
+def tell(tile, turn, barriers, META: gl.constexpr):
     # The loading warp, which runs ahead, tells the consumers a tile: they need not wait for what it read for that.
     _, _, _, _, _, _, told_full, told_empty, told = barriers
     NUMBERS: gl.constexpr = META.NUMBERS
@@ -169,7 +151,7 @@ def _tell(tile, turn, barriers, META: gl.constexpr):
 
 
 @gluon.jit
-def _hear(turn, barriers, META: gl.constexpr):
+def hear(turn, barriers, META: gl.constexpr):
     # As many numbers as were told
     _, _, _, _, _, _, told_full, told_empty, told = barriers
     NUMBERS: gl.constexpr = META.NUMBERS
@@ -183,13 +165,12 @@ def _hear(turn, barriers, META: gl.constexpr):
 
 
 @gluon.jit
-def _blocks_of_tile(first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META: gl.constexpr):
-    # The blocks of keys of a tile, or of its split, as `blocks_of_keys` gives them
-    QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
-    num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, QUERIES)
+def _share_of_tile(split, num_splits, num_blocks, found, META: gl.constexpr):
+    # The blocks of keys of a tile, as `blocks_of_keys` gives them, or those of its split
     if META.IS_SPLIT:
-        num_blocks, found = blocks_of_split(split, num_splits, num_blocks, found, META)
-    return num_blocks, found
+        return blocks_of_split(split, num_splits, num_blocks, found, META)
+    else:
+        return num_blocks, found
 
 
 @gluon.jit
@@ -214,11 +195,22 @@ def _load_partition(common, META: gl.constexpr):
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
-        _tell((first_row, h, b, split, start_q, len_q, len_kv), turn, barriers, META)
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = _blocks_of_tile(
-            first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META
-        )
+        tile = (first_row, h, b, split)
+        if META.HAS_LENGTHS:
+            tile = tile + (start_q, len_q, len_kv)
+        if META.BLOCK_SIZE_Q > 0:
+            listed = listed_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+            num_blocks, found = blocks_by_lists(listed, first_row, b, h, lists, META)
+            num_blocks, found = _share_of_tile(split, num_splits, num_blocks, found, META)
+            mask = (len_kv, shift, window_left, window_right)
+            tile = tile + listed + _whole_blocks(first_row, META.BLOCK_M, num_blocks, found, mask, META)
+        else:
+            num_blocks, found = blocks_of_keys(
+                first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+            )
+            num_blocks, found = _share_of_tile(split, num_splits, num_blocks, found, META)
+        tell(tile, turn, barriers, META)
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * (_ROWS // GROUP)
@@ -248,7 +240,7 @@ def _load_partition(common, META: gl.constexpr):
             loaded += 1
         piece = drawn + gl.num_programs(0)
         turn += 1
-    _tell((-1, 0, 0, 0, 0, 0, 0), turn, barriers, META)
+    tell((-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), turn, barriers, META)
 
 
 @gluon.jit
@@ -303,9 +295,9 @@ def pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexp
 
 
 @gluon.jit
-def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
-    # Of a consumer's blocks of keys, of which the last come first: (from which on, the first apart, up to which) nothing is hidden
-    # by an edge or a block mask; up to 0 if they are few and there is a loop for the others.
+def _whole_blocks(own_row, QUERIES: gl.constexpr, own_num, own_found, mask, META: gl.constexpr):
+    # Of the blocks of keys of QUERIES from own_row on, of which the last come first: (from which on, the first apart, up to which)
+    # nothing is hidden by an edge or a block mask; up to 0 if they are few, others follow, and there is a loop for these.
     len_kv, shift, window_left, window_right = mask
     begin = 1
     end = own_num
@@ -314,7 +306,7 @@ def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
     if META.HAS_RIGHT:
         right_end = gl.minimum(len_kv, own_row + shift + 1 + window_right)
     if META.HAS_LEFT:
-        left_end = gl.maximum(own_row + shift + _ROWS // META.GROUP - 1 - window_left, 0)
+        left_end = gl.maximum(own_row + shift + QUERIES - 1 - window_left, 0)
     if META.BLOCK_SIZE_Q > 0:  # the full ones come first
         end = gl.maximum(own_num - gl.maximum(own_found[1], 0) * (META.BLOCK_SIZE_KV // META.BLOCK_N), 1)
         while (begin < end) & (key_block(gl.maximum(own_num - 1 - begin, 0), own_found, META)[0] + META.BLOCK_N > right_end):
@@ -329,7 +321,7 @@ def _whole_blocks(own_row, own_num, own_found, mask, META: gl.constexpr):
         if META.HAS_LEFT:
             end = gl.maximum(gl.minimum(own_found + own_num - gl.cdiv(left_end, META.BLOCK_N), own_num), begin)
     if META.HAS_CUT_LOOP:
-        end = gl.where(end - begin >= _FEWEST, end, 0)
+        end = gl.where((end - begin >= _FEWEST) | (end == own_num), end, 0)
     return begin, end
 
 
@@ -509,19 +501,23 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         named_barrier_arrive(_TURN, _PAIR)  # consumer 0 begins
     loaded = 0
     turn = 0
-    tile = _hear(turn, barriers, META)
+    tile = hear(turn, barriers, META)
     while tile[0] >= 0:
         first_row, h, b, split = tile[:4]
         if META.HAS_LENGTHS:
-            start_q, len_q, len_kv = tile[4:]
+            start_q, len_q, len_kv = tile[4:7]
         else:
             start_q, len_q, _, len_kv = sequences(
                 b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
             )
         shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = _blocks_of_tile(
-            first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META
-        )
+        if META.BLOCK_SIZE_Q > 0:
+            num_blocks, found = blocks_by_lists(tile[META.NUMBERS - 6 : META.NUMBERS - 2], first_row, b, h, lists, META)
+        else:
+            num_blocks, found = blocks_of_keys(
+                first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
+            )
+        num_blocks, found = _share_of_tile(split, num_splits, num_blocks, found, META)
         own_row = first_row + CONSUMER * (_ROWS // GROUP)
         mask = (len_kv, shift, window_left, window_right)
         skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
@@ -555,7 +551,10 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         fixed = (own_row, rows, block_columns, mask, place, scores, head, own_captures, draws, b * num_heads + h, q_slot, zeros)
         so_far = (0, row_max, row_sum, acc, loaded)
         if META.HAS_RUNS:
-            whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
+            if META.BLOCK_SIZE_Q > 0:
+                whole_from, whole_to = tile[META.NUMBERS - 2 :]
+            else:
+                whole_from, whole_to = _whole_blocks(own_row, _ROWS // GROUP, own_num, own_found, mask, META)
             last = own_num  # few others follow, and through the same instructions
             if META.HAS_CUT_LOOP:
                 last = whole_to
@@ -604,7 +603,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
                 _store_out(low, 0, own_rows, out_descriptor, out_tiles.index(CONSUMER))
                 _store_out(high, V0 // 2, own_rows, out_descriptor, out_tiles.index(CONSUMER))
         turn += 1
-        tile = _hear(turn, barriers, META)
+        tile = hear(turn, barriers, META)
     tma.store_wait(0)
     if META.TAKES_TURNS and CONSUMER == 0:
         named_barrier_sync(_TURN, _PAIR)
@@ -931,7 +930,7 @@ def hopper_forward(
         Q_STAGES=tile.q_stages,
         HAS_RUNS=(is_banded and not is_narrow) or x.block_mask is not None,
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
-        NUMBERS=7 if has_lengths else 4,
+        NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v // tile.out_parts)

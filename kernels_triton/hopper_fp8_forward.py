@@ -20,6 +20,7 @@ from flexattn.kernels_triton.configs import HOPPER_FLOPS, Tile, split_head_dim
 from flexattn.kernels_triton.hopper import (
     FP8_DTYPES,
     allocate_barriers,
+    amount_of_work,
     batch_steps_of,
     blocks_of_keys,
     descriptor_error,
@@ -29,17 +30,18 @@ from flexattn.kernels_triton.hopper import (
     mask_by_mod,
     mask_keys,
     modified,
+    piece_of_work,
     ragged_descriptor,
     sequences,
     store_rows,
 )
 from flexattn.kernels_triton.hopper_forward import (
-    amount_of_work,
     block_mask_error,
+    hear,
     own_blocks,
     pass_over,
-    piece_of_work,
     query_heads_per_section,
+    tell,
 )
 from flexattn.kernels_triton.hopper_fp8 import (
     BLOCK,
@@ -54,13 +56,14 @@ from flexattn.kernels_triton.hopper_fp8 import (
     transposed_descriptor,
     unpack_quads,
 )
-from flexattn.kernels_triton.hopper_softmax import for_threads, sums_of_threads
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
+_COLUMNS = gl.constexpr(8)  # of the product that sums p: wgmma's least N, all alike
+_ONE = gl.constexpr(0x38)  # 1 in e4m3
 _LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32's finite numbers, for -inf as a maximum: exp2(-inf - _LOWEST) is 0
 
 
@@ -72,15 +75,16 @@ class Fp8Tile(NamedTuple):
     block_m: int  # 64 for each consumer warpgroup
     block_n: int
     num_stages: int  # of k and of v in shared memory
+    q_stages: int
     registers: int  # of a consumer's thread
     parts: int  # in which v is summed, for want of registers
 
 
 FP8_FORWARD = (
-    Fp8Tile(64, 64, 192, 128, 3, 160, 1),
-    Fp8Tile(128, 128, 192, 128, 2, 160, 1),
-    Fp8Tile(192, 128, 192, 128, 2, 160, 2),
-    Fp8Tile(256, 256, 128, 128, 2, 240, 2),
+    Fp8Tile(64, 64, 192, 128, 3, 2, 160, 1),
+    Fp8Tile(128, 128, 192, 128, 3, 2, 160, 1),
+    Fp8Tile(192, 128, 192, 128, 2, 2, 160, 2),
+    Fp8Tile(256, 256, 128, 128, 2, 1, 240, 2),
 )
 
 
@@ -132,16 +136,19 @@ class Fp8ForwardMeta(NamedTuple):
     V0: int  # of a part of v
     PARTS: int
     STAGES: int
+    Q_STAGES: int
     CONSUMERS: int
     REGISTERS: int
+    NUMBERS: int  # that make a tile: (first query, head, batch), with lengths (first token, queries, keys), then three scales
 
 
 @gluon.jit
-def _load_partition(common, META: gl.constexpr):
+def _load_partition(common, scales, META: gl.constexpr):
     descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
     q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
-    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty, next_piece = barriers
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles, _ = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+    scale_q, scale_k, scale_v = scales
     batch, num_heads, group_size, blocks, heads_per_section, v_blocks = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     step_qs, step_qh, step_ks, step_kh, _, _ = steps
@@ -157,19 +164,27 @@ def _load_partition(common, META: gl.constexpr):
         start_q, len_q, start_kv, len_kv = sequences(
             b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
         )
+        h_kv = h // group_size
+        tile = (first_row, h, b)
+        if META.HAS_LENGTHS:
+            tile = tile + (start_q, len_q, len_kv)
+        descale_q = load_descale(scale_q, b, h, 0).to(gl.int32, bitcast=True)
+        descale_k = load_descale(scale_k, b, h_kv, 0).to(gl.int32, bitcast=True)
+        descale_v = load_descale(scale_v, b, h_kv, 0).to(gl.int32, bitcast=True)
+        tell(tile + (descale_q, descale_k, descale_v), turn, barriers, META)
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        h_kv = h // group_size
         v_block = h_kv * v_blocks + first_transposed_block(b, start_kv, num_tokens_kv, META.IS_RAGGED_KV)
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * _ROWS
             token, head = start_q + b * step_qs, h + b * step_qh
-            full = q_full.index(consumer)
-            mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
+            slot = consumer + turn % META.Q_STAGES * CONSUMERS
+            full = q_full.index(slot)
+            mbarrier.wait(q_empty.index(slot), ((turn // META.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(full, q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
-            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(consumer))
+            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(slot))
             if META.QK1 > 0:
-                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(consumer))
+                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(slot))
         for t in range(num_blocks):
             row = key_block(num_blocks - 1 - t, found, META)[0]
             slot = loaded % META.STAGES
@@ -187,23 +202,20 @@ def _load_partition(common, META: gl.constexpr):
             tma.async_copy_global_to_shared(v_descriptor, place, v_full.index(slot), v_tiles.index(slot))
             loaded += 1
         piece = drawn + gl.num_programs(0)
-        mbarrier.wait(next_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        next_piece.index(turn & 1).store(gl.full([1], piece, gl.int32, layout=LAYOUT))
-        mbarrier.arrive(next_full.index(turn & 1), count=1)
         turn += 1
+    tell((-1, 0, 0, 0, 0, 0, 0, 0, 0), turn, barriers, META)
 
 
 @gluon.jit
-def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER: gl.constexpr, slot, zeros, META: gl.constexpr):
+def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.constexpr):
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    q0 = q_tiles.index(CONSUMER).reshape([_ROWS, QK0])
+    q0 = q_tiles.index(q_slot).reshape([_ROWS, QK0])
     k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
     qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if QK1 > 0:
-        q1 = q1_tiles.index(CONSUMER).reshape([_ROWS, QK1])
+        q1 = q1_tiles.index(q_slot).reshape([_ROWS, QK1])
         k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
         qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
     return qk
@@ -241,14 +253,19 @@ def _whole_blocks(own_row, num_blocks, found, mask, META: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, row_max, row_sum, factor, DTYPE: gl.constexpr, META: gl.constexpr):
-    # row_sum is of p as it is scaled
+def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
+    # (the weights as quads, the rows' maximum, what is summed already is to be multiplied with)
     new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
     origin = gl.maximum(new_max, _LOWEST)
     p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
-    decay = gl.exp2(row_max - origin)
-    row_sum = row_sum * for_threads(decay, row_sum) + sums_of_threads(p, META.BLOCK_N)
-    return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, row_sum, decay
+    return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, gl.exp2(row_max - origin)
+
+
+@gluon.jit
+def _once(sums):
+    # Of `_COLUMNS` columns, which are alike, one in each thread
+    one, _ = gl.split(gl.reshape(sums, [_ROWS, _COLUMNS // 2, 2]))
+    return one
 
 
 @gluon.jit
@@ -261,16 +278,15 @@ def _turns(
     fixed,
     tiles,
     barriers,
-    CONSUMER: gl.constexpr,
     IS_CUT: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     # The blocks of keys from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of them.
-    rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum = fixed
+    rows, mask, place, scores, head, own_captures, scales_of_blocks, q_slot, zeros, no_sum, no_row_sum = fixed
     scale_k, scale_v, descale_q, descale, b, h_kv = scales_of_blocks
     len_kv, shift, window_left, window_right = mask
-    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles = tiles
+    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles, ones = tiles
     _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
     row_max, row_sum, acc, acc1, descale_v, loaded = so_far
     DTYPE: gl.constexpr = gl.float8e4nv  # of p
@@ -291,7 +307,7 @@ def _turns(
             ratio = descale_v / next_descale_v
             descale_v = next_descale_v
         mbarrier.wait(k_full.index(slot), phase)
-        product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, CONSUMER, slot, zeros, META)
+        product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
         qk = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(slot), count=1)
         columns = column + block_columns
@@ -299,13 +315,18 @@ def _turns(
         if IS_CUT:
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
         s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-        quads, row_max, row_sum, decay = _softmax(s, row_max, row_sum, factor, DTYPE, META)
+        quads, row_max, decay = _softmax(s, row_max, factor, DTYPE, META)
+        decay_of_sums = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))
         decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
         p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
         mbarrier.wait(v_full.index(slot), phase)
         v = v_tiles.index(slot).reshape([META.PARTS * V0, BLOCK_N])
         sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
-        sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+        # The tensor cores sum p too, by a product with ones: 64 additions a thread less. It is p as the product with v takes it.
+        p_again = gl.convert_layout(p, gl.DotOperandLayout(0, no_row_sum.type.layout, 4))
+        sum_of_p = warpgroup_mma(p_again, ones.permute([1, 0]), no_row_sum, use_acc=False, is_async=True)
+        sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])
+        row_sum = row_sum * decay_of_sums[:, None] + _once(sum_of_p)
         if META.PARTS == 2:
             acc = acc * decay[:, None] + sum_here
             compute_here(acc)
@@ -328,14 +349,14 @@ def _turns(
 def _compute_partition(
     common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
-    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
+    descriptors, tiles, barriers, work, scalars, cu_seqlens, _, lists = common
     bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
     scale_q, scale_k, scale_v = scales
     _, _, _, out_descriptor, _, _ = descriptors
     out_tiles = tiles[3]
-    q_full, q_empty, _, _, _, _, next_full, next_empty, next_piece = barriers
-    batch, num_heads, group_size, blocks, heads_per_section, _ = work
+    q_full, q_empty, _, _, _, _, _, _, _ = barriers
+    batch, num_heads, group_size, _, _, _ = work
     num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
     _, _, _, _, step_os, step_oh = steps
     BLOCK_N: gl.constexpr = META.BLOCK_N
@@ -345,13 +366,18 @@ def _compute_partition(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+    no_row_sum = gl.zeros([_ROWS, _COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32]))
     loaded = 0
     turn = 0
-    piece = gl.program_id(0)
-    while piece < amount:
-        first_row, h, b = piece_of_work(piece, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META)
-        start_q, len_q, _, len_kv = sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META)
+    tile = hear(turn, barriers, META)
+    while tile[0] >= 0:
+        first_row, h, b = tile[:3]
+        if META.HAS_LENGTHS:
+            start_q, len_q, len_kv = tile[3:6]
+        else:
+            start_q, len_q, _, len_kv = sequences(
+                b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+            )
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
         h_kv = h // group_size
@@ -363,21 +389,22 @@ def _compute_partition(
         skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
-        row_sum = sums_of_threads(zeros, BLOCK_N)
+        row_sum = _once(no_row_sum)
         if META.Q_BLOCKWISE:
             descale_q = load_descale(scale_q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
         else:
-            descale_q = gl.zeros([_ROWS], gl.float32, layout=ROWS) + load_descale(scale_q, b, h, 0)
-        descale_k = load_descale(scale_k, b, h_kv, 0)
-        descale_v = load_descale(scale_v, b, h_kv, 0)
-        descale = descale_q * descale_k
+            descale_q = gl.zeros([_ROWS], gl.float32, layout=ROWS) + tile[META.NUMBERS - 3].to(gl.float32, bitcast=True)
+        descale_v = tile[META.NUMBERS - 1].to(gl.float32, bitcast=True)
+        descale = descale_q * tile[META.NUMBERS - 2].to(gl.float32, bitcast=True)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
                 sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
             row_max = gl.maximum(row_max, sink)
-            row_sum = row_sum + for_threads(gl.where(row_max == float("-inf"), 0.0, P_SCALE / 4), row_sum)  # in each thread
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+            own = gl.convert_layout(gl.where(row_max == float("-inf"), 0.0, P_SCALE), gl.SliceLayout(1, row_sum.type.layout))
+            row_sum = row_sum + own[:, None]
+        q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
+        mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
         if META.SKIPS:
@@ -385,26 +412,26 @@ def _compute_partition(
         mask = (len_kv, shift, window_left, window_right)
         whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
         scales_of_blocks = (scale_k, scale_v, descale_q, descale, b, h_kv)
-        fixed = (rows, mask, place, scores, head, own_captures, scales_of_blocks, zeros, no_sum)
+        fixed = (rows, mask, place, scores, head, own_captures, scales_of_blocks, q_slot, zeros, no_sum, no_row_sum)
         so_far = (row_max, row_sum, acc, acc1, descale_v, loaded)
         how = (own_num, own_found, fixed, tiles, barriers)
         if META.HAS_LEFT:
             done = 0
             while done < own_num:  # twice at most: what is after the whole blocks goes through the loop for those before
-                so_far = _turns(done, whole_from, so_far, *how, CONSUMER, True, MODS, META)
-                so_far = _turns(whole_from, whole_to, so_far, *how, CONSUMER, False, MODS, META)
+                so_far = _turns(done, whole_from, so_far, *how, True, MODS, META)
+                so_far = _turns(whole_from, whole_to, so_far, *how, False, MODS, META)
                 done = whole_to
                 whole_from = own_num
                 whole_to = own_num
         else:
-            so_far = _turns(0, whole_from, so_far, *how, CONSUMER, True, MODS, META)
-            so_far = _turns(whole_from, own_num, so_far, *how, CONSUMER, False, MODS, META)
+            so_far = _turns(0, whole_from, so_far, *how, True, MODS, META)
+            so_far = _turns(whole_from, own_num, so_far, *how, False, MODS, META)
         row_max, row_sum, acc, acc1, descale_v, loaded = so_far
         if META.SKIPS:
             loaded = pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+        row_sum = gl.convert_layout(gl.max(row_sum, 1), ROWS)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
         gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
         normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
@@ -417,10 +444,8 @@ def _compute_partition(
             out_tile.reshape([_ROWS, V0]).store((acc * normaliser).to(out_descriptor.dtype))
         fence_async_shared()
         store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
-        mbarrier.wait(next_full.index(turn & 1), (turn >> 1) & 1)
-        piece = gl.max(next_piece.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(next_empty.index(turn & 1), count=1)
         turn += 1
+        tile = hear(turn, barriers, META)
     tma.store_wait(0)
 
 
@@ -496,7 +521,8 @@ def _attn_fwd_fp8_hopper_kernel(
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
-    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [CONSUMERS] + q_descriptor.block_type.shape, q_descriptor.layout)
+    Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
+    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [Q_TILES] + q_descriptor.block_type.shape, q_descriptor.layout)
     out_tiles = gl.allocate_shared_memory(
         out_descriptor.dtype, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout
     )
@@ -505,22 +531,29 @@ def _attn_fwd_fp8_hopper_kernel(
     q1_tiles = q_tiles
     k1_tiles = k_tiles
     if META.QK1 > 0:
-        q1_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [CONSUMERS] + q1_descriptor.block_type.shape, q1_descriptor.layout)
+        q1_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [Q_TILES] + q1_descriptor.block_type.shape, q1_descriptor.layout)
         k1_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
-    next_piece = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # As bits: of fp32 ones that are cast, ptxas (CUDA 12.8) leaves two bytes of four to chance.
+    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_COLUMNS, META.BLOCK_N], gl.float8e4nv)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    bits = gl.full([_COLUMNS, META.BLOCK_N], _ONE, gl.int8, layout=LINES)
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [_COLUMNS, META.BLOCK_N], ONES)
+    ones.store(bits.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    told = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = (
-        allocate_barriers(CONSUMERS, 1),
-        allocate_barriers(CONSUMERS, 1),
+        allocate_barriers(Q_TILES, 1),
+        allocate_barriers(Q_TILES, 1),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, CONSUMERS),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, CONSUMERS),
         allocate_barriers(2, 1),
         allocate_barriers(2, CONSUMERS),
-        next_piece,
+        told,
     )
     descriptors = (q_descriptor, k_descriptor, v_descriptor, out_descriptor, q1_descriptor, k1_descriptor)
-    tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles, ones)
     work = (batch, num_heads, group_size, blocks, heads_per_section, v_blocks)
     steps = (step_qs, step_qh, step_ks, step_kh, step_os, step_oh)
     scalars = (num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps)
@@ -538,7 +571,7 @@ def _attn_fwd_fp8_hopper_kernel(
             [
                 (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
                 (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
-                (_load_partition, (common, META)),
+                (_load_partition, (common, scales, META)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -546,7 +579,7 @@ def _attn_fwd_fp8_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_load_partition, (common, META)),
+                (_load_partition, (common, scales, META)),
                 (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
                 (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
                 (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
@@ -642,8 +675,10 @@ def hopper_fp8_forward(
         V0=v0,
         PARTS=tile.parts,
         STAGES=tile.num_stages,
+        Q_STAGES=tile.q_stages,
         CONSUMERS=tile.block_m // _ROWS.value,
         REGISTERS=tile.registers,
+        NUMBERS=9 if has_lengths else 6,
     )
     descriptors: list[Any] = [
         ragged_descriptor(x.q, _ROWS.value, qk0),

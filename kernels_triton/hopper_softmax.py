@@ -1,4 +1,4 @@
-"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`); of it, what FP8 shares."""
+"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`)."""
 
 from __future__ import annotations
 

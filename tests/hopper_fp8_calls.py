@@ -107,7 +107,7 @@ def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head"
 
 
 def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, ...]:
-    """The budget of out: eager attention in fp32, with its probabilities in e4m3 as the kernels have them."""
+    """The budget of out and lse: eager attention in fp32, with its probabilities in e4m3 as the kernels multiply and sum them."""
     exp = torch.exp
 
     def rounded(t: torch.Tensor) -> torch.Tensor:
@@ -153,9 +153,9 @@ def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _lse_budget(call: Fp8Call, device: torch.device) -> torch.Tensor:
-    """In fp32; on a GPU of scores as its tensor cores sum them, and on a CPU of exact ones, as the emulator's are."""
+    """On a GPU of scores as its tensor cores sum them, and on a CPU of exact ones, as the emulator's are."""
     if device.type == "cpu":
-        return reference_attention(call.spec, call.stands_for, dtype=torch.float32)[1]
+        return rounded_attention(call.spec, call.stands_for)[1]
     p, x = call.problem, call.stands_for
     off = torch.zeros(p.batch, p.num_heads, p.longest_q, p.longest_kv, dtype=torch.float64)
     for (b, start, length), (_, start_kv, length_kv) in zip(spans(p, "q"), spans(p, "kv"), strict=True):
@@ -165,7 +165,7 @@ def _lse_budget(call: Fp8Call, device: torch.device) -> torch.Tensor:
         short = (short_sums(q, k) - q @ k.mT) * q_scale * k_scale.mT
         off[b, :, :length, :length_kv] = (short * x.softmax_scale).cpu()
     spec = call.spec._replace(bias_type="post_scale_bias", bias_dims=(True,) * 4)  # type: ignore[arg-type]
-    return reference_attention(spec, x._replace(bias=off), dtype=torch.float32)[1]
+    return rounded_attention(spec, x._replace(bias=off))[1]
 
 
 def _codes(

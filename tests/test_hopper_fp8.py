@@ -125,28 +125,28 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
 
 # Instructions of a turn of the main loop, by kernel, row and features; the forward's is that of whole blocks.
 LOOP_INSTRUCTIONS = {
-    ("fwd_fp8", (64, 64), "open"): 390,
-    ("fwd_fp8", (64, 64), "causal"): 390,
-    ("fwd_fp8", (64, 64), "everything"): 466,
+    ("fwd_fp8", (64, 64), "open"): 335,
+    ("fwd_fp8", (64, 64), "causal"): 333,
+    ("fwd_fp8", (64, 64), "everything"): 415,
     ("one_pass_fp8", (64, 64), "open"): 670,
     ("one_pass_fp8", (64, 64), "causal"): 767,
     ("one_pass_fp8", (64, 64), "everything"): 900,
-    ("fwd_fp8", (128, 128), "open"): 426,
-    ("fwd_fp8", (128, 128), "causal"): 426,
-    ("fwd_fp8", (128, 128), "everything"): 504,
+    ("fwd_fp8", (128, 128), "open"): 368,
+    ("fwd_fp8", (128, 128), "causal"): 368,
+    ("fwd_fp8", (128, 128), "everything"): 460,
     ("one_pass_fp8", (128, 128), "open"): 450,
     ("one_pass_fp8", (128, 128), "causal"): 493,
     ("one_pass_fp8", (128, 128), "everything"): 563,
-    ("fwd_fp8", (192, 128), "open"): 455,
-    ("fwd_fp8", (192, 128), "causal"): 455,
-    ("fwd_fp8", (192, 128), "everything"): 536,
-    ("fwd_fp8", (256, 256), "open"): 523,
-    ("fwd_fp8", (256, 256), "causal"): 513,
-    ("fwd_fp8", (256, 256), "everything"): 605,
+    ("fwd_fp8", (192, 128), "open"): 403,
+    ("fwd_fp8", (192, 128), "causal"): 400,
+    ("fwd_fp8", (192, 128), "everything"): 479,
+    ("fwd_fp8", (256, 256), "open"): 469,
+    ("fwd_fp8", (256, 256), "causal"): 467,
+    ("fwd_fp8", (256, 256), "everything"): 553,
 }
 SLACK = 0.05
-# Of them, those that spill: 1 with 128 queries, and 4 with everything; with scales by block and a window 16.
-SPILLS = {("one_pass_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.021}
+# Of them, those that spill: 1 with 128 queries; with everything, scales by block and a window among it, 10 to 14.
+SPILLS = {("one_pass_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
 SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (64, 64), "everything")]
 
 

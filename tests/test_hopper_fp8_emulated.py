@@ -304,9 +304,14 @@ PLANTED = {
         "        mbarrier.arrive(v_empty.index(slot), count=1)\n        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
     ),
     "the sum of v is read while it runs": (
-        "sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])\n        if META.PARTS == 2:",
-        "sum_here = warpgroup_mma_wait(1, deps=[sum_of_v])\n        if META.PARTS == 2:",
+        "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
+        "warpgroup_mma_wait(2, deps=[sum_of_v, sum_of_p])",
     ),
+    "the sum of p is read while it runs": (
+        "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
+        "warpgroup_mma_wait(1, deps=[sum_of_v, sum_of_p])",
+    ),
+    "the ones are written without a fence": ("    fence_async_shared()\n    told = ", "    told = "),
     "out is stored without a fence": ("        fence_async_shared()\n        store_rows(out_desc", "        store_rows(out_desc"),
     "the loader waits for the wrong phase of v": (
         "mbarrier.wait(v_empty.index(slot), phase ^ 1)",
