@@ -185,6 +185,7 @@ BLOCK_MASKS: dict[str, tuple[Any, int | None]] = {
     "causal": (mods.causal(), None),
     "nothing is seen": (lambda b, h, q_idx, kv_idx: q_idx < 0, None),
     "nearly all is": (lambda b, h, q_idx, kv_idx: q_idx + kv_idx > 3, None),
+    "whole blocks that the band cuts": (lambda b, h, q_idx, kv_idx: q_idx // 256 == kv_idx // 256, None),
 }
 
 
@@ -192,6 +193,7 @@ BANDS = {  # beside the block mask
     "one for all heads": {"attn_mask_type": "padding", "window_size": (100, 30), "bottom_right_diagonal": False},
     "one a head": {"attn_mask_type": "padding_causal_bottom_right"},
     "nearly all is": {"attn_mask_type": "padding_causal_bottom_right", "window_size": (180, 0)},
+    "whole blocks that the band cuts": {"attn_mask_type": "padding_causal"},
 }
 
 
