@@ -144,6 +144,7 @@ def attention(
         - out: q's format and dtype (bfloat16 for q in FP8, or what fp8_recipe says), contiguous, with d_v last; a
           `flexattn.fp8.QuantizedTensor` where fp8_recipe asks for FP8.
         - lse: float32 [b, h, sq], or [h, t_q] for thd: the natural logarithm of each softmax denominator, sink included.
+          In FP8 on compute capability 9.0 the denominator is a sum of E4M3 weights (docs/fp8.md, What is rounded, and how).
           Differentiable.
         - max_logit: float32 [h], the largest visible score of each head, -inf where none is visible. Not differentiable.
 
