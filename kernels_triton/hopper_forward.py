@@ -165,12 +165,18 @@ def hear(turn, barriers, META: gl.constexpr):
 
 
 @gluon.jit
-def _share_of_tile(split, num_splits, num_blocks, found, META: gl.constexpr):
-    # The blocks of keys of a tile, as `blocks_of_keys` gives them, or those of its split
-    if META.IS_SPLIT:
-        return blocks_of_split(split, num_splits, num_blocks, found, META)
+def _blocks_of_tile(
+    listed, first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META: gl.constexpr
+):
+    # The blocks of keys of a tile, or of its split, as `blocks_of_keys` gives them; of a block mask by what `listed_keys` found
+    if META.BLOCK_SIZE_Q > 0:
+        num_blocks, found = blocks_by_lists(listed, first_row, b, h, lists, META)
     else:
-        return num_blocks, found
+        QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
+        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META, QUERIES)
+    if META.IS_SPLIT:
+        num_blocks, found = blocks_of_split(split, num_splits, num_blocks, found, META)
+    return num_blocks, found
 
 
 @gluon.jit
@@ -199,17 +205,13 @@ def _load_partition(common, META: gl.constexpr):
         tile = (first_row, h, b, split)
         if META.HAS_LENGTHS:
             tile = tile + (start_q, len_q, len_kv)
+        mask = (len_kv, shift, window_left, window_right)
+        listed = ()
         if META.BLOCK_SIZE_Q > 0:
-            listed = listed_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-            num_blocks, found = blocks_by_lists(listed, first_row, b, h, lists, META)
-            num_blocks, found = _share_of_tile(split, num_splits, num_blocks, found, META)
-            mask = (len_kv, shift, window_left, window_right)
+            listed = listed_keys(first_row, b, h, *mask, lists, META)
+        num_blocks, found = _blocks_of_tile(listed, first_row, b, h, split, num_splits, *mask, lists, META)
+        if META.BLOCK_SIZE_Q > 0:
             tile = tile + listed + _whole_blocks(first_row, META.BLOCK_M, num_blocks, found, mask, META)
-        else:
-            num_blocks, found = blocks_of_keys(
-                first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
-            )
-            num_blocks, found = _share_of_tile(split, num_splits, num_blocks, found, META)
         tell(tile, turn, barriers, META)
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
@@ -511,15 +513,12 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
                 b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
             )
         shift = (len_kv - len_q) * bottom_right
-        if META.BLOCK_SIZE_Q > 0:
-            num_blocks, found = blocks_by_lists(tile[META.NUMBERS - 6 : META.NUMBERS - 2], first_row, b, h, lists, META)
-        else:
-            num_blocks, found = blocks_of_keys(
-                first_row, b, h, len_kv, shift, window_left, window_right, lists, META, META.BLOCK_M // GROUP
-            )
-        num_blocks, found = _share_of_tile(split, num_splits, num_blocks, found, META)
-        own_row = first_row + CONSUMER * (_ROWS // GROUP)
         mask = (len_kv, shift, window_left, window_right)
+        listed = ()
+        if META.BLOCK_SIZE_Q > 0:
+            listed = tile[META.NUMBERS - 6 : META.NUMBERS - 2]
+        num_blocks, found = _blocks_of_tile(listed, first_row, b, h, split, num_splits, *mask, lists, META)
+        own_row = first_row + CONSUMER * (_ROWS // GROUP)
         skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
         h_of_rows, h_of_scores = h, h
