@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import flexattn
 from flexattn import fp8
 from flexattn.bench.fp8 import RECIPES, attend, make_tensors, train
-from flexattn.dispatch import canary
+from flexattn.dispatch import canary, triton_backend
 from flexattn.dispatch.quantization import dout_like, scale_of
+from flexattn.dispatch.sample import sample_operands
 from flexattn.functional import bind_call
 from flexattn.ops import spec_to_run
 from flexattn.testing import make_dout, make_inputs
@@ -384,6 +385,16 @@ def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
         spec = spec_to_run(x, settings)
         spec = spec.of_backward() if direction == "backward" else spec
         assert canary.mismatch("triton", spec, direction, torch.device(device)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "wish", "expected"), [("triton", "always", True), ("triton", "never", False), ("eager", "always", False)]
+)
+def test_the_canary_knows_what_sums_rounded_weights(name: str, wish: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: wish)
+    spec = spec_to_run(*bind_call(**inputs("cpu"), fp8_recipe=fp8.Recipe()))._replace(device_type="cuda", capability=(9, 0))
+    x = sample_operands(spec, torch.device("cpu"), [150, 150], [130, 130])
+    assert canary._sums_rounded_weights(name, spec, x) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
