@@ -1,4 +1,4 @@
-"""What every test runs under: Triton's interpreter without a GPU, poisoned uninitialised memory, one thread per worker."""
+"""What every test runs under: Triton's interpreter without a GPU, poisoned uninitialised memory, one thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch and numpy read it: workers already fill the cores.
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+# Before torch and numpy read it. The tests' tensors are small: more threads make them several times slower, workers or not.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import pytest
 import torch
