@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 
 import pytest
@@ -38,6 +37,5 @@ def test_fresh_processes_inherit_no_settings(fresh_python: FreshPython, monkeypa
     assert "PATH" in names
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="only the workers of `pytest -n` share the cores")
-def test_a_worker_has_one_thread() -> None:
+def test_every_test_has_one_thread() -> None:
     assert torch.get_num_threads() == 1
