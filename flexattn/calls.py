@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 from torch.utils._device import DeviceContext
 
@@ -35,6 +34,7 @@ from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import backend_module, select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size
 from flexattn.dispatch.tape import Tape, record
+from flexattn.first_order import first_order
 
 MOST_CALLS = 1024
 _MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
@@ -470,19 +470,17 @@ _record: Any = super(torch.autograd.Function, _Attention).apply
 _record_out: Any = super(torch.autograd.Function, _Out).apply
 
 
-def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+@first_order
+def run_backward(
+    ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """A Function's backward; more: inputs of it that are not saved."""
-    run = _backward_once if torch.is_grad_enabled() else _backward
-    return run(ctx, dout, dlse, *more)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *saved = ctx.saved_tensors
+    out, lse, *tensors = saved
     call: Call = ctx.call
-    tensors: list[Any] = saved
-    if len(saved) < call.num_saved:
+    if len(tensors) < call.num_saved:
+        given: list[Any] = tensors
         tensors = [None] * call.num_saved
-        for i, t in zip(call.given, saved, strict=True):
+        for i, t in zip(call.given, given, strict=True):
             tensors[i] = t
     tensors += more
     if dout is None:  # only lse was used
@@ -502,6 +500,3 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *more: Tensor 
     flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
     of_mods = [next(of_captures) if needs_grad else None for needs_grad in flags]
     return (None, *[dense[i] for i in call.gradients], *[of_mods[i] for i in call.captured_leaves])
-
-
-_backward_once = once_differentiable(_backward)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flexattn import ops
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Gradients, Operands, parse_format
+from flexattn.first_order import first_order
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
@@ -283,9 +283,9 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_logit
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
-        out, lse, scale, *tensors = ctx.saved_tensors
+    @first_order
+    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+        out, lse, scale, *tensors = saved
         values, settings, plan = ctx.rest
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)

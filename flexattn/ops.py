@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from flexattn.dispatch import options
 from flexattn.dispatch.describe import describe
@@ -32,6 +31,7 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
+from flexattn.first_order import first_order
 from flexattn.validation import check_cu_seqlens_values
 from flexattn.warn import warn_once
 
@@ -310,9 +310,9 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_logit
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
+    @first_order
+    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = saved
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
         x, settings = _unflat((*tensors[:_NUM_TENSORS], *ctx.constants, *tensors[_NUM_TENSORS:]))

@@ -1,0 +1,50 @@
+"""Attention has first derivatives alone: what makes a derivative of its gradients raise, wherever autograd comes to it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+MESSAGE = (
+    "flexattn's attention has no second derivative, and a derivative of its gradients was asked for (a gradient of a loss that was "
+    "made of them, as a gradient penalty or a Hessian-vector product); accepted: first derivatives, or for this part of the model "
+    "attention in plain torch ops: softmax(q @ k.mT * scale) @ v, or torch's scaled_dot_product_attention under "
+    "sdpa_kernel(SDPBackend.MATH)"
+)
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def first_order(backward: Backward) -> Backward:
+    """The backward of a Function that saved out first, from backward(ctx, saved tensors, *incoming gradients)."""
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: checkpointing gives them only once
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return backward(ctx, saved, *incoming)
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *incoming)
+        return guarded(gradients, saved[0], *incoming)  # by out's node autograd finds every input
+
+    return wrapper
+
+
+def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients, tied to the graphs of what they were made from so that a derivative of them raises RuntimeError."""
+    tied: tuple[Tensor | None, ...] = _Guard.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+    return tied
+
+
+class _Guard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(MESSAGE)

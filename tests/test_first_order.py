@@ -1,0 +1,145 @@
+"""Attention's gradients have no derivative: whoever asks for one is told so, by whichever way the call went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import flexattn
+from flexattn import calls, first_order, fp8
+
+SENTENCE = "flexattn's attention has no second derivative"
+
+
+def leaves(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(1, 16, 2, 16, generator=generator).to(dtype).requires_grad_() for name in "qkv"}
+
+
+def out_of(call: dict[str, Any]) -> Tensor:
+    out: Tensor = flexattn.attention(**call)
+    return out
+
+
+def lse_of(call: dict[str, Any]) -> Tensor:
+    lse: Tensor = flexattn.attention(**call, return_lse=True)[1]
+    return lse
+
+
+def checkpointed(call: dict[str, Any]) -> Tensor:
+    out: Tensor = checkpoint(lambda q: flexattn.attention(**call | {"q": q}), call["q"], use_reentrant=False)
+    return out
+
+
+HALVES = leaves(torch.bfloat16)
+DELAYED = fp8.Recipe(scaling="delayed")
+CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
+    "out": (out_of, leaves()),
+    "lse": (lse_of, leaves()),
+    "checkpoint": (checkpointed, leaves()),
+    "bias": (out_of, leaves() | {"bias_type": "post_scale_bias", "bias": torch.randn(1, 2, 16, 16, requires_grad=True)}),
+    "sink": (out_of, leaves() | {"softmax_type": "learnable", "softmax_offset": torch.randn(2, requires_grad=True)}),
+    "fp8": (out_of, HALVES | {"fp8_recipe": fp8.Recipe()}),
+    "fp8, delayed": (out_of, HALVES | {"fp8_recipe": DELAYED, "fp8_state": fp8.DelayedScaling(DELAYED, 2)}),
+    "fp8, bf16_backward": (out_of, HALVES | {"fp8_recipe": fp8.Recipe(bf16_backward=True)}),
+}
+
+
+@pytest.mark.parametrize("is_linear", [True, False], ids=["linear", "squares"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_gradient_penalty_raises_in_the_first_call_and_in_kept_ones(case: str, is_linear: bool) -> None:
+    run, call = CASES[case]
+    wanted = [t for t in call.values() if isinstance(t, Tensor) and t.requires_grad]
+    calls.clear_cache()
+    for _ in range(4):
+        out = run(call)
+        loss = out.sum() if is_linear else out.square().sum()
+        for gradient in torch.autograd.grad(loss, wanted, create_graph=True):
+            penalty = loss + gradient.square().sum()
+            for t in wanted:
+                with pytest.raises(RuntimeError, match=SENTENCE):
+                    torch.autograd.grad(penalty, t, retain_graph=True, allow_unused=True)
+    assert calls.cache_info()["hits"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_backward_with_create_graph_is_refused_where_its_result_is_used() -> None:
+    call = leaves()
+    for _ in range(4):
+        out_of(call).sum().backward(create_graph=True)
+        assert call["q"].grad is not None
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            call["q"].grad.sum().backward()
+        for t in call.values():
+            t.grad = None
+
+
+def test_a_derivative_for_dout_is_refused() -> None:
+    # the way to forward-mode derivatives by two backwards
+    call = leaves()
+    for _ in range(4):
+        out = out_of(call)
+        dout = torch.ones_like(out, requires_grad=True)
+        (dq,) = torch.autograd.grad(out, call["q"], dout, create_graph=True)
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            torch.autograd.grad(dq.sum(), dout)
+
+
+def test_a_capture_of_a_mod() -> None:
+    slopes = torch.randn(2, requires_grad=True)
+    call = leaves() | {"score_mod": lambda score, b, h, i, j: score * slopes[h]}
+    for _ in range(4):
+        (dslopes,) = torch.autograd.grad(out_of(call).sum(), slopes, create_graph=True)
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            torch.autograd.grad(dslopes.sum(), slopes)
+
+
+def test_second_derivatives_of_other_parts_of_a_model_pass_through() -> None:
+    """A Hessian-vector product that needs no more than attention's first derivative is what plain torch makes of it."""
+    call, weight = leaves(), torch.randn(16, 16, requires_grad=True)
+    vector = torch.randn(16, 16)
+
+    def product(out: Tensor) -> tuple[Tensor, ...]:
+        (dweight,) = torch.autograd.grad((out @ weight).square().sum(), weight, create_graph=True)
+        return torch.autograd.grad((dweight * vector).sum(), [weight, call["q"]])
+
+    q, k, v = (call[name].transpose(1, 2) for name in "qkv")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = product(scaled_dot_product_attention(q, k, v).transpose(1, 2))
+    for _ in range(4):
+        torch.testing.assert_close(product(out_of(call)), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_that_were_made_with_create_graph_are_the_same_and_can_be_changed_in_place() -> None:
+    call = leaves()
+    for _ in range(4):
+        loss = out_of(call).square().sum()
+        plain = torch.autograd.grad(loss, list(call.values()), retain_graph=True)
+        found = torch.autograd.grad(loss, list(call.values()), create_graph=True)
+        for gradient, wanted in zip(found, plain, strict=True):
+            assert gradient.requires_grad
+            assert torch.equal(gradient, wanted)
+            with torch.no_grad():
+                gradient.mul_(2.0)  # as clip_grad_norm_ does
+            gradient.add_(1.0)
+
+
+def test_a_plain_backward_does_without_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_order._Guard, "apply", lambda *_: pytest.fail("guarded"))
+    call = leaves()
+    for _ in range(4):
+        out_of(call).sum().backward()
+
+
+def test_compiled_code_raises_torchs_own_sentence() -> None:
+    call = leaves()
+    out = torch.compile(lambda q, k, v: flexattn.attention(q, k, v), backend="aot_eager", fullgraph=True)(**call)
+    (dq,) = torch.autograd.grad(out.sum(), call["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(dq.sum(), call["q"])
