@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.captures import Captures, find_captures, with_floats
 from flexattn.dispatch import triton_backend
+from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.program import (
     ARGUMENTS,
     GRADIENT,
@@ -288,7 +288,7 @@ def _trace(role: str, mod: Mod, found: Captures, shapes: Sequence[Sequence[int]]
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
 
     floating = ("score", GRADIENT)
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():  # torch.export must not see what happens here
+    with neutral_state(), FakeTensorMode(), torch.no_grad():
         stand_ins = [torch.empty(shape, dtype=read_dtype(t.dtype)) for (_, t), shape in zip(found.tensors, shapes, strict=True)]
         numbers = [torch.empty((), dtype=torch.float32) for _ in found.floats]
         scalars = [torch.empty((), dtype=torch.float32 if name in floating else torch.int64) for name in arguments]
@@ -498,7 +498,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
         return list(torch.autograd.grad(out, wanted, gradient, allow_unused=True, materialize_grads=True))
 
     assert score_placeholder is not None
-    with _disable_current_modes(), FakeTensorMode():
+    with neutral_state(), FakeTensorMode():
         scalars = [torch.empty((), dtype=node.meta["dtype"]) for node in placeholders]
         scalars += [torch.empty((), dtype=torch.float32) for _ in numbers]
         scalars += [torch.empty((), dtype=node.meta["dtype"]) for node in reads]

@@ -1,0 +1,117 @@
+"""What is computed under `neutral_state` depends on nothing that a caller set for his thread, and leaves all of it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexattn.dispatch.neutral import neutral_state
+
+
+class Doubles(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.tanh.default else out
+
+
+class DoublesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.tanh else out
+
+
+def raise_error(*_: Any) -> Any:
+    raise AssertionError("a hook of the caller's was run")
+
+
+AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "dispatch mode": Doubles,
+    "function mode": DoublesFunctions,
+    "fake tensors": FakeTensorMode,
+    "no torch functions": torch._C.DisableTorchFunction,
+    "saved-tensor hooks": lambda: saved_tensors_hooks(raise_error, raise_error),
+    "saved-tensor hooks disabled": lambda: disable_saved_tensors_hooks("not here"),
+    "inside an operator": torch._C._AutoDispatchBelowAutograd,
+    "python dispatcher": enable_python_dispatcher,
+}
+
+
+def thread_state() -> tuple[Any, ...]:
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    stacks = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    is_plain = torch._C._functorch.peek_interpreter_stack() is None
+    return (*map(str, keys), *stacks, *modes, is_plain, torch._C._get_torch_function_state())
+
+
+def compute() -> None:
+    x = torch.full((3,), 0.5, requires_grad=True)
+    weights = torch.eye(3)
+    y = (weights @ torch.tanh(x)).sum()
+    y.backward()
+    assert type(y) is torch.Tensor
+    assert (y.dtype, y.device.type) == (torch.float32, "cpu")
+    assert y.item() == pytest.approx(3 * 0.46211715)
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([0.78644770] * 3)
+
+
+def of_a_new_thread() -> tuple[Any, ...]:
+    found: list[tuple[Any, ...]] = []
+    thread = threading.Thread(target=lambda: found.append(thread_state()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def check() -> None:
+    before = thread_state()
+    with neutral_state():
+        assert thread_state() == of_a_new_thread()
+        compute()
+    assert thread_state() == before
+    with pytest.raises(KeyError), neutral_state():
+        raise KeyError
+    assert thread_state() == before
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_nothing_of_the_caller_is_left(name: str) -> None:
+    with AROUND[name]():
+        check()
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, lambda f: make_fx(f, pre_dispatch=True)])
+def test_nor_of_transforms_and_traces(transform: Any) -> None:
+    ran = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        check()
+        ran.append(True)
+        return x.sum()
+
+    transform(function)(torch.ones(3))
+    assert ran
+
+
+def test_all_of_them_together() -> None:
+    with contextlib.ExitStack() as stack:
+        for name in AROUND.keys() - {"saved-tensor hooks disabled"}:  # which torch refuses beside hooks
+            stack.enter_context(AROUND[name]())
+        check()
