@@ -30,6 +30,9 @@ OPS = frozenset((
 # fmt: on
 
 
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
 class Capture(NamedTuple):
     """A tensor that a program reads, or, with ndim -1, a Python float: an input of each call, and its value part of no key."""
 
@@ -51,7 +54,8 @@ class Program:
     `captures`, the indices, the gradient of what was read). All take ARGUMENTS and the captures, by name. is_given: the
     derivative is the user's, and need not be that of score.
 
-    Floating point in a graph is called float32, whatever arithmetic a backend uses and the captures are of; integers are int64.
+    Floating point in a graph is called float32, whatever arithmetic a backend uses and the captures are of; integers are int64,
+    and wrap as that does, but where a mod converts them to less.
     """
 
     def __init__(self, text: str) -> None:
@@ -235,8 +239,10 @@ def evaluate(
                 for x in args
             ]
         if op in ("full", "_to_copy"):
-            kwargs["dtype"] = dtype if result is torch.float32 else result
+            kwargs["dtype"] = {torch.float32: dtype, **dict.fromkeys(_NARROW, torch.int64)}.get(result, result)
         out = node.target([] if op == "full" else args[0], *args[1:], **kwargs)
+        if result in _NARROW:
+            out = out.to(result).to(torch.int64)  # what wraps, wraps here: torch's own promotion looks at dims, which a mod has not
         values[node] = out.to(dtype) if result is torch.float32 else out
         if guard is not None and result is torch.float32:
             values[node] = guard(values[node])

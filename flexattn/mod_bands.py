@@ -24,6 +24,9 @@ class Implied(NamedTuple):
     rest: Graph | None
 
 
+_LARGEST = 2**30  # of a factor or a constant: positions are no larger, so nothing made of them leaves int64 and wraps
+
+
 class _Affine(NamedTuple):
     """of_q * q_idx + of_kv * kv_idx + constant"""
 
@@ -135,7 +138,7 @@ def _bounds(term: Node) -> list[tuple[str, int]]:
 
 def _affine(x: Any) -> _Affine | None:
     if isinstance(x, int) and not isinstance(x, bool):
-        return _Affine(0, 0, x)
+        return _Affine(0, 0, x) if abs(x) <= _LARGEST else None
     if not isinstance(x, Node):
         return None
     if x.op == "placeholder":
@@ -146,16 +149,14 @@ def _affine(x: Any) -> _Affine | None:
     if op == "full":
         return _affine(x.args[1])
     parts = [_affine(arg) for arg in x.args]
-    if any(part is None for part in parts):
+    if op not in ("add", "sub", "neg") or any(part is None for part in parts):
         return None
     known = [part for part in parts if part is not None]
-    if op == "add":
-        return _Affine(*(a + b for a, b in zip(*known, strict=True)))
-    if op == "sub":
-        return _Affine(*(a - b for a, b in zip(*known, strict=True)))
     if op == "neg":
         return _Affine(*(-a for a in known[0]))
-    return None
+    sign = 1 if op == "add" else -1
+    total = _Affine(*(a + sign * b for a, b in zip(*known, strict=True)))
+    return total if max(map(abs, total)) <= _LARGEST else None
 
 
 def _output(graph: Graph) -> Node:

@@ -36,8 +36,20 @@ def place_of(line: tuple[str, int]) -> str:
     return f" at {line[0]}:{line[1]}" + (f", `{text}`" if text else "")
 
 
+_OUTSIDE = -(2**62)  # an index that is outside of every tensor, counted from its end too
+
+
+class _Free(NamedTuple):
+    """A dim of a capture that has no index yet: the view's dim that it is, and the slice of it that the view shows."""
+
+    dim: int
+    start: int = 0
+    step: int = 1
+    length: int | None = None  # None: all of it
+
+
 class _View(NamedTuple):
-    """A captured tensor seen through views: for each of its dims an index, or (free dim, start, step)."""
+    """A captured tensor seen through views: for each of its dims an index, or what is left of it."""
 
     capture: Node
     at: tuple[Any, ...]
@@ -56,7 +68,7 @@ def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Seq
             if capture is None or capture.is_number:
                 values[node] = new
             else:
-                free = tuple((dim, 0, 1) for dim in range(capture.ndim))
+                free = tuple(_Free(dim) for dim in range(capture.ndim))
                 values[node] = _settled(graph, _View(new, free, capture.ndim))
         elif node.op == "call_function":
             values[node] = converted(role, graph, node, values)
@@ -192,25 +204,18 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
     given = cast(Node, node.args[0]).meta["val"]
     at = list(view.at)
     free = {
-        entry[0]: i for i, entry in enumerate(at) if isinstance(entry, tuple)
+        entry.dim: i for i, entry in enumerate(at) if isinstance(entry, _Free)
     }  # dim of the view -> dim of the capture; none: new
     if name == "index":
         removed = {dim: index for dim, index in enumerate(args[1]) if index is not None}
     elif name == "select":
-        dim = args[1] % view.ndim
-        index = args[2]
-        if index < 0 and dim in free and at[free[dim]][1:] != (0, 1):
-            _refuse(role, node, name, "a negative index of a slice")
-        removed = {dim: index}
+        removed = {args[1] % view.ndim: args[2]}
     elif name == "slice":
         dim = (args[1] if len(args) > 1 else 0) % view.ndim
-        start = (args[2] if len(args) > 2 else None) or 0
-        step = args[4] if len(args) > 4 else 1
-        if dim in free:
-            _, first, stride = at[free[dim]]
-            size = given.shape[dim]
-            start = max(0, start + size) if start < 0 else min(start, size)
-            at[free[dim]] = (dim, first + start * stride, stride * step)
+        chosen = range(given.shape[dim])[slice(*(*args[2:], None, None)[:3])]
+        if dim in free and len(chosen) < given.shape[dim]:
+            shown = at[free[dim]]
+            at[free[dim]] = _Free(dim, shown.start + chosen.start * shown.step, shown.step * chosen.step, len(chosen))
         return view._replace(at=tuple(at))
     elif name in ("permute", "transpose", "t", "numpy_T"):
         order = list(range(view.ndim))
@@ -221,12 +226,12 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
             order[a], order[b] = order[b], order[a]
         for new, old in enumerate(order):
             if old in free:
-                at[free[old]] = (new, *view.at[free[old]][1:])
+                at[free[old]] = view.at[free[old]]._replace(dim=new)
         return view._replace(at=tuple(at))
     elif name == "unsqueeze":
         dim = args[1] % (view.ndim + 1)
         for old, i in free.items():
-            at[i] = (old + (old >= dim), *at[i][1:])
+            at[i] = at[i]._replace(dim=old + (old >= dim))
         return view._replace(at=tuple(at), ndim=view.ndim + 1)
     elif name in ("alias", "detach", "clone", "lift_fresh_copy"):
         return view
@@ -237,21 +242,38 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
     # Fix the dims in `removed`, and close the gaps that they leave.
     for dim, index in removed.items():
         if dim in free:
-            _, first, stride = at[free[dim]]
-            at[free[dim]] = _affine(graph, index, first, stride)
+            try:
+                at[free[dim]] = _in_slice(graph, index, at[free[dim]])
+            except IndexError as e:
+                _refuse(role, node, name, str(e))
     for dim, i in free.items():
         if dim not in removed:
-            at[i] = (dim - sum(gone < dim for gone in removed), *at[i][1:])
+            at[i] = at[i]._replace(dim=dim - sum(gone < dim for gone in removed))
     return _settled(graph, _View(view.capture, tuple(at), view.ndim - len(removed)))
 
 
-def _affine(graph: Graph, index: Any, first: int, stride: int) -> Any:
-    if (first, stride) == (0, 1):
+def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
+    """The capture's index for one of a slice; outside of the slice one outside of the capture, where a read gives 0."""
+    length = shown.length
+    if length is None:
         return index
-    if isinstance(index, Node):
-        scaled = call(graph, "mul", (index, stride), torch.int64) if stride != 1 else index
-        return call(graph, "add", (scaled, first), torch.int64)
-    return first + index * stride
+    if isinstance(index, Node) and index.op == "call_function" and op_name(index) == "full":
+        index = index.args[1]
+    if not isinstance(index, Node):
+        if not -length <= index < length:
+            raise IndexError(f"an index within the slice, which has {length} entries, and not {index}")
+        return shown.start + index % length * shown.step
+
+    def whole(op: str, *args: Any) -> Node:
+        return call(graph, op, args, torch.int64)
+
+    def holds(op: str, *args: Any) -> Node:
+        return call(graph, op, args, torch.bool)
+
+    index = whole("where", holds("lt", index, 0), whole("add", index, length), index)
+    inside = holds("bitwise_and", holds("ge", index, 0), holds("lt", index, length))
+    at = whole("add", whole("mul", index, shown.step), shown.start)
+    return whole("where", inside, at, _node(graph, _OUTSIDE, torch.int64))
 
 
 def _settled(graph: Graph, view: _View) -> Any:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-HEAD, DIAGONAL = "head:", "diagonal:"  # of an input that stands for a value of a head, or an entry of a table: and its number
-DISTANCE = "distance"  # q_idx - kv_idx, as the input of what is tabulated
+# No capture is called so. The first two are of an input that stands for a value of a head, or an entry of a table: and its number
+HEAD, DIAGONAL = "head:", "diagonal:"
+DISTANCE = "distance:"  # q_idx - kv_idx, as the input of what is tabulated
 VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
 _POSITIONS = {"q_idx", "kv_idx"}
 # An entry of a table costs a score one load; these cost it as much or more.
@@ -83,7 +84,8 @@ def _tabulated(graph: Graph) -> set[Node]:
     along = _along_diagonals(graph)
     found = set()
     for node in graph.nodes:
-        if node.op != "call_function" or along[node] != 0 or node.meta["dtype"] is torch.int64:
+        dtype = node.meta.get("dtype")
+        if node.op != "call_function" or along[node] != 0 or not (dtype is torch.bool or dtype.is_floating_point):
             continue
         parts = (x for x in ancestors([node]) if x.op == "call_function" and inputs_of(x) & _POSITIONS)
         if any(op_of(x) in _DEAR for x in parts):

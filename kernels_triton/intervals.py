@@ -148,8 +148,10 @@ class _Lowering:
         self.lines += [f"{name}_surely = {surely}", f"{name}_possibly = {possibly}"]
         return _Condition(f"{name}_surely", f"{name}_possibly", can_hide)
 
-    def _widened(self, low: str, high: str, *operands: _Interval) -> _Interval:
-        return _Interval(*self._pair("interval_math.widen", low, high), all(x.is_point for x in operands))
+    def _computed(self, function: str, *operands: _Interval) -> _Interval:
+        """What a function of `interval_math` gives for some intervals."""
+        ends = [end for x in operands for end in (x.low, x.high)]
+        return _Interval(*self._pair(f"interval_math.{function}", *ends), all(x.is_point for x in operands))
 
     def _call(self, node: Node) -> _Interval | _Condition | None:
         op, dtype = op_of(node), node.meta["dtype"]
@@ -213,14 +215,10 @@ class _Lowering:
         x, y = known[0], known[-1]
         if op in ("_to_copy", "floor", "ceil", "round", "trunc"):
             return x
-        if op == "neg":
-            return _Interval(f"(-{x.high})", f"(-{x.low})", x.is_point)
-        if op == "abs":
-            return _Interval(*self._pair("interval_math.absolute", x.low, x.high), x.is_point)
-        if op == "add":
-            return self._widened(f"{x.low} + {y.low}", f"{x.high} + {y.high}", x, y)
-        if op == "sub":
-            return self._widened(f"{x.low} - {y.high}", f"{x.high} - {y.low}", x, y)
+        if op in ("neg", "abs"):
+            return self._computed({"neg": "negated", "abs": "absolute"}[op], x)
+        if op in ("add", "sub"):
+            return self._computed({"add": "added", "sub": "subtracted"}[op], x, y)
         if op in ("minimum", "maximum"):
             return _Interval(f"tl.{op}({x.low}, {y.low})", f"tl.{op}({x.high}, {y.high})", x.is_point and y.is_point)
         return self._by_number(op, node, x)
@@ -267,19 +265,20 @@ class _Lowering:
         sizes, strides = (
             [f"mod_math.read_size(captures[{start + n * layout.ndim + d}])" for d in range(layout.ndim)] for n in (0, 1)
         )
-        offset, inside = "b * 0", "(b == b)"
+        offset, inside, known = "b * 0", "(b == b)", "(b == b)"
         for dim, index in enumerate(indices):
             if index is not None and dim not in moving:
                 name = f"x{len(self.lines)}_index"
                 self.lines.append(f"{name} = tl.where({index.low} < 0, {index.low} + {sizes[dim]}, {index.low})")
                 inside = f"{inside} & ({name} >= 0) & ({name} < {sizes[dim]})"
+                known = f"{known} & ({index.low} == {index.high})"
                 offset = f"{offset} + {name} * {strides[dim]}"
         index = indices[moving[0]] if moving else None
         if index is None:
-            low, high = self._pair("interval_math.read_one", pointer, offset, inside)
+            low, high = self._pair("interval_math.read_one", pointer, offset, inside, known)
         else:
             along = (index.low, index.high, sizes[moving[0]], strides[moving[0]])
-            low, high = self._pair("interval_math.read_range", f"{pointer} + ({offset})", *along, inside, "SPAN")
+            low, high = self._pair("interval_math.read_range", f"{pointer} + ({offset})", *along, inside, known, "SPAN")
         if layout.dtype is torch.bool:
             return _Condition(f"({low} != 0)", f"({high} != 0)", True)
         return _Interval(low, high, not moving)

@@ -37,7 +37,13 @@ _BOUNDS = {
     torch.bool: (0, 1),
 }
 TABLE_ENTRIES = 8  # of the tuple of captures, behind them, for all tables of a mod: what `mod_math.diagonals_of_head` takes
-_RESERVED = {"tl", "triton", "mod_math", "interval_math", "captures"}
+_MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # that a generated source names
+_OF_ACCUMULATION = {"sums": "sums", "scales": "scales", "MODE": "MODE: tl.constexpr"}  # its further parameters
+_RESERVED = {*_MODULES, "captures", *_OF_ACCUMULATION}
+
+
+# Sums and products of booleans: a sum in Triton would wrap.
+_OF_BOOLS = {"add": "bitwise_or", "maximum": "bitwise_or", "mul": "bitwise_and", "minimum": "bitwise_and"}
 
 
 class Layout(NamedTuple):
@@ -136,9 +142,10 @@ def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layou
     results = [value.text for value in values]
     for n in range(num_tables):
         table = ", ".join(f"captures[{start + i}]" for i in range(TABLE_ENTRIES))
-        lowering.lines.append(f"keys{n}, queries{n} = mod_math.diagonals_of_head({n}, b, h, {table})")
+        of_sides = [lowering._named(f"{side}{n}") for side in ("keys", "queries")]
+        lowering.lines.append(f"{', '.join(of_sides)} = mod_math.diagonals_of_head({n}, b, h, {table})")
         inputs[f"{DIAGONAL}{n}"] = Value(f"{len(results)}", "float")
-        results += [f"keys{n}", f"queries{n}"]
+        results += of_sides
     if not results:
         return Behind(None, {})
     first = start + (TABLE_ENTRIES if num_tables else 0)
@@ -178,13 +185,7 @@ def compile_source(name: str, source: str) -> Any:
     """The @triton.jit function `name` of a generated source; tracebacks and inspect find the source through linecache."""
     file = f"<flexattn {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {
-        "tl": tl,
-        "triton": triton,
-        "mod_math": mod_math,
-        "interval_math": interval_math,
-        "__name__": __name__,
-    }
+    namespace: dict[str, Any] = {**_MODULES, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
     return namespace[name]
 
@@ -216,15 +217,22 @@ class _Lowering:
         self.unpacked: set[str] = set()
         self.accumulated: set[str] = set()
         self.needed: set[Node] = set()
-        self.names = {node: f"{node.name}_" if node.name in _RESERVED else node.name for node in graph.nodes}
-        taken = set(self.names.values())
+        self.taken = {*_RESERVED, *(node.name for node in graph.nodes)}
+        self.names = {node: self._named(node.name) if node.name in _RESERVED else node.name for node in graph.nodes}
         for node in graph.nodes:  # a read is named after what it reads
             if node.op == "call_function" and node.target is torch.ops.aten.index:
-                name = base = f"{self.names[node.args[0]]}_value"
-                while name in taken:
-                    name = f"{base}{sum(other.startswith(base) for other in taken) + 1}"
-                taken.add(name)
-                self.names[node] = name
+                self.names[node] = self._named(f"{self.names[node.args[0]]}_value")
+        # of each pointer the names of its sizes and strides, one for each dim
+        self.sizes: dict[str, list[str]] = {}
+        self.strides: dict[str, list[str]] = {}
+
+    def _named(self, base: str) -> str:
+        """A name that nothing else in the generated function has."""
+        name, n = base, 2
+        while name in self.taken:
+            name, n = f"{base}{n}", n + 1
+        self.taken.add(name)
+        return name
 
     def source(self, name: str, arguments: Sequence[str], accumulates: bool = False) -> str:
         results: list[str] = []
@@ -245,7 +253,7 @@ class _Lowering:
                     self._accumulate(outputs[1:])
                 else:
                     results.append(self._guarded(outputs[0]) if isinstance(outputs, (list, tuple)) else self._result(outputs))
-        return self.function(name, arguments, results, ("sums", "scales", "MODE: tl.constexpr") if accumulates else ())
+        return self.function(name, arguments, results, tuple(_OF_ACCUMULATION.values()) if accumulates else ())
 
     def values(self) -> list[Value]:
         """The outputs of a graph that has a list of them; none of an empty graph."""
@@ -261,7 +269,7 @@ class _Lowering:
     def function(self, name: str, arguments: Sequence[str], results: Sequence[str], more: Sequence[str] = ()) -> str:
         """The source of a function that has this one's lines."""
         given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
-        parameters = [*(given.get(argument, argument) for argument in arguments), "captures", *more]
+        parameters = [*(given.get(argument) or self._named(argument.rstrip(":")) for argument in arguments), "captures", *more]
         body = [*self.lines, *(f"return {result}" for result in results)]
         return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
 
@@ -272,8 +280,8 @@ class _Lowering:
             if node in self.needed and layout.ndim < 0:
                 self.lines.append(f"{text} = captures[{layout.start}]")
             elif layout.ndim >= 0 and (node in self.needed or target in self.accumulated):
-                sizes = [f"{text}_size{d}" for d in range(layout.ndim)]
-                strides = [f"{text}_stride{d}" for d in range(layout.ndim)]
+                sizes = self.sizes[text] = [self._named(f"{text}_size{d}") for d in range(layout.ndim)]
+                strides = self.strides[text] = [self._named(f"{text}_stride{d}") for d in range(layout.ndim)]
                 self.lines.append(f"{text} = captures[{layout.start}]")
                 for i, part in enumerate((*sizes, *strides)):
                     if not (layout.is_row_contiguous and part == strides[-1]):
@@ -316,6 +324,15 @@ class _Lowering:
         self.lines.append(f"{name} = {text}")
         return Value(name, kind, bounds)
 
+    def _integer(self, node: Node, text: str, bounds: tuple[int, int]) -> Value:
+        """An integer, as the node's dtype wraps it."""
+        dtype = node.meta["dtype"]
+        low, high = _BOUNDS.get(dtype, INT64)
+        if low <= bounds[0] and bounds[1] <= high:
+            return self._assign(node, text, "int", bounds)
+        text = f"({text}).to(tl.{_name(dtype)})" + ("" if dtype is torch.int32 else ".to(tl.int32)")
+        return self._assign(node, text, "int", (low, high))
+
     def _call(self, node: Node) -> Value:
         op = op_of(node)
         if op == "index":
@@ -343,10 +360,14 @@ class _Lowering:
         if op == "div" and isinstance(node.args[1], Node) and not inputs_of(node.args[1]) & VARYING:
             operands[1] = operands[1]._replace(text=f"(1.0 / {operands[1].text})")  # once for a whole tile, outside the loop
             op, lowered = "mul", OPS["mul"]
+        if kind == "bool" and op in _OF_BOOLS:
+            lowered = OPS[_OF_BOOLS[op]]
         text = lowered(kind, *operands)
+        if kind == "int":
+            return self._integer(node, text, bounds)
         if kind == "float" and node.meta["dtype"] in (torch.float16, torch.bfloat16):
             text = f"({text}).to(tl.{_name(node.meta['dtype'])}).to(tl.float32)"
-        return self._assign(node, text, kind, bounds)
+        return self._assign(node, text, kind)
 
     def _promoted(self, op: str, kind: str, bounds: tuple[int, int], operands: list[Value]) -> list[Value]:
         """The operands in the type that the op computes in, which is torch's promotion of theirs."""
@@ -357,14 +378,15 @@ class _Lowering:
             return [x if x.kind == "bool" else x._replace(text=f"({x.text} != 0)", kind="bool") for x in operands]
         if op == "where":
             return [operands[0], *(self._as(x, kind, bounds) for x in operands[1:])]
-        return [self._as(x, kind, bounds if op not in COMPARISONS else INT32) for x in operands]
+        bounds = bounds if op not in COMPARISONS else INT32
+        if any(x.is_literal and x.is_wide for x in operands):  # Triton gives a literal the other operand's type
+            bounds = INT64
+        return [self._as(x, kind, bounds) for x in operands]
 
     def _as(self, x: Value, kind: str, bounds: tuple[int, int]) -> Value:
         if x.is_literal:
             if kind == "float" and x.kind != "float":
                 return x._replace(text=f"{float(int(x.text))!r}", kind="float")
-            if kind == "int" and not INT32[0] <= bounds[0] <= bounds[1] <= INT32[1] and x.kind != "float":
-                return x  # Triton gives a literal the other operand's type
             return x
         if kind == "float" and x.kind != "float":
             return x._replace(text=f"{x.text}.to(tl.float32)", kind="float")
@@ -385,26 +407,24 @@ class _Lowering:
             if dtype in (torch.float16, torch.bfloat16):
                 text = f"{text}.to(tl.{_name(dtype)}).to(tl.float32)"
             return self._assign(node, text, "float")
-        low, high = _BOUNDS.get(dtype, INT64)
-        if x.kind != "float" and low <= x.bounds[0] <= x.bounds[1] <= high:
-            return self._assign(node, self._as(x, "int", x.bounds).text, "int", x.bounds)
         if x.kind == "float":
-            return self._assign(node, f"{x.text}.to(tl.int64)", "int", (low, high))
-        return self._assign(node, f"{x.text}.to(tl.{_name(dtype)}).to(tl.int64)", "int", INT64)
+            return self._integer(node, f"{x.text}.to(tl.int64)", INT64)
+        bounds = x.bounds if x.kind == "int" else (0, 1)
+        return self._integer(node, self._as(x, "int", bounds).text, bounds)
 
     def _clamped(self, node: Node, kind: str) -> Value:
         x, low, high = (*node.args, None, None)[:3]
         value = self._operand(x)
         bounds = list(value.bounds)
-        value, text = self._as(value, kind, INT32 if not value.is_wide else INT64), ""
-        text = value.text
+        is_wide = value.is_wide or any(isinstance(limit, int) and self._operand(limit).is_wide for limit in (low, high))
+        text = self._as(value, kind, INT64 if is_wide else INT32).text
         module = "mod_math" if kind == "float" else "tl"
         for bound, name, i in ((low, "maximum", 0), (high, "minimum", 1)):
             if bound is not None:
                 text = f"{module}.{name}({text}, {self._as(self._operand(bound), kind, INT64).text})"
                 if kind == "int":
                     bounds = [max(b, bound) for b in bounds] if i == 0 else [min(b, bound) for b in bounds]
-        return self._assign(node, text, kind, tuple(bounds) if kind == "int" else INT64)
+        return self._integer(node, text, (bounds[0], bounds[1])) if kind == "int" else self._assign(node, text, kind)
 
     def _accumulate(self, gradients: Sequence[Any]) -> None:
         """Each addend to where its read was, in a contiguous tensor of the capture's shape."""
@@ -417,7 +437,7 @@ class _Lowering:
             offset = "0"
             for dim, (text, _) in enumerate(texts):
                 wide = f"tl.cast({text}, tl.int64)" if layout.is_wide else text
-                offset = wide if dim == 0 else f"({offset}) * {pointer}_size{dim} + {wide}"
+                offset = wide if dim == 0 else f"({offset}) * {self.sizes[pointer][dim]} + {wide}"
             depends = set().union(*(inputs_of(i) for i in indices if isinstance(i, Node)))
             over = f"{'q_idx' not in depends}, {'kv_idx' not in depends}"
             sums = wanted.index(position)
@@ -430,12 +450,12 @@ class _Lowering:
         texts, inside = [], []
         for dim, index in enumerate(indices):
             i = self._operand(index)
-            text, size = i.text, f"{pointer}_size{dim}"
+            text, size = i.text, self.sizes[pointer][dim]
             if i.bounds[0] < 0:
                 if i.bounds[1] < 0:
                     text = f"({text} + {size})"
                 else:
-                    text = f"{name}_at{dim}"
+                    text = self._named(f"{name}_at{dim}")
                     self.lines.append(f"{text} = tl.where({i.text} < 0, {i.text} + {size}, {i.text})")
                 inside.append(f"({text} >= 0)")
             inside.append(f"({text} < {size})")
@@ -451,7 +471,7 @@ class _Lowering:
         for dim, (text, is_wide) in enumerate(texts):
             wide = f"tl.cast({text}, tl.int64)" if layout.is_wide or is_wide else text
             is_unit = layout.is_row_contiguous and dim == layout.ndim - 1
-            offsets.append(wide if is_unit else f"{wide} * {pointer}_stride{dim}")
+            offsets.append(wide if is_unit else f"{wide} * {self.strides[pointer][dim]}")
         offset = offsets[0] if len(offsets) == 1 and "*" not in offsets[0] else f"({' + '.join(offsets)})"
         if not indices:
             text = f"tl.load({pointer})"

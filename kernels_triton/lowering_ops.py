@@ -21,7 +21,7 @@ class Value(NamedTuple):
 
 
 def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
-    """Of an integer op's result, where they are within int64; else those of int64."""
+    """Bounds of an integer op's result from those of its operands: all of int64 where it may leave that and wrap."""
     corners: list[int]
     if op == "where":
         corners = [*operands[1], *operands[2]]
@@ -59,7 +59,8 @@ def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
             corners = [0, 2 ** max(b, d).bit_length() - 1]
         else:
             corners = [*INT64]
-    return max(min(corners), INT64[0]), min(max(corners), INT64[1])
+    low, high = min(corners), max(corners)
+    return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64  # what leaves int64 comes back at its other end
 
 
 # Of finite numbers these give finite ones.
@@ -92,18 +93,29 @@ def _floor_divide(kind: str, x: Value, y: Value) -> str:
     if kind == "float":
         return f"tl.floor({x.text} / {y.text})"
     plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
-    return f"{x.text} // {y.text}" if plain else f"mod_math.floor_divide({x.text}, {y.text})"
+    return f"{x.text} // {_divisor(y)}" if plain else f"mod_math.floor_divide({x.text}, {_divisor(y)})"
 
 
 def _trunc_divide(kind: str, x: Value, y: Value) -> str:
-    return f"mod_math.trunc({x.text} / {y.text})" if kind == "float" else f"{x.text} // {y.text}"
+    return f"mod_math.trunc({x.text} / {y.text})" if kind == "float" else f"{x.text} // {_divisor(y)}"
 
 
 def _remainder(kind: str, x: Value, y: Value) -> str:
     if kind == "float":
         return f"mod_math.float_remainder({x.text}, {y.text})"
     plain = x.bounds[0] >= 0 and y.bounds[0] >= 0
-    return f"{x.text} % {y.text}" if plain else f"mod_math.floor_remainder({x.text}, {y.text})"
+    return f"{x.text} % {_divisor(y)}" if plain else f"mod_math.floor_remainder({x.text}, {_divisor(y)})"
+
+
+def _fmod(kind: str, x: Value, y: Value) -> str:
+    return f"mod_math.float_fmod({x.text}, {y.text})" if kind == "float" else f"{x.text} % {_divisor(y)}"
+
+
+def _divisor(y: Value) -> str:
+    """Of integers; 1 for 0, by which a quotient has any value, so that its bounds would not hold."""
+    if not y.bounds[0] <= 0 <= y.bounds[1]:
+        return y.text
+    return "1" if y.is_literal else f"tl.where({y.text} == 0, 1, {y.text})"
 
 
 def _power(kind: str, x: Value, y: Value) -> str:
@@ -151,7 +163,7 @@ OPS: dict[str, Callable[..., str]] = {
     "floor_divide": _floor_divide,
     "trunc_divide": _trunc_divide,
     "remainder": _remainder,
-    "fmod": lambda kind, x, y: f"mod_math.float_fmod({x.text}, {y.text})" if kind == "float" else f"{x.text} % {y.text}",
+    "fmod": _fmod,
     "maximum": _by_kind("mod_math.maximum", "tl.maximum"),
     "minimum": _by_kind("mod_math.minimum", "tl.minimum"),
     "where": function("tl.where"),

@@ -50,7 +50,23 @@ MASKS: dict[str, tuple[Any, bool]] = {
     "remainder": (lambda device: lambda b, h, i, j: (i % 48 >= j % 48) & (j // 48 == i // 48), False),
     "where": (lambda device: lambda b, h, i, j: torch.where(b == 0, i - j, (j - i).clamp(-20, 30)) >= 25, True),
     "not": (lambda device: lambda b, h, i, j: ~((i - j > 20) | (i != i)), False),
+    # What leaves int64 comes back at its other end, so nothing is known of it.
+    "product that wraps": (lambda device: lambda b, h, i, j: i * 2**20 * 2**20 * 2**19 + j > 0, False),
+    "negated": (lambda device: extremes(device, lambda x, i, j: -x[i] <= j), False),
+    "absolute": (lambda device: extremes(device, lambda x, i, j: x[i].abs() <= j), False),
+    "doubled": (lambda device: extremes(device, lambda x, i, j: x[i] + x[i] <= j), False),
+    "difference": (lambda device: extremes(device, lambda x, i, j: x[i] - x[i + 1] <= j), False),
+    "index of a head that wraps": (lambda device: wrapped_index(torch.arange(8, device=device) * 20), False),
 }
+
+
+def extremes(device: str, condition: Any) -> Any:
+    x = torch.tensor([2**62, -(2**63), 3], device=device).repeat_interleave(LENGTH // 2)
+    return lambda b, h, i, j: condition(x, i, j)
+
+
+def wrapped_index(x: Tensor) -> Any:
+    return lambda b, h, i, j: j >= x[((h + 2) * 1000003 * 1000003 * 1000003 * 1000003) % 8]
 
 
 def keep(kept: Tensor) -> Any:
