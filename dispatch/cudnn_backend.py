@@ -107,6 +107,11 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         )
     if is_backward and spec.needs_lse_grad:
         return "cuDNN takes no gradient of lse; use backend='triton', or no lse in the loss"
+    if is_backward and spec.is_part and spec.softmax_type == "learnable":
+        return (
+            "cuDNN leaves out of dsoftmax_offset the queries that see none of these keys, though they see others of the whole; use "
+            "backend='triton'"
+        )
     if is_backward and spec.deterministic:
         return (
             "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose deterministic "

@@ -32,6 +32,8 @@ def describe(spec: AttentionSpec) -> str:
         parts.append(f"{spec.softmax_type} softmax")
     if spec.mods is not None:
         parts.append("score_mod or mask_mod")
+    if spec.is_part:
+        parts.append("part of the keys of out and lse")
     if spec.block_size is not None:
         parts.append(f"block mask of {spec.block_size[0]} x {spec.block_size[1]} tokens")
     if spec.fp8 is not None:

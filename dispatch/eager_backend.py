@@ -57,7 +57,10 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """Recomputes each block and differentiates it with autograd, so that only one block's graph exists at a time."""
+    """Recomputes each block and differentiates it with autograd, so that only one block's graph exists at a time.
+
+    out and lse are computed anew, more exactly than they are given, unless they are those of more keys than there are here.
+    """
     whole = Differentiable.of(dequantize(spec, x, lse.dtype))
     if spec.fp8 is not None:
         dout = dout_of(spec, x, dout, lse.dtype)
@@ -68,13 +71,20 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
             block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.detach().to(lse.dtype).requires_grad_())
-            with torch.enable_grad():
-                block_out, block_lse, _ = attend(spec, x, sequences, rows, cols, block, rounds=True)
             tokens = sequences.q[rows.start : rows.stop]
-            outputs, seeds = [block_out], [token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)]
-            if dlse is not None:
-                outputs.append(block_lse)
-                seeds.append(lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype))
+            block_dout = token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)
+            block_dlse = None if dlse is None else lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype)
+            given_lse = lse_view(lse, spec.q_format, sequences.batch, tokens) if spec.is_part else None
+            with torch.enable_grad():
+                block_out, statistic, _ = attend(spec, x, sequences, rows, cols, block, rounds=True, given_lse=given_lse)
+            if spec.is_part:  # by the sum of the weights comes the gradient of what divides all of them
+                whole_out = token_view(out, spec.q_format, sequences.batch, tokens).to(lse.dtype)
+                delta = (whole_out * block_dout).sum(-1)
+                block_dlse = -delta if block_dlse is None else block_dlse - delta
+            outputs, seeds = [block_out], [block_dout]
+            if block_dlse is not None:
+                outputs.append(statistic)
+                seeds.append(block_dlse)
             targets = slice_block(spec, sums, sequences, rows, cols)
             pairs: list[tuple[Tensor | None, Tensor | None]] = list(zip(block[:-1], targets[:-1], strict=True))
             pairs += zip(spec.mods.wanted(block.mod_tensors) if spec.mods else (), captured_sums, strict=True)

@@ -103,12 +103,15 @@ def attend(
     cols: range,
     block: Differentiable,
     rounds: bool = False,
+    given_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One block: (out [b, h, r, d_v], lse [b, h, r], row_max [b, h, r]) in the block's dtype; row_max carries no gradient.
 
     rows, cols: the block's query and key positions within its sequences; every key outside `cols` must be hidden from every row.
     block: q [b, h, r, d_qk], k [b, h_kv, c, d_qk], v [b, h_kv, c, d_v], bias broadcastable to [b, h, r, c], softmax_offset [h].
     rounds: whether what an FP8 spec multiplies inside is rounded to FP8, as its kernels do.
+    given_lse: [b, h, r], of these keys and others, a constant: a weight is exp(logit - given_lse). out is then what these keys add
+    to that of all, and in the place of lse comes the sum of their weights, sink included.
     """
     i = torch.arange(rows.start, rows.stop, device=block.q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=block.q.device)
@@ -140,16 +143,19 @@ def attend(
 
     row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
     sink = _sink(spec, block)
-    peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
-    peak = peak.masked_fill(peak == NEG_INF, 0.0)
+    if given_lse is None:
+        peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
+        peak = peak.masked_fill(peak == NEG_INF, 0.0)
+    else:
+        peak = given_lse.masked_fill(given_lse == NEG_INF, torch.inf)  # a row that sees nothing at all
     weights = torch.exp(logits - peak[..., None])
     total = weights.sum(-1)
     if sink is not None:
         total = total + torch.exp(sink - peak)
     # Where nothing is visible, 0 / 1 and a filled-in -inf give out 0 and zero gradients; 0 / 0 and log(0) would give NaN.
     empty = total == 0
-    total = total.masked_fill(empty, 1.0)
-    lse = (peak + total.log()).masked_fill(empty, NEG_INF)
+    divisor = total.masked_fill(empty, 1.0)
+    lse = (peak + divisor.log()).masked_fill(empty, NEG_INF)
 
     if rounds and spec.fp8 is not None:
         weights = round_weights(weights)
@@ -157,8 +163,8 @@ def attend(
         assert x.rng_state is not None
         keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
         weights = weights.masked_fill(~keep, 0.0) / (1 - rounded_dropout(x.dropout_p))
-    out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2) / total[..., None]
-    return out, lse, row_max
+    out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2)
+    return (out / divisor[..., None], lse, row_max) if given_lse is None else (out, total, row_max)
 
 
 def _hidden(

@@ -117,7 +117,7 @@ def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str)
         if name in OWN_DROPOUT and spec.needs_grad and (reason := obstacle(name, spec, "backward", name)):
             return f"it drops weights of its own, and the backward, which must drop the same, cannot run on it: {reason}"
         return None
-    before = request if request != "auto" else select(spec._replace(needs_lse_grad=False), "forward", "auto").backend
+    before = request if request != "auto" else select(spec._replace(needs_lse_grad=False, is_part=False), "forward", "auto").backend
     if name != before and not OWN_DROPOUT.isdisjoint((name, before)):
         return f"the forward runs on {before}, and {name} drops other weights; ask for one backend by name, or leave out dropout"
     return None

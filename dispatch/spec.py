@@ -136,6 +136,7 @@ class AttentionSpec(NamedTuple):
     mods: Program | None = None  # score_mod and mask_mod
     block_size: tuple[int, int] | None = None  # queries and keys of a block of the block mask, if there is one
     fp8: Fp8 | None = None  # where q, k and v are FP8
+    is_part: bool = False  # backward: out and lse are of more keys than these
 
     @property
     def group_size(self) -> int:

@@ -441,6 +441,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         descales=tuple(descale.contiguous() for descale in x.descales),
         halves=tuple(as_bshd(_rows_contiguous(t), fmt) for t, fmt in zip(x.halves, formats_of_halves, strict=False)),
         scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
+        is_part=spec.is_part,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexattn import fp8
+from flexattn.backward import Gradients, attention_backward
 from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
@@ -15,8 +16,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionSpec",
     "BackendError",
+    "Gradients",
     "attention",
     "attention_backend",
+    "attention_backward",
     "create_block_mask",
     "explain",
     "fp8",

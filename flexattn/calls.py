@@ -310,6 +310,10 @@ class Call:
             return _record_out((self, tensors, addresses), *self.leaves(tensors)), None, None
         return self.forward(tensors, addresses)
 
+    def inputs(self, request: Request) -> Sequence[Tensor | None]:
+        """What `backward` gets first of a call with this key, where nothing else of its kind is saved for it."""
+        return (request.tensors if self.is_as_given else self._inputs(request)[0])[: self.num_inputs]
+
     def _inputs(self, request: Request) -> tuple[tuple[Tensor | None, ...], list[int]]:
         given = request.tensors
         tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]

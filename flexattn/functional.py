@@ -218,7 +218,7 @@ def attention(
             "backend": backend,
         }
         return attend_sharded(attention, q, k, v, arguments, _default_alibi_slopes)
-    x, settings, plan = _prepare(
+    x, settings, plan = prepare(
         q,
         k,
         v,
@@ -342,11 +342,11 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
     """The arguments of `attention`, checked and sorted as it does, with nothing run; raises what it raises for them."""
     call = inspect.signature(attention).bind(*arguments, **named)
     call.apply_defaults()
-    x, settings, plan = _prepare(**call.arguments)
+    x, settings, plan = prepare(**call.arguments)
     return (x if plan is None else fp8_ops.planned(x, settings, plan)), settings
 
 
-def _prepare(
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -383,10 +383,12 @@ def _prepare(
     return_lse: bool,
     return_max_logit: bool,
     backend: str | None,
+    is_backward: bool = False,
 ) -> tuple[Operands, ops.Settings, fp8_ops.Plan | None]:
-    """The arguments, checked and sorted into what varies from call to call and what does not, for `attention` and `explain`.
+    """The arguments, checked and sorted into what varies from call to call and what does not, for whoever makes a call of them.
 
-    Last: how q, k and v are to be quantised, or None.
+    Last: how q, k and v are to be quantised, or None. is_backward: whether a backward is all that will run, which wants gradients
+    of q, k and v whatever they require; call it with grad mode on.
     """
     q_format, kv_format = parse_format(str(qkv_format))
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
@@ -416,7 +418,9 @@ def _prepare(
     validation.check_rng_state(rng_state, q)
     if bias_type == "alibi" and alibi_slopes is None:
         alibi_slopes = _default_alibi_slopes(heads, q)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
+    needs_grad = is_backward or (
+        torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
+    )
     mods, blocks = None, None
     if block_mask is not None:
         if mask_mod is not None:
@@ -482,6 +486,7 @@ def _prepare(
         needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=request,
+        is_part=is_backward,
         mods="" if mods is None or mods.program.is_empty else mods.program.text,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],

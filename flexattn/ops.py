@@ -60,6 +60,7 @@ class Settings(NamedTuple):
     fp8_grad: str = ""  # of dout
     fp8_block_rows: int = 0
     bf16_backward: bool = False
+    is_part: bool = False  # for a backward alone: out and lse are of more keys than k and v have
 
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
@@ -69,7 +70,7 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
-    bool bf16_backward"""
+    bool bf16_backward, bool is_part"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
@@ -157,6 +158,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         mods=parse_program(settings.mods),
         block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
         fp8=_fp8(x, settings) if settings.fp8_out else None,
+        is_part=settings.is_part,
     )
 
 

@@ -238,6 +238,26 @@ def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:
     check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-16")
 
 
+def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
+    """What a forward gave and what comes back, of a call whose own arguments are checked."""
+    q, q_format = x.q, parse_format(qkv_format)[0]
+    shape = (*q.shape[:-1], x.v.shape[-1])
+    for name, t in (("out", out), ("dout", dout)):
+        _check_tensor(name, t, (q.dtype,), q.device)
+        if t.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {tuple(shape)}, that of q with v's head dim")
+    statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
+    of_rows = (q.shape[1], q.shape[0]) if q_format == "thd" else tuple(q.shape[q_format.index(dim)] for dim in "bhs")
+    for name, statistic in (("lse", lse), ("dlse", dlse)):
+        if statistic is None and name == "dlse":
+            continue
+        _check_tensor(name, statistic, (statistics,), q.device)
+        assert statistic is not None
+        if statistic.shape != of_rows:
+            dims = "[h, t_q]" if q_format == "thd" else "[b, h, sq]"
+            raise ValueError(f"{name} has shape {tuple(statistic.shape)}; accepted: {of_rows}, {dims}")
+
+
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
     """q's format, once the four tensors of merge_attention() fit together and it."""
     fmt, _ = parse_format(str(qkv_format))

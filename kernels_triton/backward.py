@@ -146,7 +146,7 @@ def _attn_bwd_dq_loop(
             "keys" if IS_MASKED else "none",
             META,
         )
-        if META.IS_FP32:
+        if META.NORMALIZES:
             row_sum += tl.sum(p, 1)
         if META.IS_FP8:
             descale_k = load_descale(descales, 1, b, h_kv, n, META)
@@ -386,7 +386,7 @@ def _attn_bwd_dq_kernel(
             )
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
     p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
-    if META.IS_FP32:
+    if META.NORMALIZES:
         # An lse of 200 is exact only to 1e-5, and so is a probability computed from it: not what fp32 promises.
         if META.HAS_SINK:
             row_sum += p_sink

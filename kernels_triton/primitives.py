@@ -170,12 +170,12 @@ def load_row_statistics(
     if CHECK_ROWS:
         lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < num_rows, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
-        if META.IS_FP32:
+        if META.NORMALIZES:
             p_scale = tl.load(p_scale_ptr + row + rows, mask=rows < num_rows, other=1.0)
     else:
         lse_log2 = tl.load(lse_log2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
-        if META.IS_FP32:
+        if META.NORMALIZES:
             p_scale = tl.load(p_scale_ptr + row + rows)
     return lse_log2, delta, p_scale
 
@@ -565,7 +565,7 @@ def score_gradient(
         META,
     )
     p = tl.exp2(tl.fma(s, factor, -lse_log2))
-    if META.IS_FP32:
+    if META.NORMALIZES:
         p *= p_scale
     if MASK == "keys":
         p = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)

@@ -104,7 +104,8 @@ class Meta(NamedTuple):
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     HAS_BLOCK_SCALES: bool
     SCALE_ROWS: int  # of a block of rows with a scale of its own
-    IS_FP32: bool  # tanh is exact then, and the backward makes probabilities, from an lse in fp32 too, sum to exactly 1
+    IS_FP32: bool  # tanh is exact then
+    NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_DROPOUT: bool
@@ -165,6 +166,7 @@ class Problem:
     descales: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # of a block; 0: there is one
     halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
+    is_part: bool = False  # for a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1
     dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of halves[0]
 
     @property
@@ -262,6 +264,7 @@ class Problem:
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
             HAS_DROPOUT=self.dropout_p > 0,
+            NORMALIZES=self.q.dtype is torch.float32 and not self.is_part,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
             QK0=qk0,

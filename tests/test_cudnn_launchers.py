@@ -84,6 +84,33 @@ def test_row(name: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch, emulate
     assert len(emulated.asked) in (2, 4)
 
 
+@pytest.mark.parametrize("padding", [False, True])
+def test_parts_of_the_keys_add_up(padding: bool) -> None:
+    """The backward takes out and lse as they are given: of all the keys, for the queries from a part's first key on."""
+    inputs = make_inputs(lengths_q=[21, 17] if padding else [21, 21], padding=padding, num_heads=4, dtype=torch.bfloat16)
+    spec, x = make_call(inputs, attn_mask_type="padding_causal" if padding else "causal")
+    spec = spec._replace(device_type="cuda", capability=(9, 0), is_part=True)
+    out, lse, _ = reference_attention(spec, x, torch.float64)
+    out, lse, dout = out.to(x.q.dtype), lse.float(), make_dout(inputs)
+    total = [torch.zeros(t.shape, dtype=torch.float64) for t in (x.q, x.k, x.v)]
+    for begin, end in ((0, 8), (8, 21)):
+        rows, keys = slice(begin, None), slice(begin, end)
+        part = x._replace(q=x.q[:, rows], k=x.k[:, keys], v=x.v[:, keys], max_seqlen_q=21 - begin, max_seqlen_kv=end - begin)
+        if padding:
+            lengths = torch.tensor([21, 17]) - begin
+            cu_q, cu_kv = (
+                torch.tensor([0, *n.tolist()], dtype=torch.int32).cumsum(0) for n in (lengths, lengths.clamp(max=end - begin))
+            )
+            part = part._replace(cu_seqlens_q=cu_q.int(), cu_seqlens_kv=cu_kv.int())
+        assert cudnn_backend.rule_error(spec, "backward") is None
+        found = cudnn_backend.backward(spec, part, out[:, rows].contiguous(), lse[..., rows].contiguous(), dout[:, rows], None)
+        for whole, at, gradient in zip(total, (rows, keys, keys), found[:3], strict=True):
+            whole[:, at] += gradient
+    exact, budget = (reference_gradients(spec, x, dout, dtype=dtype) for dtype in (torch.float64, spec.dtype))
+    for what, got, ref, eager in zip(("dq", "dk", "dv"), total, exact, budget, strict=False):
+        check_close(what, got, ref, eager.double(), factor=GRADIENT_FACTOR)
+
+
 SIDES = (None, 0, 1, 3, 100)
 
 

@@ -80,13 +80,21 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
         *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
         *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
         *("deterministic", "device_type", "capability", "length_q", "length_kv", "dropout_in_sixteenths", "needs_lse_grad"),
-        *("mods", "block_size", "fp8"),
+        *("mods", "block_size", "fp8", "is_part"),
     }
     assert set(AttentionSpec._fields) == decided
     for direction in ("forward", "backward"):
         reason = cudnn_backend.rule_error(SPEC._replace(block_size=(128, 128)), direction)
         assert reason is not None
         assert "cuDNN has no block masks" in reason
+
+
+def test_a_sink_of_a_part_of_the_keys_has_no_gradient_on_cudnn() -> None:
+    """The queries that see none of them are left out, though their out is not 0."""
+    part = SPEC._replace(softmax_type="learnable", is_part=True)
+    assert "dsoftmax_offset" in str(cudnn_backend.rule_error(part, "backward"))
+    for near in (part._replace(softmax_type="vanilla"), part._replace(is_part=False)):
+        assert cudnn_backend.rule_error(near, "backward") is None
 
 
 @pytest.mark.parametrize(

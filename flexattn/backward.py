@@ -1,0 +1,202 @@
+"""The backward of attention as a function, for who keeps the forward's results: rings and other parallelism over the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import calls, ops, validation
+from flexattn.dispatch.spec import OPEN_WINDOW, Operands
+from flexattn.first_order import guarded
+from flexattn.functional import prepare
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn.score_mod import Mod
+
+
+class Gradients(NamedTuple):
+    """What `attention_backward` returns: a gradient has the shape and dtype of what it is the gradient of, and is contiguous."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None  # None: there is no bias, or it does not require a gradient
+    dsoftmax_offset: Tensor | None  # None: there is none
+    dcaptures: tuple[tuple[Tensor, Tensor], ...]  # (tensor, its gradient) of each that the mods capture and that requires one
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    window_size: tuple[int, int] = OPEN_WINDOW,
+    bottom_right_diagonal: bool | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    bias_type: str = "no_bias",
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softmax_type: str = "vanilla",
+    softmax_offset: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
+    block_mask: BlockMask | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Gradients:
+    """Returns the gradients of `attention` from what its forward gave; k and v may be a part of those that out and lse are of.
+
+    With p = exp(s - lse), where s are the scores of these keys and lse is taken as given, delta = sum(out * dout) - dlse and
+    dp = dout v^T: dv = p^T dout, ds = p (dp - delta), dq = ds k * softmax_scale and dk = ds^T q * softmax_scale, as in
+    FlashAttention (Dao et al., 2022, algorithm 4) and ring attention (Liu et al., 2023). So the gradients of parts that share the
+    whole's out, lse, dout and dlse add up: dk and dv of a part are those of its keys, and dq is the sum over the parts.
+
+    Args:
+        dout: the gradient of out, of out's shape and dtype, in any strides.
+        q, k, v: as `attention` takes them, in float16, bfloat16 or float32 (float64 on the eager backend).
+        out: what `attention`, or `merge_attention` over all parts, gave: q's shape with v's head dim last, in q's dtype.
+        lse: with it: float32 (float64 for float64), [b, h, sq], or [h, t_q] for thd, -inf where a query sees nothing at all. A
+            probability is as exact as exp(-lse): half a unit in the last place of an lse of 200 is a relative error of 8e-6. (The
+            backward of `attention` mends that for float32, as it has whole rows.)
+        dlse: the gradient of lse, of its shape and dtype, or None for 0.
+        rng_state: needed with dropout_p > 0: what the forward over these keys was given.
+        backend: as `attention` takes it; with dropout_p > 0 a name, the forward's, as cuDNN drops other weights than the rest.
+
+        All others: what the forward over these keys was given. A sink belongs to one part alone, and so does its gradient. Queries
+        and keys count from the beginning of what is given: for a causal mask over keys from position n on, give the queries from n
+        on, with their out, lse, dout and dlse; or a mask_mod that knows n.
+
+    Returns:
+        Gradients: (dq, dk, dv, dbias, dsoftmax_offset, dcaptures). They have no derivatives: one that is asked for raises.
+
+    Raises:
+        ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
+            is accepted. FP8 and DTensors are refused.
+        BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
+    """
+    _check_kinds(q, k, v)
+    request, call = None, None
+    operands = (
+        bias,
+        alibi_slopes,
+        softmax_offset,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        cu_seqlens_q_padded,
+        cu_seqlens_kv_padded,
+        rng_state,
+    )
+    if not torch.compiler.is_compiling():
+        others: tuple[Any, ...] = (
+            *("backward", qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type),
+            *(softmax_scale, softcap, dropout_p, deterministic, backend),
+        )
+        mods = None
+        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
+            mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
+        request, call = calls.look_up((q, k, v, *operands, out, lse, dout, dlse), others, window_size, mods)
+    if request is None or call is None:
+        with torch.enable_grad():  # for what the mods capture
+            x, settings, _ = prepare(
+                q,
+                k,
+                v,
+                qkv_format=qkv_format,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+                bottom_right_diagonal=bottom_right_diagonal,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_kv=cu_seqlens_kv,
+                cu_seqlens_q_padded=cu_seqlens_q_padded,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_kv=max_seqlen_kv,
+                bias_type=bias_type,
+                bias=bias,
+                alibi_slopes=alibi_slopes,
+                softmax_type=softmax_type,
+                softmax_offset=softmax_offset,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                dropout_p=dropout_p,
+                rng_state=rng_state,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+                score_mod_tensors=score_mod_tensors,
+                block_mask=block_mask,
+                fp8_recipe=None,
+                fp8_state=None,
+                descale_q=None,
+                descale_k=None,
+                descale_v=None,
+                deterministic=deterministic,
+                return_lse=True,
+                return_max_logit=False,
+                backend=backend,
+                is_backward=True,
+            )
+        _check(x, settings, out, lse, dout, dlse)
+        if request is not None:
+            call = calls.new_call(request, x, settings, alibi_slopes) if request.came_before else None
+            calls.remember(request, call)
+    out, lse = out.contiguous(), lse.contiguous()  # as the kernels have them in any other backward
+    with torch.no_grad():
+        if request is not None and call is not None:
+            inputs, settings = call.inputs(request), call.settings
+            found, x = call.backward(inputs, out, lse, dout, dlse), call.operands(inputs)
+        else:
+            found = ops.gradients(x, settings, out, lse, dout, dlse)
+    flags = ops.captures_with_gradients(settings.mods)
+    captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
+    gradients: Sequence[Tensor | None] = (*found[:-1], *(found.dmod_tensors or ()))
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, bias, softmax_offset, *captured)
+    dense, of_captures = gradients[: len(found) - 1], gradients[len(found) - 1 :]
+    return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
+
+
+def _check_kinds(*qkv: Any) -> None:
+    """What other words would be said of, or none."""
+    for name, t in zip("qkv", qkv, strict=True):
+        if type(t).__name__ == "DTensor":
+            raise TypeError(f"{name} is a DTensor; accepted: a local tensor, as that of to_local()")
+        if isinstance(t, Tensor) and t.dtype in validation.FP8_DTYPES:
+            raise TypeError(
+                f"{name} has dtype {t.dtype}; accepted: float16, bfloat16, float32 or float64, as FP8 has no such backward"
+            )
+
+
+def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
+    """What a backward asks more of a call that is checked as a forward is."""
+    ops.refuse_transforms(x)
+    validation.check_backward(x, settings.qkv_format, out, lse, dout, dlse)
+    if x.dropout_p == 0.0:
+        return
+    if x.rng_state is None:
+        raise ValueError("rng_state is None with dropout_p > 0; accepted: the int64 tensor [2] that the forward was given")
+    if settings.backend == "auto":
+        raise ValueError(
+            "backend is 'auto' with dropout_p > 0; accepted: the name of the backend that the forward ran on, as not all drop the "
+            "same weights (give it to both)"
+        )
