@@ -4,8 +4,8 @@
 |--------------------|----------------------------------|----------------------------------------------------------------------|
 | `FLEXATTN_BACKEND` | auto (default), triton, cudnn,   | the backend where neither the call's `backend=` nor                  |
 |                    | eager                            | `attention_backend()` names one                                      |
-| `FLEXATTN_CHECK`   | 0 (default), 1                   | 1 also checks the values of `cu_seqlens`, at the cost of one         |
-|                    |                                  | transfer from the device (a synchronisation) in each forward         |
+| `FLEXATTN_CHECK`   | 0 (default), 1                   | 1 also checks the values of `cu_seqlens` and of descales, each at    |
+|                    |                                  | the cost of a transfer from the device (a synchronisation)           |
 | `FLEXATTN_CANARY`  | 0 (default), 1                   | 1 checks each backend that is chosen against the reference, on a     |
 |                    |                                  | small input, before it runs a spec for the first time                |
 | `FLEXATTN_HOPPER`  | auto (default), always, never    | whether the triton backend's kernels for sm_90 run where they are    |

@@ -15,13 +15,17 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 GRANULARITIES = ("tensor", "head", "batch_head", "block")
 BLOCK_ROWS = 128
-LARGEST_SCALE = 2.0**120  # so that neither a scale nor its inverse is infinite or denormal
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**120, 2.0**-120  # so that neither a scale nor its inverse is infinite or denormal
 P_SCALE = 256.0  # of the softmax weights relative to their row's largest, which fills e4m3 but for a factor 448 / 256
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """What fills the range of `dtype` with values up to `amax`; 1 for an amax of 0 or next to it."""
+    """What fills the range of `dtype` with values up to `amax`; 1 for an amax of 0 or next to it.
+
+    No finite amax has a scale below SMALLEST_SCALE unless a margin makes it so, of which it then has less.
+    """
     scale = torch.full_like(amax, LARGEST[dtype] * 2.0**-margin) / amax  # a number / a tensor would round twice
+    scale = scale.clamp(min=SMALLEST_SCALE)
     return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 
@@ -53,7 +57,11 @@ def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows:
     if t.rotation:
         rows = rows @ rotation_matrix(x.shape[-1], x.device)
     sizes = amax_sizes(x, fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows)
-    group, is_real = _groups(x, fmt, t.cu_seqlens, t.cu_seqlens_padded, sizes, block_rows)
+    b, position = _places(x, fmt, t.cu_seqlens, t.cu_seqlens_padded)
+    group = _groups(b, position, rows.shape[-2], sizes, block_rows)
+    is_real = position >= 0
+    if t.cu_seqlens is not None and t.cu_seqlens.shape[0] > 1:
+        is_real = is_real & (position < t.cu_seqlens.long().diff().clamp(max=t.max_seqlen)[b])
     magnitude = torch.where(rows.isfinite() & is_real[..., None, None], rows.abs(), 0.0).amax(-1)
     amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax").view(sizes)
     if t.history is not None:
@@ -120,9 +128,10 @@ def dequantize_one(
 ) -> Tensor:
     """data * descale in `dtype`, laid out as data; block_rows counts where there is more than one block."""
     sizes = descale.shape[0], descale.shape[1], descale.shape[2]
-    group, _ = _groups(data, fmt, cu_seqlens, cu_seqlens_padded, sizes, block_rows)
-    rows = as_bshd(data, fmt).to(dtype) * descale.to(dtype).flatten()[group][..., None]
-    return as_bshd(rows, fmt)
+    group = _groups(*_places(data, fmt, cu_seqlens, cu_seqlens_padded), data.shape[fmt.index("h")], sizes, block_rows)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32  # a descale may be 0 or infinite in 16 bits
+    rows = as_bshd(data, fmt).to(wide) * descale.to(wide).flatten()[group][..., None]
+    return as_bshd(rows.to(dtype), fmt)
 
 
 def amax_sizes(
@@ -141,29 +150,32 @@ def num_blocks(max_seqlen: int, block_rows: int) -> int:
     return torch.sym_max(1, -(-max_seqlen // block_rows))  # type: ignore[no-any-return, no-untyped-call]  # in a graph, for any length
 
 
-def _groups(
-    x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, sizes: tuple[int, int, int], block_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Of each token and head, which element of a flat [b | 1, h | 1, blocks | 1] is its scale; of each token, whether it is one."""
-    heads = x.shape[fmt.index("h")]
-    if fmt == "thd":
-        assert cu_seqlens is not None
-        token = torch.arange(x.shape[0], device=x.device)
-        starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
-        last = max(cu_seqlens.shape[0] - 2, 0)
-        b = torch.searchsorted(starts[1:], token, right=True).clamp(max=last)
-        position = token - starts[b]
-    else:
+def _places(x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of each token its sequence, and its position in it: negative, or past its length, where the token is none of its own."""
+    if fmt != "thd":
         batch, tokens = as_bshd(x, fmt).shape[:2]
         b = torch.arange(batch, device=x.device)[:, None].expand(batch, tokens)
-        position = torch.arange(tokens, device=x.device).expand(batch, tokens)
-    is_real = position >= 0
-    if cu_seqlens is not None:
-        is_real = is_real & (position < cu_seqlens.long().diff()[b]) if cu_seqlens.shape[0] > 1 else is_real & False
-    h = torch.arange(heads, device=x.device)
+        return b, torch.arange(tokens, device=x.device).expand(batch, tokens)
+    assert cu_seqlens is not None
+    token = torch.arange(x.shape[0], device=x.device)
+    if cu_seqlens.shape[0] < 2:
+        return token * 0, token * 0 - 1
+    starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)[:-1].long().clamp(0, x.shape[0])
+    if cu_seqlens_padded is None:
+        b = torch.searchsorted(starts, token, right=True) - 1
+    else:  # slots may be in any order; of several at one place, the last is the one that has tokens
+        order = (2 * starts + (cu_seqlens.diff() > 0)).argsort(stable=True)
+        b = order[(torch.searchsorted(starts[order], token, right=True) - 1).clamp(min=0)]
+    b = b.clamp(min=0)
+    return b, token - starts[b]
+
+
+def _groups(b: Tensor, position: Tensor, heads: int, sizes: tuple[int, int, int], block_rows: int) -> Tensor:
+    """Of each token and head, which element of a flat [b | 1, h | 1, blocks | 1] is its scale."""
+    h = torch.arange(heads, device=b.device)
     group = (b[..., None] if sizes[0] > 1 else 0) * sizes[1] + (h if sizes[1] > 1 else h * 0)
     block = (position // block_rows).clamp(0, sizes[2] - 1) if sizes[2] > 1 else position * 0
-    return (group * sizes[2] + block[..., None]).expand(*position.shape, heads), is_real
+    return (group * sizes[2] + block[..., None]).expand(*position.shape, heads)
 
 
 def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:

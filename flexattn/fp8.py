@@ -25,6 +25,8 @@ SCALINGS = ("current", "delayed")
 ALGORITHMS = ("max", "most_recent")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 TENSORS = ("q", "k", "v", "dout", "out")
+BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in TENSORS)  # of a DelayedScaling
+MOST_MARGIN = 14  # with more, a tensor's largest value would be below E4M3's normal numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Recipe:
             Delayed scaling is by "tensor" or "head". With current scaling and no margin, dout has a scale for each 128 rows of a
             head on compute capability 9.0, whatever this says: the kernel that reads it first makes it.
         block_rows: rows of a block, a multiple of 64; None: 128. For granularity "block".
-        margin: scales are 2**margin smaller than what fills the range.
+        margin: scales are 2**margin smaller than what fills the range; from -14, with which all but the smallest values saturate,
+            to 14, with which the largest is just a normal number of E4M3.
         amax_history_len, amax_compute_algo: of delayed scaling: how many steps are remembered (None: 16), and whether the "max"
             (None) or the "most_recent" of them makes the scale.
         rotation: q and k are multiplied with one orthogonal matrix, a Hadamard matrix with signs, which leaves q k^T as it is and
@@ -80,8 +83,11 @@ class Recipe:
         if self.keep_16_bit and (self.rotation or self.bf16_backward):
             other = "rotation" if self.rotation else "bf16_backward"
             raise ValueError(f"keep_16_bit is True with {other}, and has no effect there; accepted: None, False")
+        margins = f"an int from {-MOST_MARGIN} to {MOST_MARGIN}, the power of two that scales are smaller by"
         if isinstance(self.margin, bool) or not isinstance(self.margin, int):
-            raise TypeError(f"margin is {describe(self.margin)}; accepted: an int, the power of two that scales are smaller by")
+            raise TypeError(f"margin is {describe(self.margin)}; accepted: {margins}")
+        if abs(self.margin) > MOST_MARGIN:
+            raise ValueError(f"margin is {self.margin}; accepted: {margins}")
         if self.out_dtype is not None and self.out_dtype not in OUT_DTYPES:
             raise ValueError(f"out_dtype is {self.out_dtype}; accepted: None, {', '.join(map(str, OUT_DTYPES))}")
         if self.block_rows is not None:
@@ -139,16 +145,20 @@ _DEFAULTS = tuple(
 
 
 class QuantizedTensor(NamedTuple):
-    """x ≈ data * descale: `data` in float8, laid out as x; the others fp32 [b | 1, h | 1, blocks | 1], as the granularity says."""
+    """x ≈ data * descale: `data` in float8, laid out as x; descale and amax fp32 [b | 1, h | 1, blocks | 1], by the granularity."""
 
     data: Tensor
     descale: Tensor
     amax: Tensor  # of x's finite values
     source: Tensor | None = None  # of `attention` in training: x, in 16 bits, whose gradient is that of data * descale
+    block_rows: int = 0  # that share a descale, for granularity "block"; else 0
 
 
 class DelayedScaling(torch.nn.Module):
     """The amax history and the scales of one attention layer, as buffers: `deepcopy`, `pickle`, `state_dict` and `to` apply.
+
+    They are float32 and stay so: casts of the module, or of a model that holds it, move them to another device at most, and what
+    `load_state_dict` brings in another dtype is converted.
 
     Every call notes its amax, which the scales follow when `update` is called: once a step, after the backward. So a forward that
     activation checkpointing repeats finds the scales that it had.
@@ -165,12 +175,30 @@ class DelayedScaling(torch.nn.Module):
         if recipe.scaling != "delayed":
             raise ValueError(f"recipe.scaling is {recipe.scaling!r}; accepted: 'delayed', as current scaling keeps nothing")
         self.recipe = recipe
-        heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        for name in TENSORS:
-            heads = 1 if recipe.granularity == "tensor" else heads_kv if name in "kv" else num_heads
-            history = torch.zeros(recipe.amax_history_len or 16, heads, dtype=torch.float32, device=device)
-            self.register_buffer(f"amax_history_{name}", history)
-            self.register_buffer(f"scale_{name}", torch.ones(heads, dtype=torch.float32, device=device))
+        all_heads = (num_heads, num_heads if num_heads_kv is None else num_heads_kv)
+        with torch.inference_mode(False):  # calls outside of it change an inference tensor no more
+            for name in TENSORS:
+                for kind, shape in _shapes(recipe, name, all_heads).items():
+                    fill = 1.0 if kind == "scale" else 0.0
+                    self.register_buffer(f"{kind}_{name}", torch.full(shape, fill, dtype=torch.float32, device=device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DelayedScaling:
+        before = [self._buffers[name] for name in BUFFERS]
+        with torch.inference_mode(False):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, t in zip(BUFFERS, before, strict=True):
+                now = self._buffers[name]
+                if t is not None and now is not None and now.dtype is not t.dtype:
+                    self._buffers[name] = t.to(now.device)
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        with torch.inference_mode(False):
+            for name in BUFFERS:
+                t = self._buffers[name]
+                if t is not None:
+                    self._buffers[name] = t.to(torch.float32).contiguous()  # with assign=True it is the checkpoint's
 
     def scale(self, name: str) -> Tensor:
         """fp32 [heads], or [1] by tensor: what a tensor is multiplied with; 1 before the first `update`."""
@@ -212,7 +240,7 @@ def quantize(
     max_seqlen: int | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> QuantizedTensor:
-    """x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v.
+    """x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v. Not differentiable.
 
     Args:
         x: float16, bfloat16 or float32, in one of `attention`'s formats.
@@ -253,7 +281,8 @@ def quantize(
         recipe.margin,
         recipe.rotation,
     )
-    return QuantizedTensor(*found)
+    data, descale, amax = found
+    return QuantizedTensor(data, descale, amax, block_rows=recipe.rows)
 
 
 class _Dequantized(torch.autograd.Function):
@@ -290,9 +319,14 @@ def dequantize(
 
     Args:
         x: of `quantize`, or `attention`'s output.
-        recipe: the one that x was made by; granularity and block_rows count. What was rotated stays so.
+        recipe: the one that x was made by; where x is scaled by blocks, its granularity and block_rows must be x's. What was
+            rotated stays so.
         qkv_format, cu_seqlens, cu_seqlens_padded: x's own, as given when it was made.
-        dtype: None: that of x.source, or bfloat16 without one.
+        dtype: None: that of x.source, or bfloat16 without one. The product is made in float32 (float64 for float64) and rounded
+            once.
+
+    Raises:
+        ValueError: a format, recipe or lengths that are not those of x; the text names them.
     """
     recipe = Recipe() if recipe is None else recipe
     fmt, kv_format = parse_format(str(qkv_format))
@@ -300,18 +334,36 @@ def dequantize(
         raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
     if x.data.dim() != len(fmt):
         raise ValueError(f"x.data has shape {tuple(x.data.shape)}; accepted: the {len(fmt)} dims of {fmt}")
-    if x.descale.shape[2] > 1 and recipe.granularity != "block":
+    blocks = x.descale.shape[2]
+    if blocks > 1 and recipe.rows != x.block_rows:
         raise ValueError(
-            f"recipe.granularity is {recipe.granularity!r} and x is scaled by blocks; accepted: the recipe that made x"
+            f"recipe has granularity {recipe.granularity!r} and block_rows {recipe.rows or None}, and x is scaled by blocks of "
+            f"{x.block_rows} rows (x.block_rows); accepted: the recipe that made x"
         )
-    if fmt == "thd" and cu_seqlens is None and x.descale.shape[0] > 1:
+    if fmt == "thd" and cu_seqlens is None and (x.descale.shape[0] > 1 or blocks > 1):
         raise ValueError("cu_seqlens is None with thd and scales for each sequence; accepted: an int32 tensor [batch + 1]")
+    batch = x.data.shape[fmt.index("b")] if "b" in fmt else x.descale.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    heads = x.data.shape[fmt.index("h")]
+    if x.descale.shape[0] not in (1, batch) or x.descale.shape[1] not in (1, heads):
+        raise ValueError(
+            f"x.descale has shape {tuple(x.descale.shape)}; accepted: [{batch} | 1, {heads} | 1, blocks], as x.data has"
+        )
     if dtype is None:
         dtype = torch.bfloat16 if x.source is None else x.source.dtype
     if fmt == "thd" and cu_seqlens is None:  # one scale for all tokens
         cu_seqlens = torch.tensor([0, x.data.shape[0]], dtype=torch.int32, device=x.data.device)
     how = (fmt, cu_seqlens, cu_seqlens_padded, recipe.rows, dtype)
     return _Dequantized.apply(x.source, x.data, x.descale, *how)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def check_unpacked(q: Any, k: Any, v: Any) -> None:
+    """That none is a QuantizedTensor."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, QuantizedTensor):
+            raise TypeError(
+                f"{name} is a QuantizedTensor; accepted: {name}.data, with descale_{name}={name}.descale (for scales by block "
+                "also an fp8_recipe with granularity 'block' and its block_rows)"
+            )
 
 
 def check_recipe(recipe: Any, state: Any) -> None:
@@ -397,14 +449,28 @@ _reads_16_bit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads: tuple[int, int]) -> None:
     if state.recipe != recipe:
         raise ValueError(f"fp8_state was made for {state.recipe} and fp8_recipe is {recipe}; accepted: the same recipe")
-    if state.scale("q").device != q.device:
-        raise ValueError(f"fp8_state is on {state.scale('q').device} and q is on {q.device}; accepted: the same device")
-    for name, count in (("q", heads[0]), ("k", heads[1])):
-        if recipe is not None and recipe.granularity == "head" and state.scale(name).shape[0] != count:
-            raise ValueError(
-                f"fp8_state was made for {state.scale(name).shape[0]} heads of {name}, which has {count}; accepted: "
-                "DelayedScaling(recipe, num_heads, num_heads_kv) of the call's heads"
-            )
+    for name in TENSORS:
+        for kind, shape in _shapes(state.recipe, name, heads).items():
+            t = state.scale(name) if kind == "scale" else state.history(name)
+            if t.device != q.device:
+                raise ValueError(f"fp8_state.{kind}_{name} is on {t.device} and q is on {q.device}; accepted: the same device")
+            if t.dtype is not torch.float32 or t.dim() != len(shape) or not t.is_contiguous():
+                raise ValueError(
+                    f"fp8_state.{kind}_{name} is {describe(t)}; accepted: a contiguous torch.float32 tensor of shape {shape}"
+                )
+            if t.shape[-1] != shape[-1]:
+                raise ValueError(
+                    f"fp8_state was made for {t.shape[-1]} heads of {name} ({kind}_{name}), which has {shape[-1]}; accepted: "
+                    "DelayedScaling(recipe, num_heads, num_heads_kv) of the call's heads"
+                )
+            if tuple(t.shape) != shape:
+                raise ValueError(f"fp8_state.{kind}_{name} has shape {tuple(t.shape)}; accepted: {shape}")
+
+
+def _shapes(recipe: Recipe, name: str, heads: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """A tensor's buffers in a DelayedScaling; heads: of q, and of k and v."""
+    count = 1 if recipe.granularity == "tensor" else heads[1] if name in ("k", "v") else heads[0]
+    return {"amax_history": (recipe.amax_history_len or 16, count), "scale": (count,)}
 
 
 def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: fp8_ops.State | None) -> QuantizedTensor:
@@ -419,4 +485,4 @@ def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, s
     dtype = str(recipe.out_dtype).removeprefix("torch.")
     kind = (fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
     data, descale, amax = fp8_ops.quantize(out.detach(), *lengths, scale, history, *kind)
-    return QuantizedTensor(data, descale, amax, out if out.requires_grad else None)
+    return QuantizedTensor(data, descale, amax, out if out.requires_grad else None, recipe.rows)

@@ -15,7 +15,6 @@ from flexattn.dispatch.select import Backend, backend_module, select
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
 from flexattn.dispatch.tape import Tape, record
 
-_BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in fp8.TENSORS)
 _HALVES = 2  # q and k, the first two of a call's tensors
 _DESCALES = 3  # of q, k and v, which come first among what a call in FP8 has more than others; then a state's scales and histories
 
@@ -24,9 +23,9 @@ def state_tensors(state: fp8.DelayedScaling | None) -> tuple[Tensor, ...] | None
     """What a call reads and writes of a state; None where that may not be all."""
     if state is None:
         return ()
-    if type(state) is not fp8.DelayedScaling or not all(name in state._buffers for name in _BUFFERS):
+    if type(state) is not fp8.DelayedScaling or not all(name in state._buffers for name in fp8.BUFFERS):
         return None
-    return tuple(state._buffers[name] for name in _BUFFERS)  # type: ignore[misc]  # none is None
+    return tuple(state._buffers[name] for name in fp8.BUFFERS)  # type: ignore[misc]  # none is None
 
 
 class _State:
@@ -82,7 +81,10 @@ class Fp8Call(Call):
         if self.spec.needs_grad:
             return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
         out, lse, max_logit, *more = self.forward(tensors, addresses)
-        return (fp8.QuantizedTensor(out, *more) if self.has_fp8_out else out), lse, max_logit
+        if self.recipe is not None and self.has_fp8_out:
+            descale, amax = more
+            out = fp8.QuantizedTensor(out, descale, amax, block_rows=self.recipe.rows)
+        return out, lse, max_logit
 
     def compute(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
         """By the operators; of a tape their kernels."""
@@ -98,7 +100,8 @@ class Fp8Call(Call):
                 kept = (x8.q, x8.k, x8.v, *x8.descales)
         if self.has_fp8_out:
             assert self.recipe is not None
-            out, *kept = fp8.quantize_out(out, x, self.settings, self.recipe, state)  # type: ignore[assignment]
+            found = fp8.quantize_out(out, x, self.settings, self.recipe, state)
+            out, kept = found.data, (found.descale, found.amax)
         return out, lse, max_logit if self.spec.return_max_logit else None, *kept
 
     def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:

@@ -276,7 +276,8 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         kept = x if settings.bf16_backward else x8
         lists = (x.mod_tensors, x.block_mask, kept.descales, (x.q, x.k) if plan.keeps_16_bit else ())
-        ctx.save_for_backward(out, lse, delayed.scale_dout, *kept[:_NUM_TENSORS], *itertools.chain(*lists))
+        scale_dout = None if settings.bf16_backward else delayed.scale_dout
+        ctx.save_for_backward(out, lse, scale_dout, *kept[:_NUM_TENSORS], *itertools.chain(*lists))
         ctx.ends = list(itertools.accumulate(map(len, lists)))
         ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, plan
         ctx.history = delayed.history_dout  # which is not saved, as it changes

@@ -130,7 +130,8 @@ def attention(
             it says out's dtype, and the block_rows of descales by block.
         fp8_state: the `flexattn.fp8.DelayedScaling` of a recipe with scaling "delayed".
         descale_q, descale_k, descale_v: float32 [], [h], [b, h] or [b, h, blocks], where any dim may be 1 instead; h is h_kv for k
-            and v. What q, k and v in FP8 are to be multiplied with; None is 1. `flexattn.fp8.quantize` gives them.
+            and v. What q, k and v in FP8 are to be multiplied with, positive and finite; None is 1. `flexattn.fp8.quantize` gives
+            them. Not differentiable.
         deterministic: True makes repeated runs equal to the bit, or raises; with False gradients may round differently from run to
             run where that is faster. None does as torch.are_deterministic_algorithms_enabled() says.
         return_lse: whether to return lse as well.
@@ -153,8 +154,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
-            is accepted. The values in cu_seqlens are checked only under FLEXATTN_CHECK=1, as reading them waits for the device;
-            wrong ones give wrong results, but nothing outside the tensors is touched.
+            is accepted. The values in cu_seqlens and descales are checked only under FLEXATTN_CHECK=1, as reading them waits for
+            the device; wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
     request, call = None, None
@@ -404,6 +405,7 @@ def prepare(
     validation.check_flag("return_max_logit", return_max_logit)
     validation.check_scalars(softmax_scale, softcap, dropout_p)
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    fp8.check_unpacked(q, k, v)
     fp8.check_recipe(fp8_recipe, fp8_state)
     validation.check_qkv(q, k, v, q_format, kv_format)
     heads = q.shape[q_format.index("h")]
@@ -501,8 +503,8 @@ def _is_dtensor(x: Any) -> bool:
 
 
 def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
-    """x as autocast gives it to a matrix product: in its dtype, unless it is float64 or no floating point tensor."""
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *kept):
+    """x as autocast gives it to a matrix product: in its dtype, unless it is float64, FP8 or no floating point tensor."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *validation.FP8_DTYPES, *kept):
         return x.to(dtype)
     return x
 

@@ -32,7 +32,7 @@ from flexattn.dispatch.spec import (
     with_classes,
 )
 from flexattn.first_order import first_order
-from flexattn.validation import check_cu_seqlens_values
+from flexattn.validation import check_cu_seqlens_values, check_descale_values
 from flexattn.warn import warn_once
 
 T = TypeVar("T")
@@ -238,6 +238,8 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     """What the forward operator runs."""
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
+    if spec.fp8 is not None and options.check_values():
+        check_descale_values(x)
     if spec.needs_grad and spec.of_backward() is not spec:
         select(spec.of_backward(), "backward", request)
     elif spec.needs_grad:  # what cannot be trained fails here, not after a forward

@@ -1,7 +1,7 @@
 """The checks of attention()'s arguments, in the order in which they are made.
 
-Each needs types, shapes, dtypes and devices only, so none waits for a device and torch.compile traces them all away; the one that
-reads values, `check_cu_seqlens_values`, runs where FLEXATTN_CHECK=1 asks for it.
+Each needs types, shapes, dtypes and devices only, so none waits for a device and torch.compile traces them all away; those that
+read values, `check_cu_seqlens_values` and `check_descale_values`, run where FLEXATTN_CHECK=1 asks for it.
 """
 
 from __future__ import annotations
@@ -311,6 +311,10 @@ def check_fp8(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
                 f"{[batch, heads, blocks]}, where any may be 1 instead{hint}"
             )
+        if descale.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"descale_{name} requires a gradient; accepted: a descale that does not (detach it), as none is differentiable"
+            )
         checked.append(as_scales(descale, q.device))
     return tuple(checked)
 
@@ -376,6 +380,23 @@ def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
             if length > max_seqlen:
                 room = max_name if fmt == "thd" else f"the sequence dim of {fmt}"
                 raise ValueError(f"{name}[{i + 1}] - {name}[{i}] is {length}; accepted: at most {room}, {max_seqlen}")
+
+
+def check_descale_values(x: Operands) -> None:
+    """What FLEXATTN_CHECK=1 adds in FP8: a ValueError that names the descale which is not positive and finite.
+
+    Reads one flag of each in one transfer, and waits for it.
+    """
+    descales = x.descales[:3]
+    is_right = [(descale > 0) & descale.isfinite() for descale in descales]
+    are_all = torch.stack([right.all() for right in is_right]).tolist()
+    for name, descale, right, is_all in zip("qkv", descales, is_right, are_all, strict=True):
+        if not is_all:
+            b, h, block = (~right).nonzero()[0].tolist()
+            raise ValueError(
+                f"descale_{name} is {descale[b, h, block].item()} at [{b}, {h}, {block}] of [b, h, blocks]; accepted: positive and "
+                "finite, as fp8.quantize gives them (with an fp8_state they are 1 / scale)"
+            )
 
 
 def _check_cumulative(name: str, values: list[int], total: int | None) -> None:

@@ -24,6 +24,7 @@ from flexattn.kernels_triton.problem import Problem, row_strides
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 LARGEST_SCALE = tl.constexpr(2.0**120)
+SMALLEST_SCALE = tl.constexpr(2.0**-120)
 GOLDEN = tl.constexpr(0x9E3779B1)
 
 _TILE = Tile(64, 32, 4, 1)
@@ -175,26 +176,26 @@ def _store_rows(pointer, offsets, row, slot, parts, scale, META: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, range_scale):
-    scale = tl.div_rn(range_scale, tl.where(amax > 0.0, amax, 1.0))
+    scale = tl.maximum(tl.div_rn(range_scale, tl.where(amax > 0.0, amax, 1.0)), SMALLEST_SCALE)
     return tl.where((amax > 0.0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 
 @triton.jit
 def _tile_of(tile, lengths, META: tl.constexpr):
-    # (sequence, block of it). In [total, h, d] those of a sequence begin at tile start // ITEM_ROWS + b: as many as it can need.
-    cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
+    # (sequence, block of it). In [total, h, d] those of a sequence begin at tile n // ITEM_ROWS + b, with n tokens before it: as
+    # many as it can need, wherever its slot is.
+    cu_seqlens_ptr, _, batch, num_tokens, max_seqlen = lengths
     if META.IS_RAGGED:
-        offsets_ptr = cu_seqlens_padded_ptr if META.HAS_GAPS else cu_seqlens_ptr
         b = tile * 0
         after = tile * 0 + batch
         while after - b > 1:
             middle = (b + after) // 2
-            start = tl.minimum(tl.maximum(tl.load(offsets_ptr + middle), 0), num_tokens)
-            is_before = start // META.ITEM_ROWS + middle <= tile
+            before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + middle), 0), num_tokens)
+            is_before = before // META.ITEM_ROWS + middle <= tile
             b = tl.where(is_before, middle, b)
             after = tl.where(is_before, after, middle)
-        start = tl.minimum(tl.maximum(tl.load(offsets_ptr + b), 0), num_tokens)
-        return b, tile - start // META.ITEM_ROWS - b
+        before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
+        return b, tile - before // META.ITEM_ROWS - b
     else:
         blocks = tl.cdiv(max_seqlen, META.ITEM_ROWS)
         return tile // blocks, tile % blocks
@@ -216,6 +217,8 @@ def _quantize_item(
     start, length, slot = load_sequence(
         cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
     )
+    if META.HAS_GAPS:  # which are 0 already
+        slot = length
     first = block * META.ITEM_ROWS
     if (block == 0) | ((block > 0) & (first < slot)):
         group = b * stride_ab + h * stride_ah
@@ -432,6 +435,9 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
             source.data.zero_()
             descale.fill_(1.0)
         return descales, amax
+    for source in sources:
+        if source.cu_seqlens_padded is not None:  # slots may be in any order, so no program knows the gaps beside its own
+            source.data.zero_()
     is_known = first.scale is not None
     metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
     items = [s.items(meta) for s, meta in zip(sources, metas, strict=True)]
