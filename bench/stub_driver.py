@@ -155,7 +155,8 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
     ops._capability = lambda device: capability  # type: ignore[assignment]
     launch.current_stream, launch.stream_of, launch.is_current = lambda device: 0, lambda device: int, lambda device: True
     direct.current_device = lambda: 0
-    launch._pretended = (10 * capability[0] + capability[1], processors)
+    launch._capability_of = lambda device: 10 * capability[0] + capability[1]  # type: ignore[assignment]
+    launch._num_processors = lambda device: processors  # type: ignore[assignment]
     return library
 
 

@@ -35,7 +35,7 @@ _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
 
 _numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # Triton's interpreter has one grid index for all threads, and what is patched is everybody's
 _open_contexts = 0
 _undo = ExitStack()
 
@@ -58,8 +58,8 @@ def right_arithmetic() -> Iterator[None]:
 
     The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
     functions are patched once, and no sum is made a second time for an overflow check whose result the interpreter drops. The
-    context may be nested and entered from several threads; when the last one is left the interpreter is as it was. Only launches
-    belong in it: triton.language is patched inside. Where nothing is interpreted it does nothing.
+    context may be nested; one thread at a time is inside, and when it leaves the interpreter is as it was. Only launches belong in
+    it: triton.language is patched inside. Where nothing is interpreted it does nothing.
     """
     global _open_contexts
     if not INTERPRETED:
@@ -69,10 +69,9 @@ def right_arithmetic() -> Iterator[None]:
         if _open_contexts == 0:
             _install()
         _open_contexts += 1
-    try:
-        yield
-    finally:
-        with _lock:
+        try:
+            yield
+        finally:
             _open_contexts -= 1
             if _open_contexts == 0:
                 _undo.close()

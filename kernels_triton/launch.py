@@ -47,31 +47,62 @@ def hopper_kernel(function: Callable[..., None]) -> Any:
     return gluon.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
 
 
-_pretended: tuple[int, int] | None = None
+class Launch(NamedTuple):
+    """One launch as it was asked for: what `launch` needs to make it, and `compile_report.request_for` to compile its kernel."""
+
+    kernel: Any
+    tile: Tile
+    arguments: tuple[Any, ...]
+    programs: int
+
+
+Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
+
+
+class _Thread(threading.local):
+    """How one thread's launches go: what one thread pretends, records or watches is nothing to another."""
+
+    def __init__(self) -> None:
+        self.pretended: tuple[int, int] | None = None
+        self.recording: list[Launch] | None = None
+        self.watcher: Watcher | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def _set_here(name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of `_thread` is `value`. A backward that is called inside runs in this thread, not in autograd's."""
+    before = getattr(_thread, name)
+    setattr(_thread, name, value)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        setattr(_thread, name, before)
 
 
 @contextlib.contextmanager
 def pretended_device(capability: int, processors: int) -> Iterator[None]:
-    """Inside, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
+    """Inside, to this thread, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
 
     For launches that are recorded, or made by a driver that does nothing.
     """
-    global _pretended
-    before, _pretended = _pretended, (capability, processors)
-    try:
+    with _set_here("pretended", (capability, processors)):
         yield
-    finally:
-        _pretended = before
 
 
 def capability_of(device: torch.device) -> int:
     """The device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
-    return _capability_of(device) if _pretended is None else _pretended[0]
+    pretended = _thread.pretended
+    return _capability_of(device) if pretended is None else pretended[0]
 
 
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
-    return _num_processors(device) if _pretended is None else _pretended[1]
+    pretended = _thread.pretended
+    return _num_processors(device) if pretended is None else pretended[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,31 +118,12 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-class Launch(NamedTuple):
-    """One launch as it was asked for: what `launch` needs to make it, and `compile_report.request_for` to compile its kernel."""
-
-    kernel: Any
-    tile: Tile
-    arguments: tuple[Any, ...]
-    programs: int
-
-
-_recording: list[Launch] | None = None
-
-
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Inside, nothing is launched: the list that this gives fills up with what would have been. Outputs stay as they were."""
-    global _recording
-    before, _recording = _recording, []
-    try:
-        yield _recording
-    finally:
-        _recording = before
-
-
-Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
-_watchers = threading.local()
+    """Inside, this thread launches nothing: the list that this gives fills with what would have been. Outputs stay as they are."""
+    launches: list[Launch] = []
+    with _set_here("recording", launches):
+        yield launches
 
 
 @contextlib.contextmanager
@@ -120,23 +132,24 @@ def watched_launches(watcher: Watcher) -> Iterator[None]:
 
     The kernel is None where it was launched by Triton and can be launched in no other way.
     """
-    before = getattr(_watchers, "one", None)
-    _watchers.one = watcher
+    before, _thread.watcher = _thread.watcher, watcher
     try:
         yield
     finally:
-        _watchers.one = before
+        _thread.watcher = before
+
+
+_runtime = triton.knobs.runtime
 
 
 def is_plain() -> bool:
-    """Whether nobody looks at launches, so that they need not go through Triton: no hooks (a profiler's), nothing recorded."""
-    if _recording is not None:
+    """Whether nobody looks at this thread's launches, so that they need not go through Triton: no record, no profiler's hooks."""
+    if _thread.recording is not None:
         return False
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     if (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)):
         return False
-    return not runtime.debug and runtime.add_stages_inspection_hook is None
+    return not _runtime.debug and _runtime.add_stages_inspection_hook is None
 
 
 def current_stream(device: torch.device) -> int:
@@ -185,8 +198,9 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
         )
     if programs == 0:
         return
-    if _recording is not None:
-        _recording.append(Launch(kernel, tile, arguments, programs))
+    recording = _thread.recording
+    if recording is not None:
+        recording.append(Launch(kernel, tile, arguments, programs))
         return
     if interpreter.INTERPRETED:
         with interpreter.right_arithmetic():
@@ -226,7 +240,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
         direct.launch(programs, current_stream(device), arguments)
     else:
         kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    watcher = getattr(_watchers, "one", None)
+    watcher = _thread.watcher
     if watcher is not None:
         watcher(direct, programs, arguments)
 

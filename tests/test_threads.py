@@ -1,0 +1,104 @@
+"""Calls from several threads at once, from a cold start, beside what records, pretends or clears in another: all are right."""
+
+from __future__ import annotations
+
+import pytest
+
+# Every thread has a shape, mask and scale of its own and compares each result with the eager backend's of the main thread. What the
+# other half of the threads do records launches, pretends to be on a GPU, clears caches, or runs the canary.
+MIX = """
+import sys, threading, warnings
+import torch
+import flexattn
+from flexattn import calls
+from flexattn.dispatch import canary, context
+from flexattn.dispatch.select import forget_rejections
+
+def case(n):
+    torch.manual_seed(n)
+    q, k, v = (torch.randn(1, s, 2, 16, requires_grad=True) for s in (9 + n, 12 + n, 12 + n))
+    kinds = (dict(attn_mask_type="causal"), dict(window_size=(3, 2)), dict(bias_type="alibi"), dict(softcap=2.0))
+    return (q, k, v), dict(softmax_scale=0.1 + 0.05 * n, **kinds[n % 4])
+
+def run(tensors, arguments, backend):
+    out = flexattn.attention(*tensors, backend=backend, **arguments)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), tensors)
+
+THREADS, ROUNDS = 8, 2
+CASES = [case(n) for n in range(THREADS)]
+failures, expected = [], [None] * THREADS
+
+def call(n):
+    got = run(*CASES[n], "triton")
+    for name, g, e in zip(("out", "dq", "dk", "dv"), got, expected[n]):
+        error = float((g - e).abs().max())
+        if not error <= 1e-4 * max(1.0, float(e.abs().max())):
+            failures.append(f"thread {n}: {name} is off by {error}")
+
+def explain(n):
+    tensors, arguments = CASES[n]
+    said = flexattn.explain(*tensors, backend="triton", **arguments)
+    if said.forward_kernels is None or said.forward_kernels.family != "portable":
+        failures.append(f"thread {n}: explain says {said}")
+
+def warm(n):
+    (q, k, v), arguments = CASES[n]
+    flexattn.warmup(dict(q=q, k=k, v=v, backend="triton", **arguments), progress=False)
+
+def clear(n):
+    calls.clear_cache(); forget_rejections(); canary.clear()
+
+def doctor(n):
+    from flexattn import doctor
+    if not doctor.report():
+        failures.append("doctor says nothing")
+
+def block(n):
+    with flexattn.attention_backend(("eager", "triton")[n % 2]):
+        call(n)
+        if context.current() != ("eager", "triton")[n % 2]:
+            failures.append(f"thread {n}: the block's backend is {context.current()}")
+
+OTHERS = (explain, warm, clear, doctor, block)
+
+def work(n):
+    try:
+        start.wait()
+        for i in range(ROUNDS):
+            call(n)
+            OTHERS[(n + i) % len(OTHERS)](n)
+            call(n)
+    except BaseException as e:
+        failures.append(f"thread {n}: {type(e).__name__}: {e}")
+
+def first(n):  # the eager results too are made in threads
+    start.wait()
+    expected[n] = run(*CASES[n], "eager")
+
+def in_threads(target):
+    threads = [threading.Thread(target=target, args=(n,)) for n in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+sys.setswitchinterval(1e-5)
+warnings.simplefilter("error")
+start = threading.Barrier(THREADS)
+in_threads(first)
+in_threads(work)
+q = torch.randn(1, 9, 2, 16)
+compiled = torch.compile(lambda q: flexattn.attention(q, q, q, attn_mask_type="causal"), fullgraph=True, backend="eager")
+if not torch.allclose(compiled(q), flexattn.attention(q, q, q, attn_mask_type="causal"), atol=1e-5):
+    failures.append("torch.compile is wrong afterwards")
+if context.current() is not None:
+    failures.append("attention_backend() left something")
+print("\\n".join(failures))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("canary", ["0", "1"], ids=["plain", "canary"])
+def test_any_mix_of_first_calls_from_eight_threads(fresh_python, canary: str) -> None:
+    run = fresh_python("-c", MIX, env={"TRITON_INTERPRET": "1", "FLEXATTN_CANARY": canary})
+    assert run.stdout.split() == ["done"], run.stdout[-3000:] + run.stderr[-3000:]
