@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flexattn.dispatch import options
 
-# A plain global, as torch's own backend switches are: torch.compile guards it, whereas a ContextVar breaks the graph.
-_requested: str | None = None
+
+class _Thread(threading.local):
+    """One thread's request. A threading.local, as torch.compile guards it, whereas a ContextVar breaks the graph."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+
+
+_thread = _Thread()
 
 
 def check_request(backend: str) -> None:
@@ -18,27 +26,28 @@ def check_request(backend: str) -> None:
 
 @contextmanager
 def attention_backend(backend: str) -> Iterator[None]:
-    """Within the block, calls that name no backend use this one: "auto", "triton", "cudnn" or "eager".
+    """Within the block, calls of this thread that name no backend use this one: "auto", "triton", "cudnn" or "eager".
 
-    It holds for the whole process (threads included) until the block ends, can be nested, and works inside and around
-    `torch.compile`. A backward uses what was asked for when its forward ran. Any name but "auto" never falls back: what
-    it cannot run raises a BackendError with the reason.
+    It holds until the block ends and, as `torch.no_grad()` does, for the thread that entered it alone; it can be nested, and works
+    inside and around `torch.compile`. A backward uses what was asked for when its forward ran, whichever thread it runs in. What
+    `torch.utils.checkpoint` computes again on a GPU runs in a thread of autograd's, and after the block where the backward does:
+    give `backend` in the call there. Any name but "auto" never falls back: what it cannot run raises a BackendError with the
+    reason. FLEXATTN_BACKEND asks for the whole process.
 
     Raises:
         ValueError: an unknown name.
     """
-    global _requested
     check_request(backend)
-    previous, _requested = _requested, backend
+    previous, _thread.requested = _thread.requested, backend
     try:
         yield
     finally:
-        _requested = previous
+        _thread.requested = previous
 
 
 def current() -> str | None:
-    """What the innermost `attention_backend()` names."""
-    return _requested
+    """What the innermost `attention_backend()` of this thread names."""
+    return _thread.requested
 
 
 def requested_backend(backend: str | None) -> str:
@@ -46,4 +55,4 @@ def requested_backend(backend: str | None) -> str:
     if backend is not None:
         check_request(backend)
         return backend
-    return _requested or options.backend() or "auto"
+    return _thread.requested or options.backend() or "auto"

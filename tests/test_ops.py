@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -200,7 +201,9 @@ def test_the_backend_request_reaches_a_compiled_call(monkeypatch, spelling):
     requests = []
     select = ops.select
     monkeypatch.setattr(
-        ops, "select", lambda spec, direction, request: requests.append(request) or select(spec, direction, request)
+        ops,
+        "select",
+        lambda spec, direction, request, refused: requests.append(request) or select(spec, direction, request, refused),
     )
     q = torch.randn(1, 3, 2, 8)
 
@@ -216,7 +219,11 @@ def test_the_backend_request_reaches_a_compiled_call(monkeypatch, spelling):
     compiled(q)
     with attention_backend("eager"):
         compiled(q)
-    assert requests == (["auto", "eager"] if spelling == "around" else ["eager", "eager"])
+    thread = threading.Thread(target=compiled, args=(q,))  # whose request is its own
+    with attention_backend("eager"):
+        thread.start()
+        thread.join()
+    assert requests == (["auto", "eager", "auto"] if spelling == "around" else ["eager"] * 3)
 
 
 def test_alibi_slopes_that_a_trace_made_are_not_kept():
