@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the graphs can run `spec` in `direction` as far as is known without building one, else why not and what to change.
 
     First our rules, then `known_bad`. What cuDNN itself says comes when a plan is built to be run: a refusal is raised as Refused
-    then, and `select` remembers it.
+    then, and remembered for calls of the same shapes.
     """
     return device_error(spec.device_type, spec.capability) or rule_error(spec, direction) or _known_bad(spec, direction)
 
@@ -282,6 +283,13 @@ def watched(watcher: Callable[[Any, dict[int, Tensor]], None]) -> contextlib.Abs
 
 def can_be_taped() -> bool:
     return True
+
+
+def forget_refusals() -> None:
+    """Plans that cuDNN refused are asked for again."""
+    plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # not imported: nothing was refused
+    if plans is not None:
+        plans.PLANS.forget_refusals()
 
 
 _prepared: set[Any] = set()  # calls whose plan is known to be there, as a forward asks for its backward's each time

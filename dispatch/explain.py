@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flexattn.dispatch import options, refusals
 from flexattn.dispatch.describe import describe, versions
+from flexattn.dispatch.refusals import Refusals
 from flexattn.dispatch.select import Decision, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.dispatch.triton_backend import Kernels, kernels_of
@@ -20,15 +22,16 @@ class Explanation(NamedTuple):
     # Of the Triton backend, where it runs a direction of a call whose tensors are known: which of its kernels.
     forward_kernels: Kernels | None = None
     backward_kernels: Kernels | None = None
+    refused: Refusals = ()  # of calls of these very shapes, by backends that were asked to run one
 
     def __str__(self) -> str:
         return "\n".join(
             [
                 f"{describe(self.spec)}; backend={self.request!r}",
                 f"with {versions()}",
-                *_section(self.spec, "forward", self.forward, self.forward_kernels),
+                *_section(self.spec, "forward", self.forward, self.forward_kernels, self.refused),
                 *(
-                    _section(self.spec.of_backward(), "backward", self.backward, self.backward_kernels)
+                    _section(self.spec.of_backward(), "backward", self.backward, self.backward_kernels, self.refused)
                     if self.backward
                     else ["backward: not needed, no input requires a gradient"]
                 ),
@@ -39,20 +42,25 @@ class Explanation(NamedTuple):
 def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:
     """What `select` decides for a spec in each direction, and, of operands, the kernels that run them.
 
-    Raises the BackendError that the call would raise.
+    Raises what the call would raise: the BackendError, of the backward first as the call asks that before it runs anything, or the
+    ValueError that names an environment variable.
     """
-    forward = select(spec, "forward", request)
-    backward = select(spec.of_backward(), "backward", request) if spec.needs_grad else None
+    options.check_all()
+    refused = () if x is None else refusals.of_call(x)
+    backward = select(spec.of_backward(), "backward", request, refused) if spec.needs_grad else None
+    forward = select(spec, "forward", request, refused)
 
     def kernels(direction: Direction, decision: Decision | None) -> Kernels | None:
         is_triton = decision is not None and decision.backend == "triton"
         return kernels_of(spec, x, direction) if x is not None and is_triton else None
 
-    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward))
+    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward), refused)
 
 
-def _section(spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Kernels | None) -> list[str]:
-    lines = reasons(spec, direction, decision)
+def _section(
+    spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Kernels | None, refused: Refusals
+) -> list[str]:
+    lines = reasons(spec, direction, decision, refused)
     if kernels is None:
         return [f"{direction}: {decision.backend}", *(f"  {line}" for line in lines)]
     others = [f"not {family}: {reason}" for family, reason in kernels.rejected]

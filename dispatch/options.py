@@ -15,8 +15,9 @@
 | `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | where compiled Triton kernels are looked for and kept; what          |
 |                    | in Triton's cache directory      | `python -m flexattn build` wrote elsewhere can be put there          |
 
-They are read on each call, so a change takes effect at once; a function under `torch.compile` keeps the `FLEXATTN_BACKEND` it
-was compiled with (`attention_backend()` is guarded, and recompiles).
+They are read on each call, so a change takes effect at once, and a value that is not accepted is a ValueError in the next call
+and the next `explain`, whether that would have used it or not. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` it was
+compiled with (`attention_backend()` is guarded, and recompiles).
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ def kernel_directory() -> str | None:
     return os.environ.get("FLEXATTN_KERNELS") or None
 
 
+_checked: tuple[Any, ...] | None = None  # values that all are accepted
+
+
+def check_all() -> None:
+    """Raises the ValueError that names the first variable whose value is not accepted. Quick where nothing changed."""
+    global _checked
+    values = _values()
+    if values != _checked:
+        for read in (backend, check_values, canary, hopper):
+            read()
+        _checked = values
+
+
 _CHECKS = ("FLEXATTN_CHECK", "FLEXATTN_CANARY")
 _KEYS = tuple(
     getattr(os.environ, "encodekey", str)(name) for name in (*_CHECKS, *(name for name in VARIABLES if name not in _CHECKS))
@@ -72,10 +86,14 @@ def snapshot() -> tuple[Any, ...] | None:
 
     Reads what os.environ keeps them in, where it has that: asking os.environ for one takes half a microsecond.
     """
-    values = tuple(map(getattr(os.environ, "_data", os.environ).get, _KEYS))
+    values = _values()
     if (values[0] or values[1]) and any(value and value not in ("0", b"0") for value in values[: len(_CHECKS)]):
         return None
     return values
+
+
+def _values() -> tuple[Any, ...]:
+    return tuple(map(getattr(os.environ, "_data", os.environ).get, _KEYS))
 
 
 def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:

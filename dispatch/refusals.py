@@ -1,14 +1,26 @@
-"""What only running told, remembered: a backend that turned out unable to run a spec, and why. Bounded, safe in threads."""
+"""What only running told, remembered: a backend that turned out unable to run a call, and why. Bounded, safe in threads.
+
+What a backend refuses is remembered for calls of the very shapes that it refused: another may differ. What the canary finds wrong
+holds for its spec, whatever the shapes.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
 
-from flexattn.dispatch.spec import AttentionSpec, Direction
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+
+Asked = tuple[str, AttentionSpec, Direction]  # a backend, and of what it was asked
+Refusals = tuple[tuple[Asked, str], ...]  # each with its reason
 
 _CAPACITY = 1024
-_reasons: OrderedDict[tuple[str, AttentionSpec, Direction], str] = OrderedDict()
+_of_specs: OrderedDict[Asked, str] = OrderedDict()
+_of_shapes: OrderedDict[Hashable, Refusals] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -17,16 +29,51 @@ class Refused(Exception):
 
 
 def remember(backend: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
+    """For every call of the spec."""
     with _lock:
-        _reasons[backend, spec, direction] = reason
-        while len(_reasons) > _CAPACITY:
-            _reasons.popitem(last=False)
+        _keep(_of_specs, (backend, spec, direction), reason)
 
 
 def remembered(backend: str, spec: AttentionSpec, direction: Direction) -> str | None:
-    return _reasons.get((backend, spec, direction))
+    return _of_specs.get((backend, spec, direction))
+
+
+def remember_call(x: Operands, asked: Asked, reason: str) -> None:
+    """For calls whose operands look like these."""
+    shape = _shape(x)
+    with _lock:
+        before = dict(_of_shapes.get(shape, ()))
+        _keep(_of_shapes, shape, (*{**before, asked: reason}.items(),))
+
+
+def of_call(x: Operands) -> Refusals:
+    """Those of calls whose operands look like these, in both directions."""
+    return _of_shapes.get(_shape(x), ()) if _of_shapes else ()
 
 
 def clear() -> None:
     with _lock:
-        _reasons.clear()
+        _of_specs.clear()
+        _of_shapes.clear()
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > _CAPACITY:
+        kept.popitem(last=False)
+
+
+_RUN_TIME = ("softmax_scale", "softcap", "mod_numbers")  # inputs of a plan or a kernel, which depends on none of their values
+
+
+def _shape(x: Operands) -> Hashable:
+    """All that a plan may depend on but the spec."""
+    return tuple(_look(value) for name, value in x._asdict().items() if name not in _RUN_TIME)
+
+
+def _look(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        offset = value.storage_offset() * value.element_size() % 16
+        return value.shape, value.stride(), value.dtype, value.device, offset
+    return tuple(map(_look, value)) if isinstance(value, (tuple, list)) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
@@ -14,6 +15,7 @@ from torch import Tensor
 from flexattn.dispatch import refusals
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.heuristics import preference
+from flexattn.dispatch.refusals import Refusals
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
 
 _log = logging.getLogger(__name__)
@@ -68,95 +70,104 @@ class _Select:
 
     def __init__(self) -> None:
         self.generation = 0  # how often that was
+        self._lock = threading.Lock()
 
-    def __call__(self, spec: AttentionSpec, direction: Direction, request: str) -> Decision:
-        return _decide(spec, direction, request)
+    def __call__(self, spec: AttentionSpec, direction: Direction, request: str, refused: Refusals = ()) -> Decision:
+        return _decide(spec, direction, request, refused, self.generation)
 
     def cache_clear(self) -> None:
+        with self._lock:
+            self.generation += 1
         _decide.cache_clear()
-        self.generation += 1
 
 
 select = _Select()
 
 
 @functools.lru_cache(maxsize=1024)
-def _decide(spec: AttentionSpec, direction: Direction, request: str) -> Decision:
+def _decide(spec: AttentionSpec, direction: Direction, request: str, refused: Refusals, generation: int) -> Decision:
     """The backend that runs `spec` in `direction`, where `request` is "auto" or a backend's name.
 
     "auto" takes the first in the order of `heuristics` that can run it; a name never falls back. Nothing is built to find out.
 
+    refused: by backends that were asked to run calls of these very shapes (`refusals.of_call`). generation: what a thread began to
+    decide before the cache was emptied is not found after.
+
     Raises:
         BackendError: nothing can run it, or the backend asked for cannot.
     """
-    decision = _first_that_can(spec, direction) if request == "auto" else _only(request, spec, direction)
+    decision = _first_that_can(spec, direction, refused) if request == "auto" else _only(request, spec, direction, refused)
     if _log.isEnabledFor(logging.INFO):
-        lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision)]
+        lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision, refused)]
         _log.info("%s", "\n  ".join(lines))
     return decision
 
 
 def reject(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
-    """From now on `select` knows that a backend cannot run `spec`."""
+    """From now on `select` knows that a backend cannot run `spec`, whatever the shapes."""
     refusals.remember(name, spec, direction, reason)
     select.cache_clear()
 
 
 def forget_rejections() -> None:
-    """`select` asks again for what running refused: after something was installed, or in a test."""
+    """`select` asks again for what running refused, and cuDNN for its plans: after something was installed, or in a test."""
     refusals.clear()
+    backend_module("cudnn").forget_refusals()  # type: ignore[attr-defined]
     select.cache_clear()
 
 
-def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str) -> str | None:
+def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str, refused: Refusals = ()) -> str | None:
     """Why a backend cannot run `spec`: by itself, by what running it told, or because dropout ties it to the other direction."""
     reason = backend_module(name).support_error(spec, direction) or refusals.remembered(name, spec, direction)
+    reason = reason or dict(refused).get((name, spec, direction))
     if reason is not None or not spec.dropout:
         return reason
     if direction == "forward":
-        if name in OWN_DROPOUT and spec.needs_grad and (reason := obstacle(name, spec, "backward", name)):
+        if name in OWN_DROPOUT and spec.needs_grad and (reason := obstacle(name, spec, "backward", name, refused)):
             return f"it drops weights of its own, and the backward, which must drop the same, cannot run on it: {reason}"
         return None
-    before = request if request != "auto" else select(spec._replace(needs_lse_grad=False, is_part=False), "forward", "auto").backend
+    of_forward = spec._replace(needs_lse_grad=False, is_part=False)
+    before = request if request != "auto" else select(of_forward, "forward", "auto", refused).backend
     if name != before and not OWN_DROPOUT.isdisjoint((name, before)):
         return f"the forward runs on {before}, and {name} drops other weights; ask for one backend by name, or leave out dropout"
     return None
 
 
-def standing(name: str, spec: AttentionSpec, direction: Direction) -> str:
+def standing(name: str, spec: AttentionSpec, direction: Direction, refused: Refusals = ()) -> str:
     """Where a backend stands that was not chosen: that it could run the spec too, or why not."""
     so_far = "" if backend_module(name).SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
-    return obstacle(name, spec, direction, name) or f"can run it{so_far}; ask for it with backend={name!r}"
+    return obstacle(name, spec, direction, name, refused) or f"can run it{so_far}; ask for it with backend={name!r}"
 
 
-def reasons(spec: AttentionSpec, direction: Direction, decision: Decision) -> list[str]:
+def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, refused: Refusals = ()) -> list[str]:
     """Why a decision is what it is, and for each other backend where it stands: a line each."""
     rejected = dict(decision.rejected)
     others = [name for name in BACKENDS if name != decision.backend]
-    return [f"why: {decision.why}", *(f"not {name}: {rejected.get(name) or standing(name, spec, direction)}" for name in others)]
+    answers = (f"not {name}: {rejected.get(name) or standing(name, spec, direction, refused)}" for name in others)
+    return [f"why: {decision.why}", *answers]
 
 
-def _first_that_can(spec: AttentionSpec, direction: Direction) -> Decision:
+def _first_that_can(spec: AttentionSpec, direction: Direction, refused: Refusals) -> Decision:
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
     for name in preferred.order:
-        reason = obstacle(name, spec, direction, "auto")
+        reason = obstacle(name, spec, direction, "auto", refused)
         if reason is None:
             measured = preferred.source or "not measured yet"
             first = "the first" if not rejected else "the first that can run it"
             why = f"{first} in the order {', '.join(preferred.order)} for {spec.device_type}: {preferred.why} ({measured})"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
-    rejected += [(name, standing(name, spec, direction)) for name in BACKENDS if name not in preferred.order]
+    rejected += [(name, standing(name, spec, direction, refused)) for name in BACKENDS if name not in preferred.order]
     raise BackendError(_refusal(f"no backend can run the {direction} of this call", spec, rejected))
 
 
-def _only(request: str, spec: AttentionSpec, direction: Direction) -> Decision:
-    reason = obstacle(request, spec, direction, request)
+def _only(request: str, spec: AttentionSpec, direction: Direction, refused: Refusals) -> Decision:
+    reason = obstacle(request, spec, direction, request, refused)
     if reason is None:
         return Decision(request, "it was asked for by name", (), None)
     head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back"
-    others = [(name, standing(name, spec, direction)) for name in BACKENDS if name != request]
+    others = [(name, standing(name, spec, direction, refused)) for name in BACKENDS if name != request]
     raise BackendError(_refusal(head, spec, [(request, reason), *others]))
 
 

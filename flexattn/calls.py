@@ -31,7 +31,7 @@ from flexattn.block_mask import block_lists
 from flexattn.captures import find_captures
 from flexattn.dispatch import context, options
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.select import backend_module, select
+from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size
 from flexattn.dispatch.tape import Tape, record
 from flexattn.first_order import first_order
@@ -345,12 +345,13 @@ class Call:
         tape = self.tape
         if tape is not None and tape.can_play():
             return tape.play(tensors, addresses)
-        if tape is None and not self.is_final and self._can_be_taped(self.spec, "forward"):
+        if tape is None and not self.is_final:
             self.is_final = True
-            with contextlib.suppress(Refused):  # then the ordinary way asks another backend
-                results, self.tape = self.take_down(tensors)
-                _counts["tapes"] += self.tape is not None
-                return results
+            if self._can_be_taped(self.spec, "forward", tensors):
+                with contextlib.suppress(Refused):  # then the ordinary way asks another backend
+                    results, self.tape = self.take_down(tensors)
+                    _counts["tapes"] += self.tape is not None
+                    return results
         return self.compute(tensors)
 
     def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -379,7 +380,7 @@ class Call:
             dq, dk, dv, dbias, doffset, *dmod_tensors = found.play(inputs, addresses)
             return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
         spec = self.spec.of_backward()._replace(needs_lse_grad=dlse is not None)
-        if found is _SEEN and self._can_be_taped(spec, "backward"):
+        if found is _SEEN and self._can_be_taped(spec, "backward", inputs):
             with contextlib.suppress(Refused):
                 gradients, tape = self.take_down_backward(inputs, spec)
                 self._keep(key, _NEVER if tape is None else tape)
@@ -395,7 +396,8 @@ class Call:
         return ops.run_forward(self.spec, self.request, self.operands(tensors))
 
     def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
-        backend, x = backend_module(select(self.spec, "forward", self.request).backend), self.operands(tensors)
+        x = self.operands(tensors)
+        backend = ops.backend_of(self.spec, "forward", self.request, x)
         wanted = 3 if self.spec.return_max_logit else 2
         return record(backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device)
 
@@ -403,15 +405,16 @@ class Call:
         return ops.run_backward(spec, self.request, self.operands(inputs), *inputs[-4:])
 
     def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
-        backend, x = backend_module(select(spec, "backward", self.request).backend), self.operands(inputs)
+        x = self.operands(inputs)
+        backend = ops.backend_of(spec, "backward", self.request, x)
         return record(backend, lambda: backend.backward(spec, x, *inputs[-4:]), inputs, flat_gradients, self.device)
 
     def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
         """By the operators, for who wants to see them."""
         return ops.gradients(self.operands(inputs), self.settings, *inputs[-4:])
 
-    def _can_be_taped(self, spec: AttentionSpec, direction: Direction) -> bool:
-        return self.is_tapeable and backend_module(select(spec, direction, self.request).backend).can_be_taped()
+    def _can_be_taped(self, spec: AttentionSpec, direction: Direction, tensors: Sequence[Tensor | None]) -> bool:
+        return self.is_tapeable and ops.backend_of(spec, direction, self.request, self.operands(tensors)).can_be_taped()
 
     def _keep(self, key: Hashable, found: Tape | str) -> None:
         with _lock:

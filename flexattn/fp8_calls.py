@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import calls, fp8, fp8_ops, ops, validation
 from flexattn.calls import Call, Request
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.select import Backend, backend_module, select
+from flexattn.dispatch.select import Backend
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
 from flexattn.dispatch.tape import Tape, record
 
@@ -105,7 +105,7 @@ class Fp8Call(Call):
         return out, lse, max_logit if self.spec.return_max_logit else None, *kept
 
     def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
-        backend = backend_module(select(self.spec, "forward", self.request).backend)
+        backend = ops.backend_of(self.spec, "forward", self.request, self.operands(tensors))
         return record(
             backend, lambda: self.compute(tensors), tensors, tuple, self.device, also=_quantiser(backend), inlined=fp8_ops.KERNELS
         )
@@ -114,7 +114,7 @@ class Fp8Call(Call):
         return self.operator_backward(inputs)
 
     def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
-        backend = backend_module(select(spec, "backward", self.request).backend)
+        backend = ops.backend_of(spec, "backward", self.request, self.operands(inputs))
         how: Any = {"also": _quantiser(backend), "inlined": fp8_ops.KERNELS}
         return record(backend, lambda: self.operator_backward(inputs), inputs, calls.flat_gradients, self.device, **how)
 

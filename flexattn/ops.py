@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flexattn.dispatch import options
+from flexattn.dispatch import options, refusals
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.quantization import dtype_of
@@ -199,18 +199,15 @@ def _unflat(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
 
 
 def run(
-    spec: AttentionSpec,
-    direction: Direction,
-    request: str,
-    device: torch.device,
-    call: Callable[[Backend], T],
-    warns: bool = True,
+    spec: AttentionSpec, direction: Direction, request: str, x: Operands, call: Callable[[Backend], T], warns: bool = True
 ) -> T:
     """`call` with the backend that is selected; with the next one, or a BackendError, where that one refuses after all."""
+    options.check_all()
+    refused = refusals.of_call(x)
     while True:
-        decision = select(spec, direction, request)
+        decision = select(spec, direction, request, refused)
         name = decision.backend
-        if options.canary() and (wrong := _mismatch(name, spec, direction, device)):
+        if options.canary() and (wrong := _mismatch(name, spec, direction, x.q.device)):
             reject(name, spec, direction, wrong)
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue
@@ -219,7 +216,13 @@ def run(
         try:
             return call(backend_module(name))
         except Refused as e:
-            reject(name, spec, direction, str(e))
+            refusals.remember_call(x, (name, spec, direction), str(e))
+            refused = (*refused, ((name, spec, direction), str(e)))
+
+
+def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> Backend:
+    """The backend that runs a call, as far as it is known before."""
+    return backend_module(select(spec, direction, request, refusals.of_call(x)).backend)
 
 
 def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
@@ -241,10 +244,10 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     if spec.fp8 is not None and options.check_values():
         check_descale_values(x)
     if spec.needs_grad and spec.of_backward() is not spec:
-        select(spec.of_backward(), "backward", request)
+        select(spec.of_backward(), "backward", request, refusals.of_call(x))
     elif spec.needs_grad:  # what cannot be trained fails here, not after a forward
-        run(spec, "backward", request, x.q.device, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
-    return run(spec, "forward", request, x.q.device, lambda backend: backend.forward(spec, x))
+        run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
+    return run(spec, "forward", request, x, lambda backend: backend.forward(spec, x))
 
 
 def run_backward(
@@ -253,7 +256,7 @@ def run_backward(
     """What the backward operator runs."""
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        return run(spec, "backward", request, x.q.device, lambda backend: backend.backward(spec, x, out, lse, dout, dlse))
+        return run(spec, "backward", request, x, lambda backend: backend.backward(spec, x, out, lse, dout, dlse))
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from flexattn import ops
 from flexattn.dispatch import explain as explanations
-from flexattn.dispatch import options, triton_backend
+from flexattn.dispatch import options, refusals, triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.quantization import dout_like
 from flexattn.dispatch.sample import sample_operands
@@ -99,7 +99,7 @@ def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None
     launches: dict[tuple[int, int], list[Any]] = {}
     with torch.no_grad():
         for spec, request, x in todo:
-            of_triton = [d for d in _directions(spec) if select(spec, d, request).backend == "triton"]
+            of_triton = [d for d in _directions(spec) if select(spec, d, request, refusals.of_call(x)).backend == "triton"]
             if spec.capability is not None and of_triton:
                 launches.setdefault(spec.capability, []).extend(recorded(spec, x, of_triton))
     for capability, found in launches.items():
@@ -108,7 +108,7 @@ def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None
 
 
 def _prepare(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> None:
-    ops.run(spec, direction, request, x.q.device, lambda backend: backend.prepare(spec, x, direction))
+    ops.run(spec, direction, request, x, lambda backend: backend.prepare(spec, x, direction))
 
 
 def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:

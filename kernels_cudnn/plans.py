@@ -8,10 +8,12 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class Counters:
 
 
 class PlanCache:
-    """Least recently used plans by (what they are compiled for, device); refusals are remembered too.
+    """Least recently used plans by (what they are compiled for, device); what cuDNN does not support is remembered too.
 
     Safe in threads: two that ask for the same plan build it once. Builds of different plans wait for one another, as cuDNN holds
     Python's lock all through a build.
@@ -77,6 +79,8 @@ class PlanCache:
         Raises:
             PlanNotSupported: cuDNN has none, now or when it was first asked.
             RuntimeError: it would have to be built while a CUDA graph is captured.
+            Anything else that building raises, which says nothing of the graph (MemoryError, torch.OutOfMemoryError, an error of
+                CUDA): it is passed on, and the next call tries again.
         """
         key = (sdpa, _place(device))
         found = self._find(key)
@@ -106,6 +110,12 @@ class PlanCache:
             self._plans.clear()
             self.counters = Counters()
 
+    def forget_refusals(self) -> None:
+        """Ask cuDNN again for what it did not support."""
+        with self._lock:
+            for key in [key for key, found in self._plans.items() if isinstance(found, PlanNotSupported)]:
+                del self._plans[key]
+
     def _find(self, key: tuple[Sdpa, Any], counted: bool = True) -> Plan | PlanNotSupported | None:
         with self._lock:
             found = self._plans.get(key)
@@ -126,7 +136,7 @@ class PlanCache:
                 self.counters.evictions += 1
 
     def _make(self, sdpa: Sdpa, device: torch.device, directory: str | None) -> Plan | PlanNotSupported:
-        if device.type == "cuda" and _deviceless is None and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and _deviceless.get() is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a cuDNN plan cannot be built while a CUDA graph is captured; run the call once before, or flexattn.warmup()"
             )
@@ -138,7 +148,9 @@ class PlanCache:
             if graph is None:
                 try:
                     graph = build(sdpa, target_of(device))
-                except Exception as e:  # cuDNN has no one type for what it does not support
+                except Exception as e:
+                    if not _is_refusal(e):
+                        raise
                     self.counters.refusals += 1
                     self.counters.seconds += time.perf_counter() - began
                     _log.info("cuDNN refused a plan for %s: %s", sdpa, e)
@@ -157,42 +169,41 @@ class PlanCache:
 PLANS = PlanCache()
 
 
-_deviceless: str | None = None  # the properties of a device that is not here, as JSON
+_deviceless: ContextVar[str | None] = ContextVar("deviceless", default=None)  # properties of a device that is not here, as JSON
 
 
 @contextlib.contextmanager
 def without_device(properties: str) -> Iterator[None]:
-    """Inside, plans are built for the device that `properties` describes (JSON, as cudnn's device_properties serialize), not for
-    one that is here. They cannot run."""
-    global _deviceless
-    before, _deviceless = _deviceless, properties
+    """Inside, this thread's plans are built for the device that `properties` describes (JSON, as cudnn's device_properties
+    serialize), not for one that is here. They cannot run."""
+    token = _deviceless.set(properties)
     try:
         yield
     finally:
-        _deviceless = before
+        _deviceless.reset(token)
 
 
 def target_of(device: torch.device) -> Target:
     """What a graph for `device` is built for."""
-    if _deviceless is not None:
-        properties = cudnn.create_device_properties(_deviceless)
+    described = _deviceless.get()
+    if described is not None:
+        properties = cudnn.create_device_properties(described)
         return Target(properties=properties, sm_version=90)
     return Target(handle=handle_of(device))
 
 
 def _place(device: torch.device) -> Any:
-    return _deviceless or (device.type, device.index)
+    return _deviceless.get() or (device.type, device.index)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if _deviceless is None else contextlib.nullcontext()
+    return torch.cuda.device(device) if _deviceless.get() is None else contextlib.nullcontext()
 
 
 def _fingerprint(sdpa: Sdpa, device: torch.device) -> str:
     """Of all that must match for a plan on disk to be this one: its format, both versions of cuDNN, the device, the graph."""
-    if _deviceless is not None:
-        place: Any = _deviceless
-    else:
+    place: Any = _deviceless.get()
+    if place is None:
         p = torch.cuda.get_device_properties(device)
         place = (p.name, p.major, p.minor, p.multi_processor_count, _driver_version())
     what = (FILE_FORMAT, cudnn.__version__, cudnn.backend_version(), place, tuple(sdpa._asdict().items()))
@@ -229,6 +240,22 @@ def _save(graph: Any, path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}")
     part.write_bytes(bytes(graph.serialize()))
     part.replace(path)  # at once, as other processes may read it
+
+
+_PASSING = re.compile(
+    "CUDA error|out of memory|cuda[A-Z]|CUDNN_STATUS_(ALLOC_FAILED|EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED|SUBLIBRARY)"
+)
+
+
+def _is_refusal(e: Exception) -> bool:
+    """Whether an exception is cuDNN's answer about a graph, which will be the same when it is asked again.
+
+    It has no one type for that: its own, ValueError and TypeError of its checks, and RuntimeError too, which torch and the rest of
+    cuDNN use for what may be over the next time.
+    """
+    if isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError)):
+        return True
+    return type(e) is RuntimeError and _PASSING.search(str(e)) is None
 
 
 def _summary(e: Exception) -> str:

@@ -73,7 +73,7 @@ def test_explain_says_what_is_wrong_with_a_question(capsys):
     with pytest.raises(SystemExit) as e:
         command_line.main(["explain", *["--q", "2,100,8,64", "--softcap", "3", "--backend", "cudnn", "--capability", "8.0"]])
     assert e.value.code == 1
-    assert "backend='cudnn' cannot run the forward of this call" in capsys.readouterr().err
+    assert "backend='cudnn' cannot run the backward of this call" in capsys.readouterr().err
 
 
 def test_doctor_finds_what_is_here(capsys):

@@ -179,8 +179,8 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     ran: list[tuple[str, str]] = []
     select = ops.select
 
-    def noted(spec: Any, direction: Any, request: str) -> Any:
-        decision = select(spec, direction, request)
+    def noted(spec: Any, direction: Any, *rest: Any) -> Any:
+        decision = select(spec, direction, *rest)
         ran.append((direction, decision.backend))
         return decision
 

@@ -173,7 +173,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     ran: list[str] = []
     select = ops.select
-    monkeypatch.setattr(ops, "select", lambda spec, way, request: ran.append(way) or select(spec, way, request))
+    monkeypatch.setattr(ops, "select", lambda spec, way, *rest: ran.append(way) or select(spec, way, *rest))
     return ran
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import heuristics, options
+from flexattn.dispatch import context, heuristics, options, refusals
 from flexattn.dispatch.context import attention_backend, requested_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.heuristics import DEFAULTS, Measured
@@ -29,6 +31,7 @@ from flexattn.dispatch.spec import (
     Band,
     Direction,
     Fp8,
+    Operands,
     length_class,
 )
 
@@ -300,6 +303,77 @@ def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
     assert select(spec._replace(num_heads=8), "forward", "cudnn").backend == "cudnn", "another spec may be asked"
 
 
+@pytest.mark.parametrize("request_", ["auto", "cudnn"])
+def test_what_one_shape_was_refused_is_no_other_shapes(monkeypatch, refuse, request_):
+    """Two calls of one spec, of which the first is refused for what no spec has: its batch, or its lengths."""
+    refuse("triton")
+    monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_a_gpu(x, settings))
+    monkeypatch.setattr("flexattn.warn._warned", set())
+    eager, ran = backend_module("eager"), []
+
+    def forward(spec: AttentionSpec, x: Any) -> Any:
+        if x.q.shape[0] > 3 or x.max_seqlen_q == 70:
+            raise Refused(f"no plan for {tuple(x.q.shape)}")
+        ran.append(tuple(x.q.shape[:2]))
+        return eager.forward(spec, x)
+
+    monkeypatch.setattr(backend_module("cudnn"), "forward", forward)
+    shapes = [(1, 100), (4, 100), (1, 70), (2, 100), (1, 100), (4, 100), (1, 70), (1, 100)]
+    for b, s in shapes:
+        q = torch.randn(b, s, 2, 8)
+        is_refused = b > 3 or s == 70
+        if is_refused and request_ == "cudnn":
+            for ask in (flexattn.attention, flexattn.explain) if ran.count((1, 100)) > 1 else (flexattn.attention,):
+                with pytest.raises(BackendError, match=rf"cudnn: no plan for \({b}, {s}, 2, 8\)"):
+                    ask(q, q, q, backend=request_)
+        elif is_refused:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flexattn.attention(q, q, q)
+            assert f"not cudnn: no plan for ({b}, {s}, 2, 8)" in str(flexattn.explain(q, q, q))
+        else:
+            flexattn.attention(q, q, q, backend=request_)
+            assert flexattn.explain(q, q, q, backend=request_).forward.backend == "cudnn"
+    assert ran == [shape for shape in shapes if shape[0] <= 3 and shape[1] != 70]
+
+
+def on_a_gpu(x: Any, settings: Any) -> AttentionSpec:
+    return ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda", length_q=128, length_kv=128)
+
+
+def test_refusals_are_bounded(monkeypatch):
+    monkeypatch.setattr(refusals, "_CAPACITY", 3)
+    q = torch.randn(1, 4, 2, 8)
+    for n in range(6):
+        x = Operands(q[:, : n + 1], q, q, *[None] * 8, n, 4, 1.0, 0.0, 0.0)
+        spec = SPEC._replace(num_heads=n)
+        for known in (refusals.of_call(x), refusals.remembered("cudnn", spec, "forward")):
+            assert not known
+        refusals.remember_call(x, ("cudnn", spec, "forward"), "no")
+        refusals.remember("cudnn", spec, "forward", "no")
+        assert refusals.of_call(x) == ((("cudnn", spec, "forward"), "no"),)
+        assert refusals.remembered("cudnn", spec, "forward") == "no"
+    assert len(refusals._of_shapes) == len(refusals._of_specs) == 3
+
+
+def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkeypatch, refuse):
+    """A thread decides while another one learns what is wrong with the backend that it is about to choose."""
+    refuse()
+    spec = ON_CUDA._replace(num_heads=24)
+    preference = heuristics.preference
+
+    def learn_meanwhile(*what: Any) -> Any:
+        monkeypatch.setattr("flexattn.dispatch.select.preference", preference)
+        found = select(spec, "forward", "auto")  # the other thread's, which is quicker
+        assert found.backend == "triton"
+        reject("triton", spec, "forward", "it was found wrong")
+        return preference(*what)._replace(order=("eager",))  # as this thread saw it before
+
+    monkeypatch.setattr("flexattn.dispatch.select.preference", learn_meanwhile)
+    assert select(spec, "forward", "auto").backend == "eager"
+    assert select(spec, "forward", "auto").backend == "cudnn"
+
+
 def test_a_backward_that_building_refuses_goes_to_the_next_before_the_forward_runs(monkeypatch, refuse):
     refuse("triton")
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda"))
@@ -380,6 +454,30 @@ def test_the_argument_beats_the_context_and_the_context_the_environment(monkeypa
     assert requested_backend(None) == "auto"
 
 
+def test_blocks_of_two_threads_overlap():
+    """Each thread has its own request while both are inside, and none is left, in whatever order the blocks end."""
+    inside, first_left = threading.Event(), threading.Event()
+    seen = []
+
+    def enter_second_and_leave_last() -> None:
+        seen.append(context.current())
+        with attention_backend("triton"):
+            inside.set()
+            first_left.wait(10.0)
+            seen.append(context.current())
+        seen.append(context.current())
+
+    other = threading.Thread(target=enter_second_and_leave_last)
+    with attention_backend("eager"):
+        other.start()
+        assert inside.wait(10.0)
+        assert context.current() == "eager"
+    first_left.set()
+    other.join()
+    assert seen == [None, "triton", None]
+    assert context.current() is None
+
+
 @pytest.mark.parametrize("backend", ["Triton", "flash", "", 3])
 def test_unknown_backends_are_named(backend):
     q = torch.randn(1, 3, 2, 8)
@@ -396,6 +494,47 @@ def test_wrong_environment_variables_are_named(monkeypatch, variable, read):
     monkeypatch.setenv(variable, "yes")
     with pytest.raises(ValueError, match=rf"{variable} is 'yes'; accepted: "):
         read()
+
+
+@pytest.mark.parametrize(
+    ("variable", "accepted"),
+    [
+        ("FLEXATTN_BACKEND", "auto, triton, cudnn, eager"),
+        ("FLEXATTN_CHECK", "0, 1"),
+        ("FLEXATTN_CANARY", "0, 1"),
+        ("FLEXATTN_HOPPER", "auto, always, never"),
+    ],
+)
+@pytest.mark.parametrize("value", ["true", "ALWAYS", " 1"])
+def test_wrong_environment_variables_are_named_at_once(monkeypatch, variable, accepted, value):
+    """In any call, though it has no lengths, no GPU and a backend of its own, and in explain alike; a warm call too."""
+    q = torch.randn(1, 3, 2, 8)
+    for _ in range(3):
+        flexattn.attention(q, q, q, backend="eager")
+    monkeypatch.setenv(variable, value)
+    for ask in (flexattn.attention, flexattn.explain, flexattn.attention):
+        with pytest.raises(ValueError, match=rf"{variable} is '{value}'; accepted: {accepted}"):
+            ask(q, q, q, backend="eager")
+    with pytest.raises(ValueError, match=variable):
+        flexattn.explain(SPEC, backend="eager")
+    monkeypatch.setenv(variable, "")
+    flexattn.attention(q, q, q, backend="eager")
+
+
+@pytest.mark.parametrize("directions", [("backward",), ("forward", "backward"), ("forward",)], ids=str)
+@pytest.mark.parametrize("request_", ["auto", "eager"])
+def test_explain_raises_what_the_call_raises(monkeypatch, refuse, directions, request_):
+    refuse("triton", "cudnn")
+    monkeypatch.setattr(
+        backend_module("eager"), "support_error", lambda spec, direction: f"no {direction}" if direction in directions else None
+    )
+    q = torch.randn(1, 3, 2, 8, requires_grad=True)
+    said = []
+    for ask in (flexattn.attention, flexattn.explain):
+        with pytest.raises(BackendError) as e:
+            ask(q, q, q, backend=request_)
+        said.append(str(e.value))
+    assert said[0] == said[1]
 
 
 def test_explain_gives_every_backend_a_line(refuse):
@@ -428,7 +567,7 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     selected = []
 
     def recording_select(*what: Any) -> Decision:
-        selected.append(what)
+        selected.append(what[:3])
         return select(*what)
 
     monkeypatch.setattr(ops, "select", recording_select)
