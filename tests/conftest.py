@@ -86,3 +86,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The seeds of what was drawn at random, which no report of a passed test shows."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "fuzz" and report.when == "call":
+                    terminalreporter.write_line(f"fuzz: {value}")

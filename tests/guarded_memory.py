@@ -1,0 +1,121 @@
+"""Tensors that lie between guard bytes: inputs in one block of memory, and whatever `torch.empty` and its kin give out.
+
+The guards of floats are NaN and those of integers large, so that what is read out of bounds spoils the result; what is written out
+of bounds changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+GUARD = 4096  # bytes on each side; a multiple of every alignment that a kernel may ask for
+ALIGNMENT = 256
+FLOAT_BYTE, INT_BYTE = 0xFF, 0x7B
+
+ALLOCATORS = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
+
+
+class Layout(NamedTuple):
+    """How a tensor lies: each dim's stride in elements, and how many elements past an aligned address it begins."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """From the first element to behind the last."""
+        if 0 in self.sizes:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+
+class Block:
+    """Memory for the inputs of a call: each between guards, and all compared with a copy at once."""
+
+    def __init__(self, layouts: dict[str, Layout], device: str) -> None:
+        starts, end = {}, GUARD
+        for name, layout in layouts.items():
+            starts[name] = end + layout.offset * layout.dtype.itemsize
+            end = -(-(starts[name] + layout.nbytes + GUARD) // ALIGNMENT) * ALIGNMENT
+        self._bytes = torch.full((end,), FLOAT_BYTE, dtype=torch.uint8, device=device)
+        self._copy = self._bytes
+        self.tensors: dict[str, Tensor] = {}
+        for name, layout in layouts.items():
+            start = starts[name]
+            if not layout.dtype.is_floating_point:
+                self._bytes[start - GUARD // 2 : start + layout.nbytes + GUARD // 2] = INT_BYTE
+            self.tensors[name] = _lay(self._bytes, start, layout)
+
+    def remember(self) -> None:
+        """The inputs as they are now are what `is_changed` compares with."""
+        self._copy = self._bytes.clone()
+
+    def is_changed(self) -> Tensor:
+        """bool []: whether a byte of an input, or of what lies around them, is another than at `remember`."""
+        return (self._bytes != self._copy).any()
+
+
+def write(t: Tensor, values: Tensor) -> None:
+    """Values into a tensor of a `Block`, in place; of a dim that is expanded the first ones count."""
+    with torch.no_grad():
+        for dim, stride in enumerate(t.stride()):
+            if stride == 0 and t.shape[dim] > 1:
+                t, values = t.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        t.copy_(values)
+
+
+class Allocations:
+    """What `torch.empty` and its kin gave out since the last question, between guards and filled with NaN."""
+
+    def __init__(self) -> None:
+        self._guards: list[Tensor] = []
+
+    def are_damaged(self) -> Tensor:
+        """bool []: whether a guard byte was written."""
+        guards, self._guards = self._guards, []
+        return (torch.cat(guards) != FLOAT_BYTE).any() if guards else torch.zeros((), dtype=torch.bool)
+
+    def _guarded(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: Any, **kwargs: Any) -> Tensor:
+            wanted = make(*args, **kwargs)
+            is_plain = type(wanted) is Tensor and wanted.device.type in ("cpu", "cuda") and wanted.dtype is not torch.bool
+            if not is_plain or kwargs.get("pin_memory") or _get_current_dispatch_mode() is not None:
+                return wanted
+            layout = Layout(tuple(wanted.shape), wanted.stride(), wanted.dtype)
+            memory = torch.full((layout.nbytes + 2 * GUARD,), FLOAT_BYTE, dtype=torch.uint8, device=wanted.device)
+            self._guards += [memory[:GUARD], memory[GUARD + layout.nbytes :]]
+            return _lay(memory, GUARD, layout).requires_grad_(wanted.requires_grad)
+
+        return allocate
+
+
+@contextmanager
+def guarded_allocations() -> Iterator[Allocations]:
+    allocations = Allocations()
+    with ExitStack() as stack:
+        for owner, name in ALLOCATORS:
+            stack.enter_context(mock.patch.object(owner, name, allocations._guarded(getattr(owner, name))))
+        yield allocations
+
+
+def _lay(memory: Tensor, start: int, layout: Layout) -> Tensor:
+    """Set and not viewed, so that it is a tensor of its own to autograd."""
+    t = torch.tensor([], dtype=layout.dtype, device=memory.device)
+    with torch.no_grad():
+        return t.set_(memory.untyped_storage(), start // layout.dtype.itemsize, layout.sizes, layout.strides)
