@@ -57,6 +57,8 @@ def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows:
     if t.rotation:
         rows = rows @ rotation_matrix(x.shape[-1], x.device)
     sizes = amax_sizes(x, fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows)
+    if 0 in sizes:  # tokens of no sequence
+        return torch.zeros(x.shape, dtype=dtype, device=x.device), rows.new_empty(sizes), rows.new_empty(sizes)
     b, position = _places(x, fmt, t.cu_seqlens, t.cu_seqlens_padded)
     group = _groups(b, position, rows.shape[-2], sizes, block_rows)
     is_real = position >= 0
@@ -128,6 +130,8 @@ def dequantize_one(
 ) -> Tensor:
     """data * descale in `dtype`, laid out as data; block_rows counts where there is more than one block."""
     sizes = descale.shape[0], descale.shape[1], descale.shape[2]
+    if sizes[0] == 0:  # tokens of no sequence
+        return torch.zeros_like(data, dtype=dtype)
     group = _groups(*_places(data, fmt, cu_seqlens, cu_seqlens_padded), data.shape[fmt.index("h")], sizes, block_rows)
     wide = torch.float64 if dtype is torch.float64 else torch.float32  # a descale may be 0 or infinite in 16 bits
     rows = as_bshd(data, fmt).to(wide) * descale.to(wide).flatten()[group][..., None]

@@ -337,6 +337,8 @@ def check_lengths_of(
     _check_tensor("x", x, (torch.float16, torch.bfloat16, torch.float32), None)
     if x.dim() != len(fmt):
         raise ValueError(f"x has shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt}")
+    if x.shape[fmt.index("h")] == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)} in {fmt}; accepted: at least one head and a head dim of at least 1")
     if cu_seqlens is None and (fmt == "thd" or cu_seqlens_padded is not None):
         raise ValueError(
             f"cu_seqlens is None with {'thd' if fmt == 'thd' else 'cu_seqlens_padded'}; accepted: an int32 tensor [batch + 1]"

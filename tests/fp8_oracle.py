@@ -103,13 +103,15 @@ def dequantized(found: Quantized, where: Packing, block_rows: int) -> Tensor:
 class Attended(NamedTuple):
     out: Tensor  # fp64, laid out as q with v's head dim; 0 where nothing is seen
     lse: Tensor  # likewise, without the last dim; -inf where nothing is seen
-    bound: Tensor  # of out: sum of weight * |v|, and of |v| / the denominator
+    bound: Tensor  # [..., 2], of out: the sum of weight * |v|, and the largest weight times that of |v|
+    largest: float  # magnitude of a score
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, of_q: Packing, of_kv: Packing, is_causal: bool) -> Attended:
     """The textbook's attention of fp64 values, one query at a time, with the diagonal at the top left."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse, bound = torch.full_like(out, -math.inf), torch.zeros((*out.shape, 2), dtype=out.dtype)
+    largest = 0.0
     group = q.shape[of_q.fmt.index("h")] // k.shape[of_kv.fmt.index("h")]
     keys: dict[int, list[Tensor]] = {}
     values: dict[int, list[Tensor]] = {}
@@ -122,8 +124,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, of_q: Packing, of_kv: Packing, is
         for h in range(len(row) if count else 0):
             seen = torch.stack([t[h // group] for t in keys[b][:count]]), torch.stack([t[h // group] for t in values[b][:count]])
             scores = seen[0] @ row[h] / math.sqrt(q.shape[-1])
+            largest = max(largest, float(scores.abs().max()))
             weights = torch.softmax(scores, 0)
             row_out[h], row_lse[h] = weights @ seen[1], torch.logsumexp(scores, 0)
             size = seen[1].abs()
             row_bound[h] = torch.stack((weights @ size, weights.max() * size.sum(0)), -1).flatten()
-    return Attended(out, lse[..., 0], bound)
+    return Attended(out, lse[..., 0], bound, largest)

@@ -30,6 +30,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(backend)
 
 
+def sums_error(device: str) -> float:
+    """Of a score, relative to the largest: the rounding of fp32, or what Hopper's FP8 accumulators keep (`fp8_sums`)."""
+    return 2.0**-11 if device == "cuda" and torch.cuda.get_device_capability() < (10, 0) else 2.0**-20
+
+
 RECIPES = [
     {},
     {"granularity": "tensor", "fp8_format": "HYBRID", "margin": 3},
@@ -56,12 +61,15 @@ def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, d
             state.update()
     where, values = Packing("bshd"), []
     for t, dtype in ((q, E4M3), (k, E4M3), (v, E4M3), (dout, recipe.grad_dtype)):
-        rounded = fp8_oracle.quantize(t.detach(), where, dtype, recipe.granularity, recipe.rows, recipe.margin)
-        values.append(fp8_oracle.dequantized(rounded, where, recipe.rows))
+        kind = (recipe.granularity, recipe.rows)
+        if t is dout and not recipe.quantises_dout(leaves[0].device, way):  # then the backward does
+            kind = ("block", 128)
+        rounded = fp8_oracle.quantize(t.detach(), where, dtype, *kind, recipe.margin)
+        values.append(fp8_oracle.dequantized(rounded, where, kind[1]))
     assert torch.equal(out.cpu(), values[2].to(BF16))
     assert torch.equal(dv.cpu(), values[3].to(BF16))
     scores = (values[0] * values[1]).sum(-1) / 32**0.5
-    assert torch.allclose(lse[..., 0].cpu().double(), scores[:, 0], rtol=1e-5, atol=1e-5 * float(scores.abs().max()))
+    assert torch.allclose(lse[..., 0].cpu().double(), scores[:, 0], rtol=0, atol=sums_error(device) * float(scores.abs().max()))
 
 
 def drawn_call(seed: int, device: str) -> tuple[dict[str, Any], fp8_oracle.Attended]:
@@ -112,14 +120,15 @@ def check_drawn(seed: int, backend: str, device: str) -> None:
     out, lse = (t.cpu().double() for t in flexattn.attention(**call, backend=backend))
     # A weight is rounded by 2**-4 of it at most, or by half of E4M3's least number where it is smaller, times 256 relative to its
     # row's largest; out to bf16; and there are roundings of fp32.
-    most = 2.0**-4 * want.bound[..., 0] + 2.0**-10 / 256 * want.bound[..., 1] + 2.0**-8 * want.out.abs() + 1e-5
+    off = sums_error(device) * max(1.0, want.largest)
+    most = (2.0**-4 + 4 * off) * want.bound[..., 0] + 2.0**-10 / 256 * want.bound[..., 1] + 2.0**-8 * want.out.abs() + 1e-5
     assert bool(((out - want.out).abs() <= most).all()), (seed, float(((out - want.out).abs() / most).max()))
     wanted = want.lse
     if call["qkv_format"] == "thd":
         wanted = wanted.mT
     else:
         wanted = wanted.permute(tuple(call["qkv_format"].index(dim) for dim in "bhs"))
-    assert torch.allclose(lse, wanted, rtol=1e-5, atol=1e-4), (seed, "lse")
+    assert torch.allclose(lse, wanted, rtol=0, atol=4 * off), (seed, "lse")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -36,7 +36,7 @@ def draw(seed: int, device: str) -> tuple[Tensor, Packing, fp8.Recipe, torch.dty
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     fmt = rng.choice(["bshd", "sbhd", "bhsd", "thd", "thd", "thd"])
     batch, heads, head_dim = rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), rng.choice([16, 24, 48])
-    lengths = [rng.choice([0, 1, 40, 70]) for _ in range(batch)]
+    lengths = [rng.choice([0, 1, 40, 70, 150]) for _ in range(batch)]
     padding = rng.choice([torch.nan, torch.inf, 3e4])
     cu, padded, longest = torch.tensor([0, *lengths]).cumsum(0).int(), None, None
     if fmt == "thd":
@@ -87,7 +87,7 @@ def check_drawn(seed: int, device: str) -> None:
         assert torch.equal(back.nan_to_num(), exact.float().to(to).nan_to_num()), (seed, to)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_drawn_tensors(seed: int, quantiser: str, device: str) -> None:
     check_drawn(seed, device)
 
@@ -209,3 +209,32 @@ def test_a_quantized_tensor_says_how_it_is_given(device: str) -> None:
             TypeError, match=rf"^{name} is a QuantizedTensor; accepted: {name}\.data, with descale_{name}={name}\.descale"
         ):
             flexattn.attention(**given)
+
+
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize(
+    ("fmt", "tokens", "cu_seqlens"),
+    [("thd", 0, [0, 0, 0]), ("thd", 4, [0]), ("thd", 0, [0]), ("bshd", 0, None), ("sbhd", 0, None), ("bhsd", 3, None)],
+)
+def test_nothing_to_quantise(
+    fmt: str, tokens: int, cu_seqlens: list[int] | None, granularity: str, quantiser: str, device: str
+) -> None:
+    """No tokens, no sequences, or a batch of none."""
+    shape = tuple({"t": tokens, "b": 0 if tokens else 2, "s": tokens, "h": 2, "d": 16}[dim] for dim in fmt)
+    x, recipe = torch.randn(shape, device=device).to(BF16), fp8.Recipe(granularity=granularity)
+    cu = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    for padded in (None, cu) if fmt == "thd" else (None,):
+        lengths = {"qkv_format": fmt, "cu_seqlens": cu, "cu_seqlens_padded": padded}
+        found = fp8.quantize(x, recipe, **lengths, max_seqlen=tokens if fmt == "thd" else None)
+        assert not found.data.float().any()
+        assert bool((found.descale == 1).all())
+        assert not found.amax.any()
+        back = fp8.dequantize(found, recipe, **lengths)
+        assert back.shape == x.shape
+        assert not back.any()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 16), (2, 4, 2, 0)])
+def test_no_heads_or_channels(shape: tuple[int, ...], device: str) -> None:
+    with pytest.raises(ValueError, match="accepted: at least one head and a head dim of at least 1"):
+        fp8.quantize(torch.ones(shape, device=device))
