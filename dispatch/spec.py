@@ -5,6 +5,8 @@ Here mask types, windows and alignments become one thing, a `Band`, and lengths;
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +54,22 @@ def parse_format(qkv_format: str) -> tuple[str, str]:
 
 
 OPEN_WINDOW = (-1, -1)  # what a call's window_size is where none is given
+LARGEST_WINDOW = 2**30  # that a band keeps: no sequence is longer, and positions and windows add up within what kernels count in
+
+
+def as_index(value: Any) -> int | None:
+    """A whole number of any kind that is on the host, as an int: Python's, numpy's, or a 0-d tensor's on a CPU. Else None."""
+    if isinstance(value, (int, torch.SymInt)):
+        return None if isinstance(value, bool) else value  # type: ignore[return-value]  # a SymInt is an int to all that follows
+    if isinstance(value, Tensor):
+        is_whole = not value.is_floating_point() and not torch.compiler.is_compiling() and is_host_number(value)
+        return operator.index(value) if is_whole else None
+    return operator.index(value) if isinstance(value, numbers.Integral) else None
+
+
+def is_host_number(t: Tensor) -> bool:
+    """Whether reading a tensor gives one number, waits for nothing, and loses no gradient."""
+    return t.device.type == "cpu" and t.dim() == 0 and t.dtype is not torch.bool and not (t.is_complex() or t.requires_grad)
 
 
 def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_diagonal: bool | None) -> Band:
@@ -62,21 +80,15 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
     """
     if attn_mask_type not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
-    if (
-        not isinstance(window_size, (tuple, list))
-        or len(window_size) != 2
-        or not all(isinstance(w, int) and not isinstance(w, bool) for w in window_size)
-    ):
-        raise ValueError(f"window_size is {window_size!r}; accepted: a pair of ints (left, right), inclusive, -1 for open")
-    left, right = window_size
+    left, right = _sides(window_size)
     if left < -1 or right < -1:
         raise ValueError(
-            f"window_size is {tuple(window_size)}; each side is -1 (open) or the number of tokens seen beyond the diagonal"
+            f"window_size is {(left, right)}; accepted for each side: -1 (open) or the number of tokens seen beyond the diagonal"
         )
     causal = "causal" in attn_mask_type
     if causal and right > 0:
         raise ValueError(
-            f"window_size is {tuple(window_size)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
+            f"window_size is {(left, right)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
             "of the diagonal, so the right side must be 0 or -1"
         )
     bottom_right = attn_mask_type not in ("causal", "padding_causal")
@@ -88,7 +100,25 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
                 f"diagonal; use attn_mask_type {other!r}"
             )
         bottom_right = bottom_right_diagonal
+    left, right = min(left, LARGEST_WINDOW), min(right, LARGEST_WINDOW)
     return Band(None if left == -1 else left, 0 if causal else (None if right == -1 else right), bottom_right)
+
+
+def _sides(window_size: Any) -> tuple[int, int]:
+    sides: tuple[Any, ...] = ()
+    if isinstance(window_size, (tuple, list)):
+        sides = tuple(window_size)
+    elif isinstance(window_size, Tensor) and window_size.device.type == "cpu" and window_size.dim() == 1:
+        sides = window_size.unbind()
+    whole = [as_index(side) for side in sides]
+    if len(whole) == 2 and whole[0] is not None and whole[1] is not None:
+        return whole[0], whole[1]
+    found = [x for x in (*sides, window_size) if isinstance(x, Tensor)][:1]
+    came = (
+        f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}" if found else repr(window_size)
+    )
+    hint = "; reading such a tensor would wait for its device, so pass its value" if found else ""
+    raise ValueError(f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open{hint}")
 
 
 class Fp8(NamedTuple):

@@ -90,7 +90,7 @@ def attention(
             "padding_causal_bottom_right". causal lets query i see keys j <= i, causal_bottom_right keys j <= i + skv - sq. With
             padding in its name each sequence has the length that cu_seqlens_q and cu_seqlens_kv give, and the diagonal follows
             those lengths. thd needs such a type.
-        window_size: (left, right), in tokens, inclusive, -1 for open: query i sees keys i - left to i + right, both counted from
+        window_size: (left, right), of any size, in tokens, inclusive, -1 for open: query i sees keys i - left to i + right, both counted from
             the diagonal. right must be 0 or -1 with a causal type.
         bottom_right_diagonal: for no_mask and padding, whether the diagonal of the window and of ALiBi is the bottom-right (None
             and True) or the top-left one. Other types say it in their name.
@@ -99,7 +99,8 @@ def attention(
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only: where each sequence's slot starts, if there are gaps.
             None: where cu_seqlens says.
         max_seqlen_q, max_seqlen_kv: int, thd only: at least the longest sequence; what lies beyond is cut off. Without it the
-            total number of tokens stands in, which costs empty programs but no synchronisation; a bias needs it.
+            total number of tokens stands in, which costs empty programs but no synchronisation; a bias needs it. Like the other
+            numbers here it may be of numpy, or a 0-d tensor on a CPU, but not one on another device.
         bias_type: "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after softmax_scale and
             softcap) or "alibi" (-slope * |distance from the diagonal|, at the same place).
         bias: q's dtype or float32, [b, h, sq, skv], where any dim may be 1 instead; for thd sq and skv are max_seqlen_q and
@@ -107,7 +108,7 @@ def attention(
         alibi_slopes: float32 [h] or [b, h], not differentiable. None takes the slopes of Press et al., "Train Short, Test Long"
             (2022).
         softmax_type: "vanilla"; "off-by-one" (1 is added to the denominator); "learnable" (exp(softmax_offset) is added to it).
-        softmax_offset: q's dtype or float32, [h], for softmax_type "learnable". Differentiable.
+        softmax_offset: q's dtype, float16, bfloat16 or float32, [h], for softmax_type "learnable". Differentiable.
         softmax_scale: at least 0; None is 1/sqrt(d).
         softcap: c > 0 turns each scaled score s into c * tanh(s / c); 0 leaves it.
         dropout_p: the probability, in [0, 1) and rounded to a multiple of 2**-16, that a softmax weight is dropped; the others are
@@ -264,7 +265,7 @@ def attention(
             out, lse, max_logit = call.run(request, return_lse)
             calls.remember(request, call)
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)
-    if dropout_p > 0.0 and rng_state is None:
+    if x.dropout_p > 0.0 and rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(q.device))
     if plan is None:
         out, lse, max_logit = ops.attention(x, settings)
@@ -395,15 +396,14 @@ def prepare(
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
-        # Of these float32 is accepted beside any dtype of q, and is the better one.
-        bias, softmax_offset = _autocast(bias, dtype, torch.float32), _autocast(softmax_offset, dtype, torch.float32)
+        bias = _autocast(bias, dtype, torch.float32)  # which is accepted beside any dtype of q, and is the better one
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
     validation.check_flag("deterministic", deterministic, optional=True)
     validation.check_flag("return_lse", return_lse)
     validation.check_flag("return_max_logit", return_max_logit)
-    validation.check_scalars(softmax_scale, softcap, dropout_p)
+    softmax_scale, softcap, dropout_p = validation.check_scalars(softmax_scale, softcap, dropout_p)
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
     fp8.check_unpacked(q, k, v)
     fp8.check_recipe(fp8_recipe, fp8_state)
@@ -412,8 +412,8 @@ def prepare(
     batch = validation.check_cu_seqlens(
         q, k, q_format, kv_format, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
     )
-    max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, needed=bias is not None)
-    max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, needed=bias is not None)
+    max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
+    max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
     validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
     validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)

@@ -24,7 +24,7 @@ class Implied(NamedTuple):
     rest: Graph | None
 
 
-_LARGEST = 2**30  # of a factor or a constant: positions are no larger, so nothing made of them leaves int64 and wraps
+_LARGEST = 2**29  # of a factor or a constant: nothing made of such leaves int64 and wraps, and no window is over LARGEST_WINDOW
 
 
 class _Affine(NamedTuple):

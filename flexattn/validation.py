@@ -6,6 +6,7 @@ read values, `check_cu_seqlens_values` and `check_descale_values`, run where FLE
 
 from __future__ import annotations
 
+import numbers
 import reprlib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,13 +17,16 @@ from torch import Tensor
 
 from flexattn.dispatch.program import Capture
 from flexattn.dispatch.quantization import num_blocks
-from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size, parse_format
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, batch_size, is_host_number, length_class, parse_format
 from flexattn.warn import warn_once
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
+_NOT_READ = (
+    "of a tensor only a 0-d one on a CPU, without a gradient and outside of torch.compile, is read, as that waits for nothing"
+)
 MAX_DROPOUT = 1 - 2**-16  # an element is kept iff its 16 random bits reach dropout_p * 2**16
 
 
@@ -36,13 +40,22 @@ def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
         raise TypeError(f"{argument} is {describe(value)}; accepted: True, False{', None' if optional else ''}")
 
 
-def check_number(argument: str, value: Any, limit: float, accepted: str) -> None:
-    """0 <= value <= limit; a tensor is refused, as reading it would wait for its device."""
+def check_number(argument: str, value: Any, limit: float, accepted: str) -> float:
+    """The value as a Python number, once 0 <= value <= limit: of any real type, or a 0-d tensor's on a CPU.
+
+    A tensor on another device is refused, as reading it would wait, and so is one whose gradient would be lost.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        hint = "; reading a tensor would wait for its device, so pass its value" if isinstance(value, Tensor) else ""
-        raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}{hint}")
+        if isinstance(value, Tensor):
+            is_readable, hint = not torch.compiler.is_compiling() and is_host_number(value), f"; {_NOT_READ}"
+        else:
+            is_readable, hint = isinstance(value, numbers.Real) and not isinstance(value, bool), ""
+        if not is_readable:
+            raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}{hint}")
+        value = float(value)
     if not 0.0 <= value <= limit:
         raise ValueError(f"{argument} is {value}; accepted: {accepted}")
+    return value  # type: ignore[no-any-return]
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
@@ -129,15 +142,16 @@ def check_cu_seqlens(
     return batch
 
 
-def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, needed: bool) -> int:
-    """The length that a call plans for: a dense format's sequence dim; for thd the argument, else the total number of tokens."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
-        hint = (
-            "; reading a tensor would wait for its device, so keep the lengths on the host as well"
-            if isinstance(value, Tensor)
-            else ""
-        )
-        raise TypeError(f"{argument} is {describe(value)}; accepted: an int or None{hint}")
+def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
+    """The length that a call plans for: a dense format's sequence dim; for thd the argument, else the total number of tokens.
+
+    bias_size: of a bias in that dim; None: there is no bias.
+    """
+    if value is not None:
+        given, value = value, as_index(value)
+        if value is None:
+            hint = f"; {_NOT_READ}; keep the lengths on the host as well" if isinstance(given, Tensor) else ""
+            raise TypeError(f"{argument} is {describe(given)}; accepted: an int or None{hint}")
     if fmt != "thd":
         length = x.shape[fmt.index("s")]
         if value is not None and value != length:
@@ -146,7 +160,7 @@ def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, needed: b
             )
         return length
     if value is None:
-        if needed:
+        if bias_size is not None:
             raise ValueError(f"{argument} is None with a bias and thd; accepted: the int that is in the bias' shape")
         if not torch.compiler.is_compiling():
             warn_once(
@@ -158,7 +172,17 @@ def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, needed: b
         return x.shape[0]
     if value < 0:
         raise ValueError(f"{argument} is {value}; accepted: an int of at least the longest sequence, or None")
-    return value  # type: ignore[return-value]  # a SymInt is an int to all that follows
+    if torch.compiler.is_compiling():
+        return value  # type: ignore[no-any-return]
+    # No sequence is longer than all tokens. Up to a power of two, so that a number that stays as it is does not follow their total.
+    return min(value, max(length_class(x.shape[0]), bias_size or 0))
+
+
+def bias_size(bias: Any, dim: int) -> int | None:
+    """Of a bias in one of its four dims; None without one."""
+    if bias is None:
+        return None
+    return bias.shape[dim] if isinstance(bias, Tensor) and bias.dim() == 4 else 0
 
 
 def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int, int, int, int]) -> None:
@@ -202,7 +226,7 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
         return
     if offset is None:
         raise ValueError(f"softmax_offset is None with softmax_type 'learnable'; accepted: a tensor of shape [h] = [{heads}]")
-    _check_tensor("softmax_offset", offset, (q.dtype, torch.float32), q.device)
+    _check_tensor("softmax_offset", offset, (q.dtype, torch.float16, torch.bfloat16, torch.float32), q.device)
     if tuple(offset.shape) != (heads,):
         raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
 
@@ -230,12 +254,15 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
     return tuple(checked)
 
 
-def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> None:
+def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[float | None, float, float]:
+    """The three as Python numbers."""
     largest = torch.finfo(torch.float32).max
     if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale, largest, "a finite Python number, at least 0, or None for 1/sqrt(head dim)")
-    check_number("softcap", softcap, largest, "a finite Python number, at least 0 (0 for none)")
-    check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-16")
+        accepted = "a finite Python number, at least 0, or None for 1/sqrt(head dim)"
+        softmax_scale = check_number("softmax_scale", softmax_scale, largest, accepted)
+    softcap = check_number("softcap", softcap, largest, "a finite Python number, at least 0 (0 for none)")
+    dropout_p = check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-16")
+    return softmax_scale, softcap, dropout_p
 
 
 def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
@@ -352,7 +379,7 @@ def check_lengths_of(
         entries = cu_seqlens.shape[0] if fmt == "thd" else x.shape[fmt.index("b")] + 1
         if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous() or cu.shape[0] != entries:
             raise ValueError(f"{name} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
-    return resolve_max_seqlen("max_seqlen", max_seqlen, x, fmt, needed=False)
+    return resolve_max_seqlen("max_seqlen", max_seqlen, x, fmt)
 
 
 def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:

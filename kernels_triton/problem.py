@@ -189,14 +189,14 @@ class Problem:
     def group_size(self) -> int:
         return self.num_heads // self.num_heads_kv
 
-    # At least 1, so that there is always a block to zero the padding.
+    # At most all tokens, whatever was asked for; at least 1, so that there is always a block to zero the padding.
     @property
     def longest_q(self) -> int:
-        return max(1, self.max_seqlen_q if self.q.dim() == 3 else self.q.shape[1])
+        return max(1, min(self.max_seqlen_q, self.q.shape[0]) if self.q.dim() == 3 else self.q.shape[1])
 
     @property
     def longest_kv(self) -> int:
-        return max(1, self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1])
+        return max(1, min(self.max_seqlen_kv, self.k.shape[0]) if self.k.dim() == 3 else self.k.shape[1])
 
     @property
     def is_loaded(self) -> bool:

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,31 @@ BAD = {
     "window float": Bad(dense(window_size=(1.0, 2)), ValueError, "window_size", "(1.0, 2)", "a pair of ints"),
     "window bool": Bad(dense(window_size=(True, 2)), ValueError, "window_size", "(True, 2)", "a pair of ints"),
     "window below -1": Bad(dense(window_size=(-2, 0)), ValueError, "window_size", "(-2, 0)", "-1 (open)"),
+    "window below -1, numpy": Bad(
+        dense(window_size=(np.int64(3), np.int64(-2))), ValueError, "window_size", "(3, -2)", "-1 (open)"
+    ),
+    "window far below -1": Bad(dense(window_size=(-(2**70), 0)), ValueError, "window_size", "-1180591620717411303424", "-1 (open)"),
+    "window numpy bool": Bad(dense(window_size=(np.bool_(True), 2)), ValueError, "window_size", "True", "a pair of ints"),
+    "window numpy float": Bad(dense(window_size=(np.float32(1), 2)), ValueError, "window_size", "1.0", "a pair of ints"),
+    "window tensor of bools": Bad(
+        dense(window_size=(torch.tensor(True), 2)), ValueError, "window_size", "torch.bool tensor of shape ()", "a pair of ints"
+    ),
+    "window tensor of floats": Bad(
+        dense(window_size=torch.tensor([1.0, 2.0])), ValueError, "window_size", "torch.float32 tensor of shape ()", "a pair of ints"
+    ),
+    "window tensor of three": Bad(
+        dense(window_size=torch.tensor([1, 2, 3])), ValueError, "window_size", "torch.int64 tensor", "a pair of ints"
+    ),
+    "window tensor elsewhere": Bad(
+        dense(window_size=torch.tensor([1, 2], **META)),
+        ValueError,
+        "window_size",
+        "int64 tensor of shape (2,) on meta",
+        "its value",
+    ),
+    "window side elsewhere": Bad(
+        dense(window_size=(3, torch.tensor(2, **META))), ValueError, "window_size", "int64 tensor of shape () on meta", "its value"
+    ),
     "window past causal": Bad(dense(attn_mask_type="causal", window_size=(4, 1)), ValueError, "window_size", "(4, 1)", "0 or -1"),
     "diagonal against name": Bad(
         dense(attn_mask_type="causal", bottom_right_diagonal=True),
@@ -165,8 +191,13 @@ BAD = {
     "max_seqlen float": Bad(thd(max_seqlen_q=5.0), TypeError, "max_seqlen_q", "5.0 (float)", "an int or None"),
     "max_seqlen bool": Bad(thd(max_seqlen_q=True), TypeError, "max_seqlen_q", "True (bool)", "an int or None"),
     "max_seqlen tensor": Bad(
-        thd(max_seqlen_kv=torch.tensor(7)), TypeError, "max_seqlen_kv", "torch.int64 tensor", "would wait for its device"
+        thd(max_seqlen_kv=torch.tensor(7, **META)), TypeError, "max_seqlen_kv", "int64 tensor of shape () on meta", "on a CPU"
     ),
+    "max_seqlen tensor of floats": Bad(thd(max_seqlen_q=torch.tensor(5.0)), TypeError, "max_seqlen_q", "float32 tensor", "an int"),
+    "max_seqlen tensor of bools": Bad(thd(max_seqlen_q=torch.tensor(True)), TypeError, "max_seqlen_q", "bool tensor", "an int"),
+    "max_seqlen tensor of one": Bad(thd(max_seqlen_q=torch.tensor([5])), TypeError, "max_seqlen_q", "shape (1,)", "a 0-d one"),
+    "max_seqlen numpy float": Bad(thd(max_seqlen_q=np.float64(5)), TypeError, "max_seqlen_q", "float64", "an int or None"),
+    "max_seqlen numpy bool": Bad(thd(max_seqlen_q=np.bool_(True)), TypeError, "max_seqlen_q", "bool", "an int or None"),
     "max_seqlen negative": Bad(thd(max_seqlen_q=-1), ValueError, "max_seqlen_q", "-1", "longest sequence"),
     "max_seqlen dense": Bad(
         dense(max_seqlen_q=6), ValueError, "max_seqlen_q", "6 and the sequence dim is 5", "None or that length"
@@ -248,8 +279,17 @@ BAD = {
     "scale past float32": Bad(dense(softmax_scale=1e39), ValueError, "softmax_scale", "1e+39", "finite"),
     "scale str": Bad(dense(softmax_scale="0.1"), TypeError, "softmax_scale", "'0.1' (str)", "number"),
     "scale tensor": Bad(
-        dense(softmax_scale=torch.tensor(0.1)), TypeError, "softmax_scale", "tensor of shape ()", "wait for its device"
+        dense(softmax_scale=torch.tensor(0.1, **META)), TypeError, "softmax_scale", "tensor of shape () on meta", "on a CPU"
     ),
+    "scale learnable": Bad(
+        dense(softmax_scale=torch.tensor(0.1, requires_grad=True)), TypeError, "softmax_scale", "tensor of shape ()", "a gradient"
+    ),
+    "scale tensor of one": Bad(dense(softmax_scale=torch.tensor([0.1])), TypeError, "softmax_scale", "shape (1,)", "a 0-d one"),
+    "scale tensor negative": Bad(dense(softmax_scale=torch.tensor(-0.5)), ValueError, "softmax_scale", "-0.5", "at least 0"),
+    "scale bool": Bad(dense(softmax_scale=True), TypeError, "softmax_scale", "True (bool)", "number"),
+    "scale numpy nan": Bad(dense(softmax_scale=np.float32("nan")), ValueError, "softmax_scale", "nan", "finite"),
+    "softcap complex": Bad(dense(softcap=torch.tensor(1j)), TypeError, "softcap", "complex64", "a 0-d one"),
+    "dropout numpy": Bad(dense(dropout_p=np.float32(1)), ValueError, "dropout_p", "1.0", "[0, 1)"),
     "softcap negative": Bad(dense(softcap=-30.0), ValueError, "softcap", "-30.0", "at least 0"),
     "softcap nan": Bad(dense(softcap=math.nan), ValueError, "softcap", "nan", "finite"),
     "softcap inf": Bad(dense(softcap=math.inf), ValueError, "softcap", "inf", "finite"),
