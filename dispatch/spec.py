@@ -114,10 +114,10 @@ def _sides(window_size: Any) -> tuple[int, int]:
     if len(whole) == 2 and whole[0] is not None and whole[1] is not None:
         return whole[0], whole[1]
     found = [x for x in (*sides, window_size) if isinstance(x, Tensor)][:1]
-    came = (
-        f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}" if found else repr(window_size)
-    )
-    hint = "; reading such a tensor would wait for its device, so pass its value" if found else ""
+    came, hint = repr(window_size), ""
+    if found:
+        came = f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}"
+        hint = "; reading such a tensor would wait for its device, so pass its value"
     raise ValueError(f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open{hint}")
 
 

@@ -32,7 +32,7 @@ class Splits(NamedTuple):
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
     """Of a problem with so many tiles, on a device with room for `programs` programs."""
     keys = most_keys(problem)
-    if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM:
+    if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
         return 1
     return max(1, min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST))
 
@@ -42,6 +42,8 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
     count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES:
         return Splits(count, "")
+    if problem.q.shape[-3] == 0:
+        return Splits(count, "there are no queries")
     if keys < SPLIT_FROM:
         return Splits(count, f"SPLIT_FROM is {SPLIT_FROM}, and a tile sees at most {keys} keys")
     return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")
@@ -71,7 +73,7 @@ class Parts(NamedTuple):
 
     def rows(self, lse: Tensor) -> Tensor:
         """The first split's out as [b, s, h, width] or [total, h, width]."""
-        return self.out[0].view(*lse.shape, -1).transpose(-2, -3)
+        return self.out[0].view(*lse.shape, self.out.shape[-1]).transpose(-2, -3)
 
 
 @triton.jit

@@ -163,7 +163,9 @@ def test_sinks_of_any_half_type(dtype: torch.dtype, offset_dtype: torch.dtype, b
 
 
 def test_windows_that_a_mod_says(device: str) -> None:
-    mask = lambda b, h, i, j: (i - j <= sys.maxsize) & (j - i <= 2**40) & (i - j <= 3)
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i - j <= sys.maxsize) & (j - i <= 2**40) & (i - j <= 3)
+
     outs = [attention(*dense(device), mask_mod=mask, backend=backend) for backend in BACKENDS]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(outs[0], attention(*dense(device), window_size=(3, -1), bottom_right_diagonal=False))
