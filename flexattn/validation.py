@@ -172,10 +172,11 @@ def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size
         return x.shape[0]
     if value < 0:
         raise ValueError(f"{argument} is {value}; accepted: an int of at least the longest sequence, or None")
+    longest: int = value
     if torch.compiler.is_compiling():
-        return value  # type: ignore[no-any-return]
+        return longest
     # No sequence is longer than all tokens. Up to a power of two, so that a number that stays as it is does not follow their total.
-    return min(value, max(length_class(x.shape[0]), bias_size or 0))
+    return min(longest, max(length_class(x.shape[0]), bias_size or 0))
 
 
 def bias_size(bias: Any, dim: int) -> int | None:

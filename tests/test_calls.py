@@ -236,7 +236,7 @@ def test_a_default_device_leaves_calls_their_key(keys: list[Any]) -> None:
         ("deterministic", 0),
         ("window_size", (-1.0, -1)),
         ("max_seqlen_q", 5.0),
-        ("softmax_scale", torch.tensor(0.5)),
+        ("softmax_scale", torch.tensor([0.5])),
         ("q", None),
         ("bias", "none"),
     ],
