@@ -112,7 +112,8 @@ def test_fp8_inputs(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(5):
         arguments, _ = make_arguments(seed)
         given = {n: fp8.quantize(arguments[n]) for n in "qkv"}
-        arguments |= {n: t.data for n, t in given.items()} | {"fp8_recipe": fp8.Recipe(out_dtype=out_dtype)}
+        blocks: dict[str, Any] = {} if out_dtype is torch.bfloat16 else {"granularity": "block", "block_rows": 64}
+        arguments |= {n: t.data for n, t in given.items()} | {"fp8_recipe": fp8.Recipe(out_dtype=out_dtype, **blocks)}
         arguments |= {"descale_q": given["q"].descale, "descale_k": given["k"].descale.flatten()}
         got = flexattn.attention(**arguments)
         with in_the_ordinary_way(monkeypatch):
@@ -122,6 +123,7 @@ def test_fp8_inputs(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
         else:
             assert isinstance(got, fp8.QuantizedTensor)
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(got[:3], wanted[:3], strict=True))
+            assert got.block_rows == 64
     assert calls.cache_info()["hits"] == 3
     assert calls.cache_info()["tapes"] == 1
 

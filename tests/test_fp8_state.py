@@ -207,3 +207,39 @@ def test_an_update_between_forward_and_backward_is_refused(is_known: bool, devic
     state.update()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_steps_in_a_cuda_graph() -> None:
+    """Forward, backward and update: each replay is the next step, as without a graph."""
+    recipe = fp8.Recipe(scaling="delayed", amax_history_len=3, fp8_format="HYBRID")
+    states = [fp8.DelayedScaling(recipe, HEADS, HEADS_KV, "cuda") for _ in range(3)]
+    given = tensors("cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def step(state: fp8.DelayedScaling) -> Tensor:
+        out: Tensor = flexattn.attention(**call, fp8_recipe=recipe, fp8_state=state)
+        torch.autograd.grad(out, list(call.values()), dout)
+        state.update()
+        return out.detach()
+
+    with torch.cuda.stream(stream):  # whose gradient nodes are then of no stream that must not be waited for
+        call = {name: t.detach().clone().requires_grad_() for name, t in given.items()}
+        dout = torch.ones(1, LENGTH, HEADS, D, dtype=BF16, device="cuda")
+        for _ in range(3):  # compiled, and known
+            step(states[2])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step(states[0])
+    for n in range(4):
+        factor = 1.0 + n
+        with torch.no_grad():
+            call["q"].copy_(given["q"] * factor)
+        dout.fill_(factor)
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, step(states[1])), n
+        for a, b in zip(states[0].buffers(), states[1].buffers(), strict=True):
+            assert torch.equal(a, b), n
