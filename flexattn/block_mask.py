@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.program import evaluate
+from flexattn.validation import check_count, check_device, describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -49,12 +50,20 @@ def create_block_mask(
         BLOCK_SIZE: queries and keys of a block, multiples of 16; large powers of two run fastest.
 
     Raises:
-        ValueError: a size that is no multiple of 16, or a mask_mod that cannot be traced.
+        ValueError, TypeError: a size that is no multiple of 16, a negative length, a mask_mod that cannot be traced.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexattn.score_mod import trace_mods
 
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod is {describe(mask_mod)}; accepted: a function of b, h, q_idx and kv_idx")
+    for name, value in (("B", B), ("H", H)):
+        if value is not None:
+            check_count(name, value, 1, "an int of at least 1, or None where the mask is the same for all")
+    for name, value in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        check_count(name, value, 0, "an int, the longest sequence that the mask is for")
+    check_device("device", device)
     size_q, size_kv = _block_size(BLOCK_SIZE)
     batch, heads = B or 1, H or 1
     rows, columns = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
@@ -133,9 +142,9 @@ def _lists(given: Sequence[Tensor | None], block_size: tuple[int, int]) -> Block
 
 
 def _block_size(given: int | tuple[int, int]) -> tuple[int, int]:
-    size = (given, given) if isinstance(given, int) else tuple(given)
-    if len(size) != 2 or any(n < 16 or n % 16 for n in size):
-        raise ValueError(f"BLOCK_SIZE is {given!r}; accepted: multiples of 16, for queries and keys")
+    size = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    if len(size) != 2 or any(not isinstance(n, int) or n < 16 or n % 16 for n in size):
+        raise ValueError(f"BLOCK_SIZE is {given!r}; accepted: a multiple of 16, or a pair of them for queries and keys")
     return size[0], size[1]
 
 

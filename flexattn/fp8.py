@@ -16,7 +16,7 @@ from flexattn import fp8_ops, ops
 from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, note_amax, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.ops import Settings
-from flexattn.validation import FP8_DTYPES, check_lengths_of, check_name, describe
+from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_lengths_of, check_name, describe
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "dequantize", "quantize"]
 
@@ -172,8 +172,13 @@ class DelayedScaling(torch.nn.Module):
         self, recipe: Recipe, num_heads: int, num_heads_kv: int | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        _check_is_recipe(recipe)
         if recipe.scaling != "delayed":
             raise ValueError(f"recipe.scaling is {recipe.scaling!r}; accepted: 'delayed', as current scaling keeps nothing")
+        check_count("num_heads", num_heads, 1, "an int of at least 1, the heads of q")
+        if num_heads_kv is not None:
+            check_count("num_heads_kv", num_heads_kv, 1, "an int of at least 1, the heads of k and v, or None for those of q")
+        check_device("device", device)
         self.recipe = recipe
         all_heads = (num_heads, num_heads if num_heads_kv is None else num_heads_kv)
         with torch.inference_mode(False):  # calls outside of it change an inference tensor no more
@@ -202,11 +207,13 @@ class DelayedScaling(torch.nn.Module):
 
     def scale(self, name: str) -> Tensor:
         """fp32 [heads], or [1] by tensor: what a tensor is multiplied with; 1 before the first `update`."""
+        check_name("name", name, TENSORS)
         found: Tensor = getattr(self, f"scale_{name}")
         return found
 
     def history(self, name: str) -> Tensor:
         """fp32 [amax_history_len, heads | 1]: a tensor's amax in this step, so far, and in those before."""
+        check_name("name", name, TENSORS)
         found: Tensor = getattr(self, f"amax_history_{name}")
         return found
 
@@ -256,6 +263,7 @@ def quantize(
         ValueError, TypeError: arguments that have no meaning; the text names them.
     """
     recipe = Recipe() if recipe is None else recipe
+    _check_is_recipe(recipe)
     if recipe.scaling != "current":
         raise ValueError("recipe.scaling is 'delayed'; accepted: 'current', as quantize keeps no history")
     for name, default in (("fp8_format", "E4M3"), ("bf16_backward", False), ("keep_16_bit", None), ("out_dtype", None)):
@@ -329,6 +337,14 @@ def dequantize(
         ValueError: a format, recipe or lengths that are not those of x; the text names them.
     """
     recipe = Recipe() if recipe is None else recipe
+    _check_is_recipe(recipe)
+    if not isinstance(x, QuantizedTensor):
+        raise TypeError(f"x is {describe(x)}; accepted: a QuantizedTensor, of quantize or of attention")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; accepted: None, {', '.join(map(str, DTYPES))}")
+    for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
+        if cu is not None and not isinstance(cu, Tensor):
+            raise TypeError(f"{name} is {describe(cu)}; accepted: an int32 tensor [batch + 1], or None")
     fmt, kv_format = parse_format(str(qkv_format))
     if fmt != kv_format:
         raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
@@ -364,6 +380,11 @@ def check_unpacked(q: Any, k: Any, v: Any) -> None:
                 f"{name} is a QuantizedTensor; accepted: {name}.data, with descale_{name}={name}.descale (for scales by block "
                 "also an fp8_recipe with granularity 'block' and its block_rows)"
             )
+
+
+def _check_is_recipe(recipe: Any) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe")
 
 
 def check_recipe(recipe: Any, state: Any) -> None:

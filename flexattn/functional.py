@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from flexattn.score_mod import Mod, Traced
 
 
+NO_TENSORS: tuple[Tensor, ...] = ()  # what a call's score_mod_tensors is where none are given
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -61,7 +64,7 @@ def attention(
     rng_state: Tensor | None = None,
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = NO_TENSORS,
     block_mask: BlockMask | None = None,
     fp8_recipe: fp8.Recipe | None = None,
     fp8_state: fp8.DelayedScaling | None = None,
@@ -174,7 +177,7 @@ def attention(
             *(softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend),
         )
         mods = None
-        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
+        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
         of_state = fp8_calls.state_tensors(fp8_state) if is_fp8 else ()
         if is_fp8 and of_state is not None:
@@ -429,6 +432,7 @@ def prepare(
             raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
+    validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
     if score_mod is not None or mask_mod is not None:
         # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
         # and a block mask's full blocks are not masked.
@@ -439,8 +443,6 @@ def prepare(
             band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
         mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
-    elif score_mod_tensors:
-        raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
     x = Operands(
         q=q,
         k=k,

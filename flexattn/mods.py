@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.score_mod import Mod
+from flexattn.validation import describe
 
 __all__ = [
     "alibi",
@@ -51,6 +52,7 @@ def dilated_sliding_window(window: int, dilation: int) -> Mod:
 
 def document(document_ids: Tensor) -> Mod:
     """mask_mod: a query sees the keys of its own document. document_ids: integers, [s], or [b, s] for each batch entry its own."""
+    _check_tensor("document_ids", document_ids)
     if document_ids.dim() not in (1, 2) or document_ids.is_floating_point():
         raise ValueError(
             f"document_ids is a {document_ids.dtype} tensor of shape {tuple(document_ids.shape)}; accepted: integers, [s] or [b, s]"
@@ -60,6 +62,7 @@ def document(document_ids: Tensor) -> Mod:
 
 def prefix_lm(prefix_lengths: Tensor) -> Mod:
     """mask_mod: causal, but the first prefix_lengths[b] keys are seen by every query. prefix_lengths: integers, [b]."""
+    _check_tensor("prefix_lengths", prefix_lengths)
     if prefix_lengths.dim() != 1 or prefix_lengths.is_floating_point():
         raise ValueError(
             f"prefix_lengths is a {prefix_lengths.dtype} tensor of shape {tuple(prefix_lengths.shape)}; accepted: integers, [b]"
@@ -73,6 +76,7 @@ def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
     A query sees the kernel_size x kernel_size keys around it, moved inward at the borders so that there are as many for each query.
     kernel_size is odd and at most height and width.
     """
+    _check_counts(height=height, width=width, kernel_size=kernel_size)
     if kernel_size % 2 == 0 or not 1 <= kernel_size <= min(height, width):
         raise ValueError(
             f"kernel_size is {kernel_size} for an image of {height} x {width}; accepted: odd, from 1 to {min(height, width)}"
@@ -82,21 +86,26 @@ def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
 
 def both(*mask_mods: Mod) -> Mod:
     """mask_mod: what all of the masks let a query see."""
+    _check_masks("both", mask_mods)
     return functools.partial(_both, mask_mods=mask_mods)
 
 
 def either(*mask_mods: Mod) -> Mod:
     """mask_mod: what any of the masks lets a query see."""
+    _check_masks("either", mask_mods)
     return functools.partial(_either, mask_mods=mask_mods)
 
 
 def softcap(cap: float | Tensor) -> Mod:
     """score_mod: cap * tanh(score / cap). A 0-d tensor as cap gets a gradient."""
+    if isinstance(cap, bool) or not ((isinstance(cap, (int, float)) and cap > 0) or (isinstance(cap, Tensor) and cap.dim() == 0)):
+        raise ValueError(f"cap is {describe(cap)}; accepted: a number above 0, or a 0-d tensor")
     return functools.partial(_softcap, cap=cap)
 
 
 def alibi(slopes: Tensor) -> Mod:
     """score_mod: -slopes[h] * |q_idx - kv_idx| (Press et al., "Train Short, Test Long", 2022). slopes [h] get a gradient."""
+    _check_tensor("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}; accepted: [h]")
     return functools.partial(_alibi, slopes=slopes)
@@ -109,6 +118,8 @@ def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: in
     each, the others widen logarithmically up to max_distance, past which all share the last. The buckets are those of the
     transformers library's T5.
     """
+    _check_tensor("table", table)
+    _check_counts(max_distance=max_distance)
     if table.dim() != 2:
         raise ValueError(f"table has shape {tuple(table.shape)}; accepted: [buckets, h]")
     bucket_of = _t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
@@ -194,5 +205,18 @@ def _t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Ten
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} is {value!r}; accepted: a number of tokens")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is {value!r}; accepted: a number of tokens, an int of at least 0")
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {describe(value)}; accepted: a tensor")
+
+
+def _check_masks(name: str, mask_mods: tuple[Any, ...]) -> None:
+    if not mask_mods:
+        raise TypeError(f"mods.{name}() was given no mask_mod; accepted: at least one")
+    for i, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mods[{i}] of mods.{name}() is {describe(mask_mod)}; accepted: a function of b, h, q_idx, kv_idx")

@@ -44,6 +44,7 @@ Mod = Callable[..., Any]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AND_TENSORS = {"score_mod": " (and of score_mod_tensors)"}
 ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
 _CACHE_SIZE = 256  # of each cache of traces
 ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
@@ -314,7 +315,10 @@ def _trace(role: str, mod: Mod, found: Captures, shapes: Sequence[Sequence[int]]
         except ValueError:
             raise
         except Exception as e:
-            raise ValueError(f"{role} cannot be traced{mode.place()}: {type(e).__name__}: {e}") from e
+            raise ValueError(
+                f"{role} cannot be traced{mode.place()}: {type(e).__name__}: {e}; accepted: a function of "
+                f"{', '.join(ARGUMENTS_OF[role])}{_AND_TENSORS.get(role, '')}, in torch ops on 0-d tensors"
+            ) from e
     if any(tuple(shapes[i]) != own_shapes[i] for i in mode.looked_at):  # symbolic ones: torch.export is told that they are fixed
         return _trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes])
     graph = normalised(role, module.graph, arguments, captures)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +56,38 @@ def check_number(argument: str, value: Any, limit: float, accepted: str) -> floa
     if not 0.0 <= value <= limit:
         raise ValueError(f"{argument} is {value}; accepted: {accepted}")
     return value  # type: ignore[no-any-return]
+
+
+def check_count(argument: str, value: Any, least: int, accepted: str) -> None:
+    """least <= value, of ints."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}")
+    if value < least:
+        raise ValueError(f"{argument} is {value}; accepted: {accepted}")
+
+
+def check_device(argument: str, device: Any) -> None:
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"{argument} is {device!r}; accepted: a torch.device, or its name, as 'cuda' or 'cuda:1'") from e
+
+
+def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
+    """Their types; what they compute, the trace says."""
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None and not callable(mod):
+            raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None")
+    accepted = "a list or tuple of tensors, or a dict of them by the names of score_mod's arguments"
+    if not isinstance(tensors, (list, tuple, Mapping)):
+        raise TypeError(f"score_mod_tensors is {describe(tensors)}; accepted: {accepted}")
+    if score_mod is None and tensors:
+        raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
+    for key, t in dict(tensors if isinstance(tensors, Mapping) else enumerate(tensors)).items():
+        if not isinstance(t, Tensor):
+            raise TypeError(
+                f"score_mod_tensors[{key!r}] is {describe(t)}; accepted: {accepted} (score_mod captures numbers as such)"
+            )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
