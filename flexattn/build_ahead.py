@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flexattn import question
+from flexattn import kept_files, question
 from flexattn.warm_up import build_missing, recorded
 
 
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--capability says for which GPU; give it, as 9.0, where there is none")
     launches = recorded(spec, x, ("forward", "backward") if spec.needs_grad else ("forward",))
     made = build_missing(launches, spec.capability, args.out, args.workers, "flexattn build")
+    kept_files.let_all_read(args.out, ".kernel")
     names = sorted({launch.kernel.fn.__name__ for launch in launches})
     print(f"{made} built, {len(launches) - made} there already, in {args.out}: {', '.join(names)}")  # noqa: T201
     return 0

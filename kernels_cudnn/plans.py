@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import hashlib
 import logging
-import os
 import re
 import threading
 import time
@@ -20,13 +19,17 @@ from typing import Any
 import cudnn
 import torch
 
+from flexattn import kept_files
 from flexattn.kernels_cudnn.graphs import Sdpa, Target, build
 from flexattn.kernels_cudnn.handles import handle_of
 
 _log = logging.getLogger(__name__)
 
 CAPACITY = 256  # plans; one holds about 1 to 2 MB of host memory
-FILE_FORMAT = 1  # of a plan on disk; with every change to what a Uid means or to how a graph is built, another number
+FILE_FORMAT = 2  # of a plan on disk; with every change to what a Uid means or to how a graph is built, another number
+
+
+_KIND = f"plan {FILE_FORMAT}"
 
 
 class PlanNotSupported(RuntimeError):
@@ -218,9 +221,8 @@ def _driver_version() -> int:
 
 def _load(path: Path, device: torch.device) -> Any:
     """The graph in a file; None where there is no file, or one that cuDNN does not accept."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    data = kept_files.read(path, _KIND, says=True)
+    if data is None:
         return None
     target = target_of(device)
     graph = cudnn.pygraph(handle=target.handle, device_property=target.properties, sm_version=target.sm_version)
@@ -230,16 +232,20 @@ def _load(path: Path, device: torch.device) -> Any:
         else:
             graph.deserialize(list(data))
     except Exception as e:  # whatever it is, building anew is right
+        if _is_passing(e):
+            raise
         _log.warning("the cuDNN plan in %s cannot be used, so it is built anew: %s", path, e)
         return None
     return graph
 
 
 def _save(graph: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(bytes(graph.serialize()))
-    part.replace(path)  # at once, as other processes may read it
+    try:
+        data = bytes(graph.serialize())
+    except Exception as e:  # the plan is built and can run
+        _log.warning("a cuDNN plan cannot be kept in %s: %s", path, e)
+    else:
+        kept_files.write(path, _KIND, data, says=True)
 
 
 _PASSING = re.compile(
@@ -247,15 +253,16 @@ _PASSING = re.compile(
 )
 
 
-def _is_refusal(e: Exception) -> bool:
-    """Whether an exception is cuDNN's answer about a graph, which will be the same when it is asked again.
-
-    It has no one type for that: its own, ValueError and TypeError of its checks, and RuntimeError too, which torch and the rest of
-    cuDNN use for what may be over the next time.
-    """
-    if isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError)):
+def _is_passing(e: Exception) -> bool:
+    """Whether an exception may not come again: it tells of the device, the driver or the memory of the moment."""
+    if isinstance(e, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
         return True
-    return type(e) is RuntimeError and _PASSING.search(str(e)) is None
+    return isinstance(e, RuntimeError) and _PASSING.search(str(e)) is not None
+
+
+def _is_refusal(e: Exception) -> bool:
+    """Whether an exception is cuDNN's answer about a graph. It has no one type for that: its own, and those of its checks."""
+    return not _is_passing(e) and isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError, RuntimeError))
 
 
 def _summary(e: Exception) -> str:

@@ -28,7 +28,7 @@ def missing(launches: Sequence[Launch], architecture: int, directory: Path | Non
     """Those whose kernels are not in the directory (by default where launches look), each kernel once."""
     where = directory or store.default_directory()
     found = {description_of(launch, architecture): launch for launch in launches}
-    return [launch for text, launch in found.items() if not store.has(where, text)]
+    return [launch for text, launch in found.items() if store.find(where, text) is None]
 
 
 def build(
@@ -78,10 +78,10 @@ def _build(request: CompileRequest, text: str, directory: Path) -> str:
         binary = store.binary_of(compiled_from(request))
         if binary is None:
             return f"{request.kernel} needs more than its arguments, and only Triton can launch it"
-        store.keep(directory, text, binary)
+        reason = store.keep(directory, text, binary)
     except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others
         return f"{request}: {type(error).__name__}: {error}"
-    return "" if store.find(directory, text) else f"{directory} cannot be written"
+    return "" if reason is None else f"{directory} cannot be written: {reason}"
 
 
 if __name__ == "__main__":

@@ -252,13 +252,13 @@ def _find_or_compile(
     text, directory = "", _directory or store.default_directory()
     if store.is_used():
         text = store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
-        found = store.find(directory, text)
+        found = store.find(directory, text, says=_directory is not None)
         if found is not None:
             return Direct.of(found)
     compiled = kernel.warmup(*arguments, grid=(1,), num_warps=tile.num_warps, num_stages=tile.num_stages)
     binary = store.binary_of(compiled)
     if binary is not None and text:
-        store.keep(directory, text, binary)
+        store.keep(directory, text, binary, says=_directory is not None)
     return Direct.of(binary)
 
 

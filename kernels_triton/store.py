@@ -2,12 +2,12 @@
 
 A file is named by a hash of all that decides what a kernel is compiled to: its source with what that calls, what of its arguments
 it is compiled for, warps, stages, the architecture, Triton's version, and the environment variables that Triton's compiler reads.
-That text stands in the file too, before the binary. So a directory can be copied to a machine that has no compiler.
+That text stands in the file too, before the binary. So a directory can be copied to a machine that has no compiler. Whom a file has
+to belong to, so that it is read, `flexattn.kept_files` says.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 
 import triton
 
-FILE_FORMAT = 1
+from flexattn import kept_files
+
+FILE_FORMAT = 2
+_KIND = f"kernel {FILE_FORMAT}"
 _PREFIXES = ("TRITON_", "PTXAS_", "NVPTX_", "MLIR_", "LLVM_", "DISABLE_", "USE_IR_LOC")
 _ELSEWHERE = (
     "TRITON_CACHE_DIR",
@@ -73,34 +76,26 @@ def default_directory() -> Path:
     return Path(triton.knobs.cache.dir) / "flexattn"
 
 
-def find(directory: Path, text: str) -> Binary | None:
-    """The kernel that `description` gives that text; None where there is none, or none that can be read."""
+def find(directory: Path, text: str, says: bool = False) -> Binary | None:
+    """The kernel that `description` gives that text; None where there is none, or none that can be read.
+
+    says: whether a warning says once for a directory what is wrong with it, where one has been named.
+    """
+    content = kept_files.read(_path(directory, text), _KIND, says)
+    if content is None:
+        return None
     try:
-        data = _path(directory, text).read_bytes()
-        head, _, code = data.partition(b"\n")
+        head, _, code = content.partition(b"\n")
         found = json.loads(head)
-        binary = Binary(*found["binary"], code)
-        return binary if found["text"] == text and found["bytes"] == len(code) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return Binary(*found["binary"], code) if found["text"] == text else None
+    except (ValueError, KeyError, TypeError, RecursionError):  # written by something else
         return None
 
 
-def keep(directory: Path, text: str, binary: Binary) -> None:
-    """At once, as other processes may read it; quietly not at all where the directory cannot be written."""
-    head = json.dumps({"text": text, "bytes": len(binary.code), "binary": binary[:-1]}).encode()
-    path = _path(directory, text)
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(head + b"\n" + binary.code)
-        part.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def has(directory: Path, text: str) -> bool:
-    return _path(directory, text).exists()
+def keep(directory: Path, text: str, binary: Binary, says: bool = False) -> str | None:
+    """Write a kernel's file; None, or why it could not be written."""
+    head = json.dumps({"text": text, "binary": binary[:-1]}).encode()
+    return kept_files.write(_path(directory, text), _KIND, head + b"\n" + binary.code, says)
 
 
 def _path(directory: Path, text: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def test_what_is_built_ahead_is_what_a_call_compiles(fresh_python, tmp_path: Pat
     ran = fresh_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(shipped)})
     assert ran.stdout == "{'hits': 3, 'misses': 3, 'size': 3}\n", ran.stdout + ran.stderr
 
+    readable = [shipped.stat().st_mode & 0o777, *{path.stat().st_mode & 0o777 for path in shipped.iterdir()}]
+    assert readable == [0o755, 0o644], "an image may be made by one user and run by another"
+
     compiled = fresh_python("-c", CALL, "yes", env=env | {"FLEXATTN_KERNELS": str(own)})
     assert compiled.returncode == 0, compiled.stderr
     assert {path.name: path.read_bytes() for path in own.iterdir()} == {path.name: path.read_bytes() for path in shipped.iterdir()}
@@ -97,18 +101,43 @@ def test_a_file_says_all_or_nothing(tmp_path: Path) -> None:
     assert store.find(tmp_path, text) is None
     store.keep(tmp_path, text, BINARY)
     assert store.find(tmp_path, text) == BINARY
-    assert store.has(tmp_path, text)
     [path] = tmp_path.iterdir()
     whole = path.read_bytes()
     for wrong in (whole[:-1], whole[:20], b"", b"[]\n", whole.replace(text.encode(), b"something else entirely"), b"\xff\xfe\n"):
         path.write_bytes(wrong)
         assert store.find(tmp_path, text) is None
-    head = json.loads(whole.partition(b"\n")[0])
+    head = json.loads(whole.split(b"\n")[1])
     assert head["text"] == text
 
 
-def test_a_directory_that_cannot_be_written_is_none(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    store.keep(file, "text", BINARY)
-    assert store.find(file, "text") is None
+def with_digest(content: bytes) -> bytes:
+    return f"flexattn {store._KIND} {hashlib.sha256(content).hexdigest()}\n".encode() + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "what", "binary": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        b"[]\n",
+        b"7\n",
+        b'{"text": "what", "binary": [1, 2]}\ncode',
+        b'{"text": "what"}\n',
+        b'{"text": "another", "binary": ["kernel", [], 4, 0, []]}\ncode',
+        b'\xff{"text": "what"}\n',
+        b"",
+    ],
+    ids=["deep", "list", "number", "short", "no binary", "another text", "no UTF-8", "nothing"],
+)
+def test_what_something_else_wrote_is_a_miss(tmp_path: Path, content: bytes) -> None:
+    store._path(tmp_path, "what").write_bytes(with_digest(content))
+    assert store.find(tmp_path, "what") is None
+    store.keep(tmp_path, "what", BINARY)
+    assert store.find(tmp_path, "what") == BINARY
+
+
+def test_a_kernel_of_zeros_is_a_miss(tmp_path: Path) -> None:
+    """The length is right, and so is what stands before: as after a crash of the machine."""
+    store.keep(tmp_path, "what", BINARY)
+    path = store._path(tmp_path, "what")
+    path.write_bytes(path.read_bytes().replace(BINARY.code, bytes(len(BINARY.code))))
+    assert store.find(tmp_path, "what") is None

@@ -1,8 +1,9 @@
-"""The cache of cuDNN plans by itself: what it remembers of a build that fails. cuDNN is played by a function."""
+"""The cache of cuDNN plans by itself: what it remembers of a build that fails, and its files. cuDNN is played by a function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 import cudnn
 
 from flexattn.kernels_cudnn import plans
+from flexattn.kernels_cudnn.graphs import Target
 from flexattn.kernels_cudnn.plans import PlanCache, PlanNotSupported
 
 CPU = torch.device("cpu")
@@ -89,3 +91,87 @@ def test_cudnns_own_answers_are_kept_until_they_are_forgotten(build, error) -> N
     cache.forget_refusals()
     assert cache.get("a graph", CPU).graph is not None
     assert cache.get("another", CPU) is plan
+
+
+class KeptGraph(Graph):
+    """One that can be written and read, of the text that it was built of."""
+
+    def __init__(self, **target: Any) -> None:
+        self.text = b"the plan"
+
+    def serialize(self) -> bytes:
+        return self.text
+
+    def deserialize(self, data: list[int]) -> None:
+        self.text = bytes(data)
+        if self.text != b"the plan":
+            raise RuntimeError("no plan of cuDNN's")
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setattr("flexattn.warn._warned", set())
+    monkeypatch.setattr(plans, "target_of", lambda device: Target())
+    monkeypatch.setattr(plans, "_fingerprint", lambda sdpa, device: "fingerprint")
+    monkeypatch.setattr(plans, "build", lambda sdpa, target: KeptGraph())
+    monkeypatch.setattr(cudnn, "pygraph", KeptGraph)
+    with plans.without_device("a device that is described"):
+        yield tmp_path / "plans"
+
+
+def loads_of_two(directory: Path) -> tuple[int, int]:
+    """How many of a plan that is wanted in two processes were loaded from the directory."""
+    caches = PlanCache(), PlanCache()
+    for cache in caches:
+        assert cache.get("a graph", CPU, str(directory)).graph.text == b"the plan"
+    return caches[0].counters.loads, caches[1].counters.loads
+
+
+def test_a_plan_is_kept_and_loaded(directory: Path) -> None:
+    assert loads_of_two(directory) == (0, 1)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "a file in the directory's place": lambda directory: directory.write_text("mine"),
+    "a directory in the file's place": lambda directory: (directory / "fingerprint.cudnn").mkdir(parents=True),
+    "a directory that others can write": lambda directory: (directory.mkdir(), directory.chmod(0o777)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_directory_that_cannot_be_used_is_said_once_and_fails_no_call(directory: Path, name: str) -> None:
+    SPOILT[name](directory)
+    with pytest.warns(RuntimeWarning, match="compiled plans are not (read|written)"):
+        assert loads_of_two(directory) == (0, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a plan", b"\xff" * 1000, b"flexattn plan 2 0\nthe plan"], ids=repr)
+def test_a_damaged_plan_is_built_anew(directory: Path, content: bytes) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / "fingerprint.cudnn").write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert loads_of_two(directory) == (0, 1)
+
+
+def test_a_plan_that_cudnn_does_not_take_is_built_anew(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptGraph, "serialize", lambda self: b"another plan")
+    assert loads_of_two(directory) == (0, 0)
+
+
+def test_a_plan_that_cannot_be_written_down_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> bytes:
+        raise RuntimeError("not serializable")
+
+    monkeypatch.setattr(KeptGraph, "serialize", fail)
+    assert loads_of_two(directory) == (0, 0)
+
+
+def test_memory_that_is_short_while_a_plan_is_loaded_is_passed_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads_of_two(directory)
+
+    def fail(self: Any, data: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(KeptGraph, "deserialize", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        PlanCache().get("a graph", CPU, str(directory))
