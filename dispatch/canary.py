@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import triton_backend
+from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.quantization import dout_of
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.refusals import Refused
@@ -20,6 +21,7 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 _log = logging.getLogger(__name__)
 
 LONGEST = (150, 130)  # queries and keys of the input: more than one tile of each, and of uneven ends
+GAP = 3  # rows behind each packed sequence
 FACTOR = 4.0  # times the largest error of plain torch in the same dtype: a canary looks for wrong results, not for rounding
 ROUNDINGS = 16.0  # of the largest value, granted where plain torch happens to be exact
 SHORT_ACCUMULATOR = 2.0**-10  # of the largest score: some GPUs add up FP8 products in 14 bits
@@ -34,8 +36,8 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
     """None where a backend's result for `spec` is right, else what is wrong with it; a right one is not checked again.
 
     The eager backend is not checked, as it shares its arithmetic with the reference; nor is dropout where a backend drops weights
-    of its own, nor a mod or a block mask, whose tensors a spec does not have; nor is anything while a CUDA graph is captured. Waits
-    for the device.
+    of its own, nor a mod or a block mask, whose tensors a spec does not have; nor is anything while a CUDA graph is captured.
+    Packed sequences come with gaps between them and without. Waits for the device.
     """
     key = (name, spec, direction)
     if name == "eager" or key in _passed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -45,12 +47,16 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
     elif spec.dropout and name in OWN_DROPOUT:
         _log.info("the canary cannot check %s with dropout, as it drops weights of its own", name)
     else:
-        try:
-            wrong = _compare(name, spec, direction, device)
-        except Refused as e:  # it says so itself
-            return str(e)
-        if wrong is not None:
-            return f"the canary found it wrong: {wrong}"
+        for gap in (0, GAP) if "thd" in (spec.q_format, spec.kv_format) else (0,):
+            x = sample_operands(spec, device, *_lengths(spec), gap=gap)
+            try:
+                with neutral_state():
+                    wrong = _compare(name, spec, x, direction)
+            except Refused as e:  # of these shapes alone
+                _log.info("the canary cannot check %s, which refuses its input: %s", name, e)
+                continue
+            if wrong is not None:
+                return f"the canary found it wrong: {wrong}"
     with _lock:
         _passed[key] = None
         while len(_passed) > _CAPACITY:
@@ -64,9 +70,8 @@ def clear() -> None:
         _passed.clear()
 
 
-def _compare(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
-    backend = backend_module(name)
-    x = sample_operands(spec, device, *_lengths(spec))
+def _compare(name: str, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
+    backend, device = backend_module(name), x.q.device
     if spec.fp8 is not None:
         return _compare_fp8(name, spec, x, direction)
     exact, eager = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))

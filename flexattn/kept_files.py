@@ -1,8 +1,8 @@
 """Files of compiled code, kept between processes: whole, private, and never a reason for a call to fail.
 
 A file begins with a line that names its kind and version and has the sha256 digest of the rest. It is read only where nobody else can
-have written it: it and its folder belong to this user or to root, and neither their group nor everybody can write them, or they are
-on a file system that is mounted read-only. A symbolic link in a file's place is not followed; a folder may be one.
+have written it: it and its folder belong to this user or to root, and neither their group nor everybody can write them, or they
+are on a file system that is mounted read-only. A symbolic link in a file's place is not followed; a folder may be one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Distrusted(_Unusable):
 def read(path: Path, kind: str, says: bool) -> bytes | None:
     """The content of a file that `write` wrote with the same `kind`; None where there is none, or none to be trusted.
 
-    Raises nothing for whatever is in the file's place. A RuntimeWarning says once for each folder who else could have written it and,
-    if `says`, what else is wrong: as a user who named the folder wants to know.
+    Raises nothing for whatever is in the file's place. A RuntimeWarning says once for each folder who else could have written it
+    and, if `says`, what else is wrong: as a user who named the folder wants to know.
     """
     try:
         with _folder(path.parent) as folder:
@@ -118,7 +118,9 @@ def _check(descriptor: int, name: str) -> None:
         return
     found = os.fstat(descriptor)
     if found.st_uid not in (os.geteuid(), 0):
-        raise _Distrusted(f"{name} belongs to user {found.st_uid}, neither to this one ({os.geteuid()}) nor to root; copy or chown it")
+        raise _Distrusted(
+            f"{name} belongs to user {found.st_uid}, neither to this one ({os.geteuid()}) nor to root; copy or chown it"
+        )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _Distrusted(f"{name} can be written by others (mode {stat.S_IMODE(found.st_mode):o}); chmod go-w it")
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from test_support import ROWS, make_case
+from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn.dispatch import canary, eager_backend, explain, heuristics, triton_backend
+from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import forget_rejections
-from flexattn.dispatch.spec import AttentionSpec
+from flexattn.dispatch.spec import AttentionSpec, Operands
 
 CPU = torch.device("cpu")
 CASES = {f"{section}: {name}": row for section, rows in ROWS.items() for name, row in rows.items()}
@@ -93,7 +96,7 @@ def test_a_backend_asked_for_by_name_does_not_run_wrong(monkeypatch):
 def test_what_is_right_is_checked_once(monkeypatch):
     checked = []
     compare = canary._compare
-    monkeypatch.setattr(canary, "_compare", lambda name, spec, *rest: checked.append((name, rest[0])) or compare(name, spec, *rest))
+    monkeypatch.setattr(canary, "_compare", lambda name, *rest: checked.append((name, rest[-1])) or compare(name, *rest))
     q, k, v = qkv(requires_grad=True)
     for _ in range(3):
         flexattn.attention(q, k, v).sum().backward()
@@ -104,6 +107,106 @@ def test_off_it_checks_nothing(monkeypatch):
     monkeypatch.setenv("FLEXATTN_CANARY", "0")
     monkeypatch.setattr(canary, "mismatch", lambda *args: pytest.fail("it was asked"))
     flexattn.attention(*qkv())
+
+
+def usual_slopes(x: Operands, spec: AttentionSpec) -> torch.Tensor:
+    assert x.alibi_slopes is not None
+    return torch.full_like(x.alibi_slopes, 0.1)
+
+
+# What a backend may take in place of what the call says, in a spec where that matters: another value each, as if it were not read.
+IGNORED: dict[str, tuple[str, dict[str, Callable[[Operands, AttentionSpec], Any]]]] = {
+    "softmax_scale": ("Masks: causal_bottom_right", {"softmax_scale": lambda x, spec: spec.head_dim_qk**-0.5}),
+    "softcap": ("Scores: softcap", {"softcap": lambda x, spec: 20.0}),
+    "softcap, and there is none": ("Scores: softcap", {"softcap": lambda x, spec: 0.0}),
+    "alibi_slopes": ("Scores: alibi, slopes [h]", {"alibi_slopes": usual_slopes}),
+    "alibi_slopes of other heads": ("Scores: alibi, slopes [h]", {"alibi_slopes": lambda x, spec: x.alibi_slopes.flip(-1)}),
+    "dropout_p": ("Softmax: dropout", {"dropout_p": lambda x, spec: 0.25}),
+    "seed": ("Softmax: dropout", {"rng_state": lambda x, spec: x.rng_state * torch.tensor([0, 1])}),
+    "half of the seed": ("Softmax: dropout", {"rng_state": lambda x, spec: x.rng_state % torch.tensor([2**32, 2**62])}),
+    "offset": ("Softmax: dropout", {"rng_state": lambda x, spec: x.rng_state * torch.tensor([1, 0])}),
+    "gaps": (
+        "Formats: thd",
+        {"cu_seqlens_q_padded": lambda x, spec: None, "cu_seqlens_kv_padded": lambda x, spec: None},
+    ),
+    "gaps of keys": ("Formats: thd", {"cu_seqlens_kv_padded": lambda x, spec: None}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("what", IGNORED)
+def test_what_a_backend_does_not_read_is_found(monkeypatch, what, direction, dtype):
+    name, taken = IGNORED[what]
+    right = getattr(eager_backend, direction)
+
+    def careless(spec: AttentionSpec, x: Operands, *rest: Any) -> Any:
+        return right(spec, x._replace(**{field: value(x, spec) for field, value in taken.items()}), *rest)
+
+    spec = make_case(CASES[name], "cpu").spec._replace(dtype=dtype)
+    assert canary.mismatch("triton", spec, direction, CPU) is None
+    canary.clear()
+    monkeypatch.setattr(triton_backend, direction, careless)
+    assert "the canary found it wrong" in str(canary.mismatch("triton", spec, direction, CPU))
+
+
+def test_it_sees_nothing_of_the_callers_hooks_and_modes(monkeypatch):
+    """A hook that changes what is saved, and another default dtype: a right backend stays right, and is not refused."""
+    q, k, v = qkv(requires_grad=True)
+    expected = flexattn.attention(q, k, v, bias_type="alibi", backend="eager")
+    forget()
+    packed = []
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t * 0, lambda t: t),
+        ):
+            warnings.simplefilter("error")
+            out = flexattn.attention(q, k, v, bias_type="alibi")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+    assert packed
+    assert all(max(shape) <= 40 for shape in packed), "what the canary saves is nobody's"
+
+
+def test_both_kinds_of_checkpoint_work_under_it():
+    q, k, v = qkv(requires_grad=True)
+    found = []
+    for use_reentrant in (None, False, True):
+        forget()
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            return flexattn.attention(*tensors, attn_mask_type="causal", backend="triton")
+
+        out = call(q, k, v) if use_reentrant is None else checkpoint(call, q, k, v, use_reentrant=use_reentrant)
+        found.append(
+            torch.autograd.grad(out.square().sum(), (q, k, v)) if use_reentrant is not True else through_backward(out, q, k, v)
+        )
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def through_backward(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor | None]:
+    """What the reentrant kind needs: it refuses torch.autograd.grad."""
+    out.square().sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def test_an_input_that_a_backend_refuses_says_nothing_of_the_calls(monkeypatch):
+    """It is of other lengths than theirs: the call itself is then asked."""
+    right = eager_backend.forward
+
+    def refuses_the_canarys(spec: AttentionSpec, x: Operands) -> Any:
+        if x.q.shape[0] == 2:
+            raise Refused("no plan for a batch of two")
+        return right(spec, x)
+
+    monkeypatch.setattr(triton_backend, "forward", refuses_the_canarys)
+    q, k, v = qkv()
+    flexattn.attention(q, k, v, backend="triton")
+    assert flexattn.explain(q, k, v, backend="triton").forward.backend == "triton"
 
 
 @pytest.mark.parametrize("name", CASES)
