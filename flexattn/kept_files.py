@@ -1,7 +1,7 @@
 """Files of compiled code, kept between processes: whole, private, and never a reason for a call to fail.
 
-A file begins with a line that names its kind and version and has the sha256 digest of the rest. It is read only where nobody else can
-have written it: it and its folder belong to this user or to root, and neither their group nor everybody can write them, or they
+A file begins with a line that names its kind and version and has the sha256 digest of the rest. It is read only where nobody else
+can have written it: it and its folder belong to this user or to root, and neither their group nor everybody can write them, or they
 are on a file system that is mounted read-only. A symbolic link in a file's place is not followed; a folder may be one.
 """
 
