@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
-DIRECTIONS = ("forward", "recorded", "both")  # no gradient; recorded for a backward; with that backward
+DIRECTIONS = ("forward", "recorded", "both", "retained")  # no gradient; recorded for a backward; with it; it alone, graph retained
 KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed")
 
 Row = dict[str, Any]
@@ -131,6 +131,8 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
         timed: dict[str, Callable[[], Any]] = {name: functools.partial(attend, *given) for name, attend in attends.items()}
         if direction == "both":
             timed = {name: functools.partial(_both, call, leaves, dout) for name, call in timed.items()}
+        elif direction == "retained":
+            timed = _retained(timed, leaves, dout)
         for name, found in _times(timed, rounds).items():
             low, us, high = statistics.quantiles(found, n=4)
             yield {"call": kind, "direction": direction, "implementation": name, "us": us, "low": low, "high": high}
@@ -188,12 +190,33 @@ def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> 
     return torch.autograd.grad(out, leaves, dout if out.shape == dout.shape else torch.ones_like(out))
 
 
+def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
+    """Backwards over a graph that stays: that of a call like earlier ones, and of ours that of the first of its kind too."""
+    from flexattn import calls
+
+    timed: dict[str, Callable[[], Any]] = {}
+    for name, forward in forwards.items():
+        _set_family(name)
+        outs = {name: forward()}
+        if name.startswith("flexattn"):
+            calls.clear_cache()
+            outs[f"{name}, first call"] = forward()
+        for graph, out in outs.items():
+            seed = dout if out.shape == dout.shape else torch.ones_like(out)
+            timed[graph] = functools.partial(torch.autograd.grad, out, leaves, seed, retain_graph=True)
+    return timed
+
+
+def _set_family(implementation: str) -> None:
+    os.environ["FLEXATTN_HOPPER"] = "always" if "sm_90" in implementation else "never"
+
+
 def _times(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in timed}
     wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else int
     for round_number in range(WARM_UPS + rounds):
         for name, function in timed.items():
-            os.environ["FLEXATTN_HOPPER"] = "always" if "sm_90" in name else "never"
+            _set_family(name)
             wait()
             began = time.perf_counter()
             for _ in range(CALLS):

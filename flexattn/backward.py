@@ -116,7 +116,8 @@ def attention_backward(
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
         request, call = calls.look_up((q, k, v, *operands, out, lse, dout, dlse), others, window_size, mods)
-    if request is None or call is None:
+    is_new = call is None
+    if call is None:
         with torch.enable_grad():  # for what the mods capture
             x, settings, _ = prepare(
                 q,
@@ -158,13 +159,14 @@ def attention_backward(
             )
         _check(x, settings, out, lse, dout, dlse)
         if request is not None:
-            call = calls.new_call(request, x, settings, alibi_slopes) if request.came_before else None
-            calls.remember(request, call)
+            call = calls.new_call(request, x, settings, alibi_slopes)
     out, lse = out.contiguous(), lse.contiguous()  # as the kernels have them in any other backward
     with torch.no_grad():
         if request is not None and call is not None:
             inputs, settings = call.inputs(request), call.settings
             found, x = call.backward(inputs, out, lse, dout, dlse), call.operands(inputs)
+            if is_new:
+                calls.remember(request, call)
         else:
             found = ops.gradients(x, settings, out, lse, dout, dlse)
     flags = ops.captures_with_gradients(settings.mods)

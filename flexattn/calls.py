@@ -6,8 +6,9 @@ around it (grad mode, the backend asked for, the environment variables, torch's 
 means that all of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing,
 FLEXATTN_CHECK and FLEXATTN_CANARY) has no key, and takes the operators' way.
 
-The first call with a key is an ordinary one, after which no more than the key is kept. The second is taken down (`dispatch.tape`)
-where its backend's kernels can be, and from then on it is played. At most 1024 are kept; of those the ones that are used stay.
+The first call with a key is computed as by the operators. The second is taken down (`dispatch.tape`) where its backend's kernels
+can be, and from then on it is played. Backwards likewise, be it over one graph that is retained. At most 1024 are kept; of those
+the ones that are used stay.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 _RNG_STATE = _TENSOR_FIELDS.index("rng_state")
 
-_calls: OrderedDict[Hashable, Call | None] = OrderedDict()  # None: it came once
+_calls: OrderedDict[Hashable, Call] = OrderedDict()
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0, "tapes": 0}
 
@@ -60,9 +61,6 @@ def clear_cache() -> None:
         _counts.update(hits=0, misses=0, tapes=0)
 
 
-_NEW: Any = object()
-
-
 class Request(NamedTuple):
     """A call that has a key, and what of it is no part of that."""
 
@@ -71,7 +69,6 @@ class Request(NamedTuple):
     num_arguments: int  # of the tensors, before those that are captured
     addresses: list[int]
     block_mask: Any
-    came_before: bool
 
 
 def look_up(
@@ -129,11 +126,11 @@ def look_up(
         if len(set(ids)) < len(ids):
             parts.append(_same(ids))
         whole = tuple(parts)
-        known = _calls.get(whole, _NEW)
-        request = _request((whole, tensors, num_arguments, addresses, block_mask, known is not _NEW))
+        known = _calls.get(whole)
+        request = _request((whole, tensors, num_arguments, addresses, block_mask))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
         return None, None
-    if known is None or known is _NEW:
+    if known is None:
         return request, None
     known.is_used = True
     _counts["hits"] += 1
@@ -218,7 +215,7 @@ def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) 
 def new_call(
     request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, kind: Callable[..., Call] | None = None
 ) -> Call | None:
-    """A call that came before, to be kept; None where its operands are not the arguments as they were.
+    """A call to be kept; None where its operands are not the arguments as they were.
 
     alibi_slopes: the argument; the slopes that stand in for None are the same each time. kind: what is made of it, where that is no
     plain `Call`; it sees to the descales itself.
@@ -245,8 +242,8 @@ def new_call(
     return (kind or Call)(x, settings, names, sources)
 
 
-def remember(request: Request, call: Call | None) -> None:
-    """Keep a call that went well, or that it came."""
+def remember(request: Request, call: Call) -> None:
+    """Keep a call that went well."""
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in request.key):  # type: ignore[attr-defined]
         return  # a number that came in a tensor: the key would be of the object, whatever it holds by then
     with _lock:
@@ -254,7 +251,7 @@ def remember(request: Request, call: Call | None) -> None:
         _calls[request.key] = call
         while len(_calls) > MOST_CALLS:  # the oldest that was not used since it was last looked at
             key, oldest = _calls.popitem(last=False)
-            if oldest is not None and oldest.is_used:
+            if oldest.is_used:
                 oldest.is_used = False
                 _calls[key] = oldest
 
@@ -269,6 +266,7 @@ class Call:
         self.request = settings.backend
         self.device = x.q.device
         self.is_used = False
+        self.has_run = False
         self.names = tuple(names)
         self.num_mods = len(x.mod_tensors)
         # All but tensors, so that nothing of a user's is kept alive.
@@ -347,13 +345,14 @@ class Call:
         tape = self.tape
         if tape is not None and tape.can_play():
             return tape.play(tensors, addresses)
-        if tape is None and not self.is_final:
+        if tape is None and self.has_run and not self.is_final:
             self.is_final = True
             if self._can_be_taped(self.spec, "forward", tensors):
                 with contextlib.suppress(Refused):  # then the ordinary way asks another backend
                     results, self.tape = self.take_down(tensors)
                     _counts["tapes"] += self.tape is not None
                     return results
+        self.has_run = True
         return self.compute(tensors)
 
     def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:

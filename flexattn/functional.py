@@ -261,7 +261,7 @@ def attention(
         backend=backend,
     )
     to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
-    if request is not None and request.came_before and not (to_fp8 and settings.needs_grad):
+    if request is not None and not (to_fp8 and settings.needs_grad):
         kind = functools.partial(fp8_calls.Fp8Call, plan=plan, recipe=fp8_recipe) if is_fp8 else None
         call = calls.new_call(request, x, settings, alibi_slopes, kind)
         if call is not None:
@@ -276,8 +276,6 @@ def attention(
         out, lse, max_logit = fp8_ops.attention(x, settings, plan, fp8_state)
     if fp8_recipe is not None and to_fp8:
         out = fp8.quantize_out(out, x, settings, fp8_recipe, fp8_state)
-    if request is not None and not request.came_before:
-        calls.remember(request, None)
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
 
 

@@ -98,7 +98,7 @@ def test_played_is_as_ordinary(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         if state is not None and same is not None:
             assert all(torch.equal(a, b) for a, b in zip(state.buffers(), same.buffers(), strict=True))
     info = calls.cache_info()
-    assert (info["hits"], info["tapes"]) == (4, 2)
+    assert (info["hits"], info["tapes"]) == (5, 2)
     with torch.no_grad():
         for _ in range(4):
             played = flexattn.attention(**arguments, fp8_state=state)
@@ -124,7 +124,7 @@ def test_fp8_inputs(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
             assert isinstance(got, fp8.QuantizedTensor)
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(got[:3], wanted[:3], strict=True))
             assert got.block_rows == 64
-    assert calls.cache_info()["hits"] == 3
+    assert calls.cache_info()["hits"] == 4
     assert calls.cache_info()["tapes"] == 1
 
 
@@ -138,7 +138,7 @@ def test_one_tape_for_two_layers_with_states_of_their_own() -> None:
     before = [t.clone() for t in states[0].buffers()]
     larger, more = make_arguments(1)
     step(larger | {"fp8_recipe": recipe}, more, states[1])
-    assert calls.cache_info()["misses"] == 2
+    assert calls.cache_info()["misses"] == 1
     assert all(torch.equal(a, b) for a, b in zip(states[0].buffers(), before, strict=True))
     assert states[1].amax_history_dout.any()
     assert states[1].amax_history_q.any()
