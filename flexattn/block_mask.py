@@ -117,14 +117,16 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
     given = [getattr(block_mask, name) for name in names]
     if given[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
-    if torch.compiler.is_compiling():  # a trace keeps nothing and knows no addresses
+    # A trace keeps nothing, and of a tensor made in inference mode nobody knows when it changes.
+    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in given):
         return _lists(given, (size_q, size_kv))
-    version = tuple(None if t is None else (t.data_ptr(), t._version) for t in given)
+    versions = [None if t is None else t._version for t in given]
     kept = getattr(block_mask, _NAME, None)
-    if kept is None or kept[0] != version:
-        kept = (version, _lists(given, (size_q, size_kv)))
+    # By the tensors themselves, which are kept: a new one may get a freed one's address.
+    if kept is None or kept[1] != versions or any(a is not b for a, b in zip(given, kept[0], strict=True)):
+        kept = (given, versions, _lists(given, (size_q, size_kv)))
         object.__setattr__(block_mask, _NAME, kept)
-    lists: BlockLists = kept[1]
+    lists: BlockLists = kept[2]
     return lists
 
 

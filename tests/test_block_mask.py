@@ -142,6 +142,59 @@ def test_through_the_public_function(device: str) -> None:
             torch.testing.assert_close(out, want, rtol=1e-3 if device == "cuda" else 1e-5, atol=1e-3 if device == "cuda" else 1e-5)
 
 
+LISTS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in ("num_blocks", "indices")]
+
+
+def copied(t: Tensor, new: Tensor) -> Tensor:
+    return t.copy_(new)
+
+
+def replaced(t: Tensor, new: Tensor) -> Tensor:
+    return new.clone()
+
+
+def at_the_same_address(t: Tensor, new: Tensor) -> Tensor:
+    """As where the allocator gives a new tensor the memory of the one that it replaces: a version and an address as before."""
+    t.data.copy_(new)
+    return t.data
+
+
+@pytest.mark.parametrize("change", [copied, replaced, at_the_same_address])
+def test_lists_that_are_changed_between_calls(change: Any, device: str) -> None:
+    """What was made of a mask's lists is made again, in kept calls too."""
+    q, k, v = (torch.randn(1, 64, HEADS, 16, device=device, requires_grad=True) for _ in "qkv")
+    masks = [
+        flexattn.create_block_mask(mod, None, None, 64, 64, device, 32) for mod in (everything(device), lambda b, h, i, j: j < 32)
+    ]
+    for backend in ("eager", "triton"):
+        mask, other = (flexattn.create_block_mask(everything(device), None, None, 64, 64, device, 32) for _ in range(2))
+        for new in (masks[1], masks[0], masks[1]):
+            for name in LISTS:
+                setattr(mask, name, change(getattr(mask, name), getattr(new, name)))
+                setattr(other, name, getattr(new, name).clone())
+            for _ in range(2):
+                found, wanted = (flexattn.attention(q, k, v, block_mask=m, backend=backend) for m in (mask, other))
+                assert torch.equal(found, wanted)
+                grads = (torch.autograd.grad(out.sum(), [q, k, v]) for out in (found, wanted))
+                assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+            assert (found - flexattn.attention(q, k, v, backend=backend)).abs().max() < 1e-5 or new is masks[1]
+            other = flexattn.create_block_mask(everything(device), None, None, 64, 64, device, 32)
+
+
+def test_a_mask_that_is_made_in_inference_mode(device: str) -> None:
+    """Its lists do not tell when they change, so that nothing is kept of them."""
+    with torch.inference_mode():
+        mask = flexattn.create_block_mask(causal(device), None, None, 64, 64, device, 32)
+        q = torch.randn(1, 64, HEADS, 16, device=device)
+        for _ in range(3):
+            torch.testing.assert_close(
+                flexattn.attention(q, q, q, block_mask=mask), flexattn.attention(q, q, q, attn_mask_type="causal")
+            )
+        mask.full_kv_num_blocks.zero_()
+        out = flexattn.attention(q, q, q, block_mask=mask)
+    assert (out - flexattn.attention(q, q, q, attn_mask_type="causal")).abs().max() > 0.01
+
+
 def test_skipped_blocks_are_not_read(device: str) -> None:
     """NaN in keys that no block list names reaches nothing."""
     q, k, v = (torch.randn(1, 128, HEADS, 16, device=device) for _ in "qkv")

@@ -218,6 +218,26 @@ def test_modes_transforms_subclasses_and_checks_have_no_key(keys: list[Any], mon
     assert keys[-1] is not None
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
+def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any]) -> None:
+    """As the imaginary part of a conjugate is: the operators resolve it, and memory has the other sign."""
+    call = base() | BIAS | {"dout": randn(2, 5, 4, 8), "backend": backend}
+
+    def gradients(call: dict[str, Any]) -> tuple[Tensor, ...]:
+        leaves = [call[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+        out = flexattn.attention(**{name: value for name, value in call.items() if name != "dout"})
+        return out, *torch.autograd.grad(out, leaves, call["dout"])
+
+    wanted = gradients({name: value.clone() if isinstance(value, Tensor) else value for name, value in call.items()})
+    stored = torch._neg_view(call[name].neg())
+    assert stored.is_neg()
+    for _ in range(4):
+        for found, want in zip(gradients(call | {name: stored.detach()}), wanted, strict=True):
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert name == "dout" or keys[1:] == [None] * 4
+
+
 def test_a_default_device_leaves_calls_their_key(keys: list[Any]) -> None:
     with torch.device("cpu"):
         for _ in range(3):

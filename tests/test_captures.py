@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flexattn
 from flexattn.captures import _MEMO, Captures, _Walk, find_captures
 
 SOURCE = """
@@ -154,3 +155,24 @@ def test_what_wraps_copies_is_not_believed() -> None:
 
     assert _MEMO in wrapper.__dict__
     assert same(find_captures(wrapper), walked(wrapper))
+
+
+def test_a_mod_with_captures_of_two_dtypes() -> None:
+    """What a mod does by the dtype of what it captures is part of its trace."""
+
+    def make(table: Tensor) -> Any:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score * table[h] if table.dtype.is_floating_point else score - 2.0 * table[h]
+
+        return score_mod
+
+    q, k, v = (torch.randn(1, 6, 2, 8) for _ in "qkv")
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5
+    table = torch.tensor([3, 1])
+    for dtype in (torch.float32, torch.int64, torch.float64, torch.int32, torch.float32):
+        of_heads = table.view(2, 1, 1)
+        modified = scores * of_heads if dtype.is_floating_point else scores - 2.0 * of_heads
+        wanted = torch.einsum("bhij,bjhd->bihd", modified.softmax(-1), v)
+        for _ in range(3):
+            out = flexattn.attention(q, k, v, score_mod=make(table.to(dtype)))
+            torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)

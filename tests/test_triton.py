@@ -404,6 +404,24 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     assert alone[:2].isfinite().any()
 
 
+def test_fp32_gradients_under_a_large_lse(device: str) -> None:
+    """Every score is exact here, but an lse near 200 is not, nor a probability that is made of it: what they sum to mends that."""
+    inputs = make_inputs(lengths_q=[40], lengths_kv=[50], num_heads_kv=4, device=device)
+    generator = torch.Generator().manual_seed(3)
+    whole = (torch.randint(-1, 2, t.shape, generator=generator).to(t) for t in (inputs.q, inputs.k))
+    inputs = inputs._replace(**dict(zip("qk", whole, strict=True)))
+    bias = torch.full((1, 1, 1, 1), 200.0, device=device)
+    spec, x = make_call(inputs, bias_type="post_scale_bias", bias=bias, softmax_scale=0.25)
+    out, lse, _ = triton_backend.forward(spec, x)
+    assert lse.min() > 200.0
+    dout = make_dout(inputs)
+    found = triton_backend.backward(spec, x, out, lse, dout, None)
+    exact, budget = (reference_gradients(spec, x, dout, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    for name in ("dq", "dk", "dv"):
+        got, ref, eager = (getattr(gradients, name) for gradients in (found, exact, budget))
+        check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
+
+
 def test_lse_gradient_alone(device: str) -> None:
     given = make_inputs(lengths_q=lengths(40), device=device)
     spec, x = make_call(given)
