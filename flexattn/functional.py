@@ -467,7 +467,7 @@ def prepare(
             q_format,
             kv_format,
             batch,
-            (max_q, max_kv),
+            ((max_q, max_seqlen_q), (max_kv, max_seqlen_kv)),
             0 if fp8_recipe is None else fp8_recipe.rows,
             (descale_q, descale_k, descale_v),
         ),

@@ -343,11 +343,14 @@ def check_fp8(
     q_format: str,
     kv_format: str,
     batch: int,
-    lengths: tuple[int, int],
+    lengths: tuple[tuple[int, Any], tuple[int, Any]],
     block_rows: int,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The three descales as [b | 1, h | 1, blocks | 1]; () where q is not FP8."""
+    """The three descales as [b | 1, h | 1, blocks | 1]; () where q is not FP8.
+
+    lengths: of q and of k and v, what the call plans for, and max_seqlen as it was given: blocks may be as many as either has.
+    """
     checked = []
     for name, descale, x, fmt, length in zip(
         "qkv", descales, (q, k, k), (q_format, kv_format, kv_format), (lengths[0], lengths[1], lengths[1]), strict=True
@@ -363,13 +366,16 @@ def check_fp8(
             checked.append(as_scales(None, q.device))
             continue
         _check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
-        heads, blocks = x.shape[fmt.index("h")], num_blocks(length, block_rows) if block_rows else 1
+        heads = x.shape[fmt.index("h")]
+        blocks = [num_blocks(n, block_rows) if block_rows else 1 for n in map(as_index, length) if n is not None]
         sizes = _scale_sizes(descale)
-        if len(sizes) != 3 or any(size not in (full, 1) for size, full in zip(sizes, (batch, heads, blocks), strict=True)):
+        if len(sizes) != 3 or any(
+            size not in full and size != 1 for size, full in zip(sizes, ([batch], [heads], blocks), strict=True)
+        ):
             hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
             raise ValueError(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
-                f"{[batch, heads, blocks]}, where any may be 1 instead{hint}"
+                f"{[batch, heads, blocks[0]]}, where any may be 1 instead{hint}"
             )
         if descale.requires_grad and torch.is_grad_enabled():
             raise ValueError(

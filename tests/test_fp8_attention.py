@@ -286,3 +286,24 @@ def test_autocast_leaves_fp8_as_it_is(dtype: torch.dtype, device: str) -> None:
             assert torch.equal(flexattn.attention(**plain), without)
             assert flexattn.explain(**call).forward.backend == "eager"
             assert torch.equal(fp8.quantize(bf16_call(device)["q"]).data.float(), call["q"].float())
+
+
+def test_blocks_of_a_max_seqlen_beyond_all_tokens(device: str) -> None:
+    """As many as that length has, as of a buffer that is made once, or as many as `quantize` makes of it: both are right."""
+    recipe = fp8.Recipe(granularity="block", block_rows=64)
+    cu = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+    lengths: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    x = torch.randn(70, 2, 16, device=device).to(BF16)
+    found = fp8.quantize(x, recipe, qkv_format="thd", cu_seqlens=cu, max_seqlen=1000)
+    assert found.descale.shape == (2, 2, 2)
+    outs = []
+    for n in (2, 16):
+        descale = torch.full((2, 2, n), torch.nan, device=device)
+        descale[..., :2] = found.descale
+        call = dict.fromkeys("qkv", found.data) | {f"descale_{name}": descale for name in "qkv"}
+        outs += [flexattn.attention(**call, **lengths, max_seqlen_q=1000, max_seqlen_kv=1000, fp8_recipe=recipe, backend="eager")]
+        with pytest.raises(ValueError, match="descale_q has shape"):
+            call["descale_q"] = descale[..., :1].expand(2, 2, 3).contiguous()
+            flexattn.attention(**call, **lengths, max_seqlen_q=1000, max_seqlen_kv=1000, fp8_recipe=recipe, backend="eager")
+    assert torch.equal(*outs)
+    assert bool(outs[0].isfinite().all())

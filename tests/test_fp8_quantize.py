@@ -76,8 +76,10 @@ def check_drawn(seed: int, device: str) -> None:
     got = fp8.quantize(x, recipe, **lengths, max_seqlen=where.max_seqlen, dtype=dtype)
     on_host = Packing(*(t.cpu() if isinstance(t, Tensor) else t for t in where))
     want = fp8_oracle.quantize(x.cpu(), on_host, dtype, recipe.granularity, recipe.rows, recipe.margin)
-    assert torch.equal(got.amax.cpu().double(), want.amax), (seed, "amax")
-    assert torch.equal(got.descale.cpu().double(), want.descale), (seed, "descale")
+    blocks = got.amax.shape[2]  # of no more rows than there are tokens, to the next power of two, whatever max_seqlen is
+    assert torch.equal(got.amax.cpu().double(), want.amax[..., :blocks]), (seed, "amax")
+    assert torch.equal(got.descale.cpu().double(), want.descale[..., :blocks]), (seed, "descale")
+    assert not want.amax[..., blocks:].any(), seed
     codes = got.data.cpu().double()
     assert torch.equal(codes.isnan(), want.codes.isnan()), (seed, "NaN")
     assert torch.equal(codes.nan_to_num(), want.codes.nan_to_num()), (seed, "data")
