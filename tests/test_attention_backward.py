@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ from torch import Tensor
 
 import flexattn
 from flexattn import attention_backward, calls, ops
+from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.reference import reference_gradients
 from flexattn.functional import bind_call
 from flexattn.testing import GRADIENT_FACTOR, check_close
 
 BACKENDS = ("eager", "triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton is interpreted
 HALVES = (torch.float16, torch.bfloat16)
 SQ, SKV, HEADS, HEADS_KV, DIM, DIM_V = 21, 21, 4, 2, 16, 24
 CUTS = {2: (0, 8, SKV), 3: (0, 5, 13, SKV)}
@@ -31,7 +34,7 @@ class Part(NamedTuple):
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
 def qkv(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -114,7 +117,7 @@ def add_up(
     parts: list[Part], tensors: dict[str, Tensor], dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, backend: str
 ) -> dict[str, Tensor]:
     """The whole's gradients in fp64."""
-    total = {f"d{name}": torch.zeros(t.shape, dtype=torch.float64) for name, t in tensors.items()}
+    total = {f"d{name}": torch.zeros(t.shape, dtype=torch.float64, device=DEVICE) for name, t in tensors.items()}
     biases, others = [], []
     for keys, rows, arguments in parts:
         found = attention_backward(
@@ -181,6 +184,18 @@ def test_parts_add_up_in_other_dtypes(case: str, backend: str, dtype: torch.dtyp
     check_case(case, 2, backend, dtype)
 
 
+def without_cudnn() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a GPU, and torch.cuda.is_available() is False; the emulator's run of it is in test_cudnn_launchers.py"
+    return cudnn_backend.device_error("cuda", torch.cuda.get_device_capability())
+
+
+@pytest.mark.skipif(without_cudnn() is not None, reason=str(without_cudnn()))
+@pytest.mark.parametrize("case", ["plain", "causal", "window"])
+def test_parts_add_up_on_cudnn(case: str) -> None:
+    check_case(case, 2, "cudnn", torch.bfloat16, has_dlse=False)
+
+
 @pytest.mark.parametrize("case", ["plain", "sink", "mods"])
 def test_kept_calls_give_the_same_as_the_first(case: str) -> None:
     check_case(case, 2, "eager", torch.float32, has_dlse=case != "plain", times=4)
@@ -190,7 +205,7 @@ def test_kept_calls_give_the_same_as_the_first(case: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_sequences(backend: str) -> None:
     lengths, cut = (7, 0, 9), 4
-    cu = torch.tensor([0, 7, 7, 16], dtype=torch.int32)
+    cu = torch.tensor([0, 7, 7, 16], dtype=torch.int32, device=DEVICE)
     tensors = {"q": randn(0, 16, HEADS, DIM), "k": randn(1, 16, HEADS_KV, DIM), "v": randn(2, 16, HEADS_KV, DIM)}
     lengths_of = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": cu, "max_seqlen_q": 9, "max_seqlen_kv": 9}
     whole = lengths_of | {"cu_seqlens_kv": cu}
@@ -204,7 +219,7 @@ def test_packed_sequences(backend: str) -> None:
     starts, found = [0, 7, 7], {name: torch.zeros_like(t) for name, t in tensors.items()}
     for begin, end in ((0, cut), (cut, 9)):
         tokens = [list(range(start + min(begin, n), start + min(end, n))) for start, n in zip(starts, lengths, strict=True)]
-        cu_kv = torch.tensor([0, *map(len, tokens)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        cu_kv = torch.tensor([0, *map(len, tokens)], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
         rows = list(itertools.chain(*tokens))
         part = attention_backward(
             *(dout, tensors["q"], tensors["k"][rows], tensors["v"][rows], out, lse),
@@ -225,14 +240,16 @@ def test_packed_sequences(backend: str) -> None:
 def test_the_whole_is_a_part_too_with_dropout(backend: str) -> None:
     """The bits of rng_state drop what the forward dropped; gradients are those that autograd gives."""
     tensors = {name: t.requires_grad_() for name, t in qkv(torch.float32).items()}
-    same = {"dropout_p": 0.25, "rng_state": torch.tensor([11, 5]), "backend": backend}
+    same = {"dropout_p": 0.25, "rng_state": torch.tensor([11, 5], device=DEVICE), "backend": backend}
     out, lse = flexattn.attention(**tensors, **same, return_lse=True)
     dout = randn(4, *out.shape)
     want = torch.autograd.grad(out, list(tensors.values()), dout)
     found = attention_backward(dout, *tensors.values(), out.detach(), lse.detach(), **same)
     for got, wanted in zip(found, want, strict=False):
         torch.testing.assert_close(got.detach(), wanted, rtol=1e-4, atol=1e-5)
-    other = attention_backward(dout, *tensors.values(), out.detach(), lse.detach(), **same | {"rng_state": torch.tensor([12, 5])})
+    other = attention_backward(
+        dout, *tensors.values(), out.detach(), lse.detach(), **same | {"rng_state": torch.tensor([12, 5], device=DEVICE)}
+    )
     assert (other.dv - found.dv).abs().max() > 0.1
 
 
@@ -277,7 +294,7 @@ def test_a_derivative_of_its_gradients_raises() -> None:
 
 def test_compiled() -> None:
     call = arguments_of_a_call()
-    slopes = torch.randn(HEADS, requires_grad=True)
+    slopes = randn(9, HEADS).requires_grad_()
 
     def run(**tensors: Tensor) -> tuple[Any, ...]:
         found = attention_backward(**tensors, score_mod=lambda score, b, h, i, j: score * slopes[h])
@@ -296,26 +313,27 @@ def test_rows_that_see_nothing_at_all_give_no_gradient() -> None:
     assert all(gradient.isfinite().all() for gradient in found[:3])
 
 
+zeros = functools.partial(torch.zeros, device=DEVICE)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dout's shape": ({"dout": torch.zeros(2, SQ, HEADS, DIM)}, r"dout has shape \(2, 21, 4, 16\); accepted: \(2, 21, 4, 24\)"),
-    "dout's dtype": ({"dout": torch.zeros(2, SQ, HEADS, DIM_V).half()}, "dout has dtype torch.float16; accepted: torch.float32"),
+    "dout's shape": ({"dout": zeros(2, SQ, HEADS, DIM)}, r"dout has shape \(2, 21, 4, 16\); accepted: \(2, 21, 4, 24\)"),
+    "dout's dtype": ({"dout": zeros(2, SQ, HEADS, DIM_V).half()}, "dout has dtype torch.float16; accepted: torch.float32"),
     "no dout": ({"dout": None}, "dout is None"),
-    "out's shape": ({"out": torch.zeros(2, SQ - 1, HEADS, DIM_V)}, r"out has shape \(2, 20, 4, 24\)"),
-    "out's dtype": ({"out": torch.zeros(2, SQ, HEADS, DIM_V).bfloat16()}, "out has dtype torch.bfloat16"),
+    "out's shape": ({"out": zeros(2, SQ - 1, HEADS, DIM_V)}, r"out has shape \(2, 20, 4, 24\)"),
+    "out's dtype": ({"out": zeros(2, SQ, HEADS, DIM_V).bfloat16()}, "out has dtype torch.bfloat16"),
     "no out": ({"out": None}, "out is None"),
-    "lse's shape": ({"lse": torch.zeros(2, SQ, HEADS)}, r"lse has shape \(2, 21, 4\); accepted: \(2, 4, 21\), \[b, h, sq\]"),
-    "lse's dtype": ({"lse": torch.zeros(2, HEADS, SQ).double()}, "lse has dtype torch.float64; accepted: torch.float32"),
+    "lse's shape": ({"lse": zeros(2, SQ, HEADS)}, r"lse has shape \(2, 21, 4\); accepted: \(2, 4, 21\), \[b, h, sq\]"),
+    "lse's dtype": ({"lse": zeros(2, HEADS, SQ).double()}, "lse has dtype torch.float64; accepted: torch.float32"),
     "no lse": ({"lse": None}, "lse is None"),
-    "dlse's shape": ({"dlse": torch.zeros(2, HEADS, 1)}, r"dlse has shape \(2, 4, 1\)"),
-    "dlse's dtype": ({"dlse": torch.zeros(2, HEADS, SQ).half()}, "dlse has dtype torch.float16"),
+    "dlse's shape": ({"dlse": zeros(2, HEADS, 1)}, r"dlse has shape \(2, 4, 1\)"),
+    "dlse's dtype": ({"dlse": zeros(2, HEADS, SQ).half()}, "dlse has dtype torch.float16"),
     "no rng_state": ({"dropout_p": 0.1, "backend": "eager"}, "rng_state is None with dropout_p > 0"),
     "dropout on any backend": (
-        {"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)},
+        {"dropout_p": 0.1, "rng_state": zeros(2, dtype=torch.int64)},
         "backend is 'auto' with dropout_p",
     ),
     "a mask type": ({"attn_mask_type": "casual"}, "attn_mask_type is 'casual'"),
-    "k": ({"k": torch.zeros(2, SKV, 3, DIM)}, "accepted: "),
-    "FP8": ({name: torch.zeros(2, 16, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"}, "q has dtype torch.float8_e4m3fn"),
+    "k": ({"k": zeros(2, SKV, 3, DIM)}, "accepted: "),
+    "FP8": ({name: zeros(2, 16, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"}, "q has dtype torch.float8_e4m3fn"),
 }
 
 

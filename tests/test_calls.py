@@ -220,9 +220,10 @@ def test_modes_transforms_subclasses_and_checks_have_no_key(keys: list[Any], mon
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
-def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any]) -> None:
+def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:
     """As the imaginary part of a conjugate is: the operators resolve it, and memory has the other sign."""
     call = base() | BIAS | {"dout": randn(2, 5, 4, 8), "backend": backend}
+    call |= {name: value.to(device) for name, value in call.items() if isinstance(value, Tensor)}
 
     def gradients(call: dict[str, Any]) -> tuple[Tensor, ...]:
         leaves = [call[name].requires_grad_() for name in ("q", "k", "v", "bias")]
