@@ -226,6 +226,10 @@ def settings(config: Config) -> Iterator[None]:
     """What a configuration says beside the call's arguments."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, FLEXATTN_HOPPER=config.hopper))
+        if config.where.backend == "eager" and config.has_small_blocks:
+            from flexattn.dispatch import eager_backend
+
+            stack.enter_context(mock.patch.multiple(eager_backend, BAND_ROWS=16, SCORE_BYTES=1 << 14))
         if config.where == INTERPRETED._replace(without=config.where.without):
             from flexattn.kernels_triton import forward, mask_blocks
 

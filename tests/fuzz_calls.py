@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expanded", "last dim strided")
 EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * torch.finfo(torch.float32).max, "finfo.min")
 # Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
-WINDOWS, HUGE = (0, 1, 5, 40, 100), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
+WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
 # What can be left out of a run, to look for something else.
 FEATURES = ("extreme", "offset", "any order", "huge", "empty")
 KINDS = ("ordinary", "empty", "wrong lengths")
@@ -81,9 +81,9 @@ class Config(NamedTuple):
     return_lse: bool
     return_max_logit: bool
     hopper: str  # FLEXATTN_HOPPER
-    # In the interpreter, where sequences are short:
-    splits: int  # how many parts keys are split in; 0: as the library finds
-    has_small_blocks: bool  # whether blocks of masks are told apart
+    # As sequences are short:
+    splits: int  # in the interpreter, how many parts keys are split in; 0: as the library finds
+    has_small_blocks: bool  # in the interpreter, whether masks of whole blocks are told; on eager, whether rows come in chunks
 
     @property
     def heads(self) -> int:
@@ -148,7 +148,7 @@ def draw_config(seed: int, where: Where) -> Config:
         head_dim_qk=head_dim,
         head_dim_v=rng.choice([head_dim, head_dim, rng.choice(where.head_dims)]),
         mask=mask,
-        window=tuple(rng.choices(["open", "any", "huge"], (70, 25, 0 if "huge" in where.without else 5))[0] for _ in "lr"),
+        window=tuple(rng.choices(["open", "any", "huge"], (60, 35, 0 if "huge" in where.without else 5))[0] for _ in "lr"),
         diagonal=None if mask else rng.choice([None, True, False]),
         max_seqlen=max_seqlen,
         bias_type=bias_type,
