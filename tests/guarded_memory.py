@@ -1,4 +1,4 @@
-"""Tensors that lie between guard bytes: inputs in one block of memory, and whatever `torch.empty` and its kin give out.
+"""Tensors that lie between guard bytes: those of a call, and whatever `torch.empty` and its kin give out.
 
 The guards of floats are NaN and those of integers large, so that what is read out of bounds spoils the result; what is written out
 of bounds changes them.
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 GUARD = 4096  # bytes on each side; a multiple of every alignment that a kernel may ask for
-ALIGNMENT = 256
 FLOAT_BYTE, INT_BYTE = 0xFF, 0x7B
 
 ALLOCATORS = (
@@ -46,29 +45,25 @@ class Layout(NamedTuple):
 
 
 class Block:
-    """Memory for the inputs of a call: each between guards, and all compared with a copy at once."""
+    """Tensors by name, each between guards; all are compared with a copy at once."""
 
     def __init__(self, layouts: dict[str, Layout], device: str) -> None:
-        starts, end = {}, GUARD
-        for name, layout in layouts.items():
-            starts[name] = end + layout.offset * layout.dtype.itemsize
-            end = -(-(starts[name] + layout.nbytes + GUARD) // ALIGNMENT) * ALIGNMENT
-        self._bytes = torch.full((end,), FLOAT_BYTE, dtype=torch.uint8, device=device)
-        self._copy = self._bytes
         self.tensors: dict[str, Tensor] = {}
+        self._memory: list[Tensor] = []
         for name, layout in layouts.items():
-            start = starts[name]
-            if not layout.dtype.is_floating_point:
-                self._bytes[start - GUARD // 2 : start + layout.nbytes + GUARD // 2] = INT_BYTE
-            self.tensors[name] = _lay(self._bytes, start, layout)
+            start = GUARD + layout.offset * layout.dtype.itemsize
+            byte = FLOAT_BYTE if layout.dtype.is_floating_point else INT_BYTE
+            self._memory.append(torch.full((start + layout.nbytes + GUARD,), byte, dtype=torch.uint8, device=device))
+            self.tensors[name] = _lay(self._memory[-1], start, layout)
+        self.remember()
 
     def remember(self) -> None:
-        """The inputs as they are now are what `is_changed` compares with."""
-        self._copy = self._bytes.clone()
+        """The tensors as they are now are what `is_changed` compares with."""
+        self._copy = torch.cat(self._memory)
 
     def is_changed(self) -> Tensor:
-        """bool []: whether a byte of an input, or of what lies around them, is another than at `remember`."""
-        return (self._bytes != self._copy).any()
+        """bool []: whether a byte of a tensor, or of what lies around it, is another than at `remember`."""
+        return (torch.cat(self._memory) != self._copy).any()
 
 
 def write(t: Tensor, values: Tensor) -> None:

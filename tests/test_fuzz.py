@@ -26,7 +26,7 @@ from flexattn.dispatch import eager_backend, reference
 
 SECONDS, MANY = 20, 900
 ENOUGH = 150  # drawn calls, fewer than eager has in that time
-WITHOUT = {"eager": ("any order", "huge"), "triton": ("any order", "huge", "offset", "extreme", "empty")}  # not right yet
+WITHOUT = {"eager": ("any order",), "triton": ("any order", "offset", "extreme")}  # not right yet
 Record = Callable[[str, Any], None]
 
 

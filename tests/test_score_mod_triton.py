@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import NOTHING
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_calls import NOTHING
 from torch import Tensor
 
 from flexattn.dispatch import eager_backend, triton_backend
