@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
         if args.source:
             return _show({path.name: record.read(path) for path in args.source}, args)
         plan = _plan(args, arguments)
-    except (ValueError, FileNotFoundError) as e:
+    except (ValueError, OSError) as e:
         parser.error(str(e))
     if args.compile_only:
         compile_only(plan)
@@ -222,12 +222,14 @@ def _write(what: str, path: Path, records: dict[str, record.Record]) -> None:
 
 
 def _ceilings(shown: record.Record) -> str:
+    if shown.ceilings is None and any(r.us is not None for r in shown.rows):
+        return "Timed without a matrix product to compare with."
     if shown.ceilings is None:
         return "Not timed: " + ("memory alone." if any(r.peak_mib is not None for r in shown.rows) else "checked alone.")
     found = shown.ceilings
     product = f"matrix product {found['matmul_size']}^3 {found['matmul_dtype']}: {found['matmul_tflops']:.4g} TFLOP/s"
-    copy = f"; copy: {found['copy_gb_s']:.0f} GB/s" if found["copy_gb_s"] is not None else ""
-    return f"{product}{copy}; TFLOP/s, share of the matrix product's; {shown.method['flops']}"
+    copy = f"; copy: {found['copy_gb_s']:.0f} GB/s" if found.get("copy_gb_s") is not None else ""
+    return f"{product}{copy}; TFLOP/s, share of the matrix product's; {shown.method.get('flops', 'no FLOPs were counted')}"
 
 
 def listing() -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from flexattn.bench.implementations import KERNELS, Launchers, committed_launchers
+
+NEEDED = ("triton", "numpy")  # modules that the playground says itself how to install
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
 def load(path: Path) -> ModuleType:
     """The file as a top-level module under its own name, so that the compiling processes can import it too.
 
-    Raises FileNotFoundError, or ValueError for a name that another module has.
+    Raises FileNotFoundError, or ValueError for a name that another module has and for a file that does not parse, raises or exits,
+    with its own line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"--kernel-file {path}: there is no such file")
@@ -31,7 +35,16 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
         raise ValueError(f"--kernel-file {path}: a module {name!r} exists already; give the file a name of its own")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as e:  # a developer's file may do anything
+        if isinstance(e, ModuleNotFoundError) and e.name in NEEDED:
+            raise
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(e.__traceback__) if Path(frame.filename).resolve() == path.resolve()
+        ]
+        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
+        raise ValueError(f"--kernel-file {path}, line {line}: {type(e).__name__}: {e}") from e
 
 
 def launchers(kernel: str, path: Path | None, tiles: Mapping[str, Tile]) -> Launchers:

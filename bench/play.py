@@ -30,6 +30,7 @@ from flexattn.bench.implementations import (
     with_launchers,
 )
 from flexattn.bench.inputs import make_tensors
+from flexattn.bench.kernel_file import NEEDED
 from flexattn.bench.kernel_file import launchers as launchers_of
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
 from flexattn.bench.peers import peers
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, FileNotFoundError) as e:
         parser.error(str(e))
     except ModuleNotFoundError as e:
-        if e.name not in ("triton", "numpy"):
+        if e.name not in NEEDED:
             raise
         parser.error(f"the playground needs {e.name}, which is not installed: pip install 'flexattn[bench]'")
     command = record.command_line("flexattn play", arguments, args.out)

@@ -15,7 +15,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -156,22 +157,103 @@ def _json(content: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Record:
-    """Raises ValueError, naming the file, for one that is no result file of this schema."""
+    """The record in a result file.
+
+    Raises ValueError, naming the file and what is wrong with it, for one that this version did not write: no result file, one of
+    another version, of a wrong type or number, or with a row twice.
+    """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        if not isinstance(content, dict) or "schema" not in content:
+            raise ValueError("it has no schema")
         schema = content.pop("schema")
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
-        raise ValueError(f"{path} is no result file of flexattn's bench: {type(e).__name__}: {e}") from e
-    if schema != SCHEMA:
-        raise ValueError(f"{path} has schema {schema!r}; this version reads schema {SCHEMA}")
-    content["workloads"] = {name: _workload(fields) for name, fields in content["workloads"].items()}
-    content["rows"] = [Row(**row) for row in content["rows"]]
-    return Record(**content)
+        if schema != SCHEMA:
+            raise ValueError(f"it has schema {schema!r}; this version reads schema {SCHEMA}")
+        return _record(content)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is no result file of this version of flexattn's bench: {type(e).__name__}: {e}") from e
 
 
-def _workload(fields: Mapping[str, Any]) -> Workload:
-    as_tuples: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return Workload(**as_tuples)
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it has {name}, which is no measurement")
+
+
+def _record(content: Mapping[str, Any]) -> Record:
+    workloads = _plain(content.get("workloads"), dict, "workloads")
+    rows = _plain(content.get("rows"), list, "rows")
+    found = {name: _typed(Workload, fields, f"workload {name!r}") for name, fields in workloads.items()}
+    typed = [_typed(Row, fields, f"row {n}") for n, fields in enumerate(rows)]
+    cells = set()
+    for n, row in enumerate(typed):
+        if row.workload not in found:
+            raise ValueError(f"row {n} is of workload {row.workload!r}, which the file does not describe")
+        for name in _NUMBERS:
+            number = getattr(row, name)
+            if number is not None and (number < 0 or (number == 0 and name in _TIMES)):
+                raise ValueError(f"row {n} has {name} {number}; accepted: a number above 0")
+        cell = (row.implementation, row.workload, row.direction)
+        if cell in cells:
+            raise ValueError(f"row {n} is the second of {row.implementation} in {row.workload} {row.direction}")
+        cells.add(cell)
+    record: Record = _typed(Record, {**content, "workloads": found, "rows": typed}, "the file")
+    if not isinstance(record.device.get("name"), str):
+        raise ValueError("its device has no name")
+    if record.ceilings is not None:
+        for name, hint in get_type_hints(Ceilings).items():
+            if not _is(record.ceilings.get(name), hint | None):
+                raise ValueError(f"its ceilings have {name} {record.ceilings[name]!r:.80}; accepted: {hint.__name__}")
+        if record.ceilings.get("matmul_tflops") is None:
+            record = record._replace(ceilings=None)
+    for n, left in enumerate(record.left_out):
+        if not isinstance(left, dict) or not {"workload", "direction", "reason"} <= left.keys():
+            raise ValueError(f"left_out {n} lacks workload, direction or reason")
+    return record
+
+
+_TIMES = ("us", "us_q1", "us_q3")
+_NUMBERS = (*_TIMES, "calls", "tflops", "gb_s", "share", "roofline_share", "host_us", "host_us_p99", "peak_mib")
+
+
+def _plain(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"its {name} are {'missing' if value is None else f'a {type(value).__name__}'}; accepted: a {kind.__name__}"
+        )
+    return value
+
+
+def _typed(kind: Any, fields: Any, name: str) -> Any:
+    """A NamedTuple of `fields`, which must be its own and of their types."""
+    _plain(fields, dict, f"fields of {name}")
+    hints = get_type_hints(kind)
+    if unknown := sorted(fields.keys() - hints.keys()):
+        raise ValueError(f"{name} has {', '.join(unknown)}, which another version of flexattn writes")
+    if missing := sorted(hints.keys() - fields.keys() - kind._field_defaults.keys()):
+        raise ValueError(f"{name} lacks {', '.join(missing)}")
+    values = {
+        key: tuple(value) if isinstance(value, list) and get_origin(hints[key]) is tuple else value for key, value in fields.items()
+    }
+    for key, value in values.items():
+        if not _is(value, hints[key]):
+            raise ValueError(f"{name} has {key} {value!r:.80}; accepted: {getattr(hints[key], '__name__', hints[key])}")
+    return kind(**values)
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is of the type of a NamedTuple's field."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any or (hint is float and type(value) in (int, float)):
+        return True
+    if origin in (Union, UnionType):
+        return any(_is(value, one) for one in arguments)
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis and isinstance(value, tuple) else arguments
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is, value, kinds))
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_is(one, arguments[1]) for one in value.values())
+    if origin is not None:  # a sequence
+        return isinstance(value, (list, tuple)) and all(_is(one, arguments[0]) for one in value)
+    return type(value) is hint
 
 
 def write_csv(path: Path, record: Record) -> None:

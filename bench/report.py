@@ -125,7 +125,7 @@ def _fold(summary: str, content: str) -> str:
 
 
 def _roofline(record: Record) -> list[str]:
-    if record.ceilings is None or record.ceilings["copy_gb_s"] is None:
+    if record.ceilings is None or record.ceilings.get("copy_gb_s") is None:
         return []
     rows = []
     for workload, direction in record.cells():
@@ -170,11 +170,18 @@ def _rows(record: Record) -> list[str]:
     rows = []
     for r in record.rows:
         if r.us is not None:
-            host = "-" if r.host_us is None else f"{r.host_us:.1f} ({r.host_us_p99:.1f})"
-            figures = [f"{r.us:.1f}", f"{r.us_q1:.1f} to {r.us_q3:.1f}", f"{r.tflops:.3g}", f"{r.share:.0%}", f"{r.gb_s:.0f}", host]
-            memory = "-" if r.peak_mib is None else f"{r.peak_mib:.1f}"
-            rows.append((f"{r.workload} {r.direction} {r.implementation} ({r.version})", [*figures, memory, str(r.calls)]))
+            quartiles = f"{_figure(r.us_q1, '.1f')} to {_figure(r.us_q3, '.1f')}"
+            host = f"{_figure(r.host_us, '.1f')} ({_figure(r.host_us_p99, '.1f')})" if r.host_us is not None else "-"
+            rates = [_figure(r.tflops, ".3g"), _figure(r.share, ".0%"), _figure(r.gb_s, ".0f")]
+            others = [host, _figure(r.peak_mib, ".1f"), _figure(r.calls, "d")]
+            name = f"{r.workload} {r.direction} {r.implementation} ({r.version})"
+            rows.append((name, [f"{r.us:.1f}", quartiles, *rates, *others]))
     return ["<h2>Every row</h2>", _fold(f"{len(rows)} rows", _table(Table("", columns, rows), plain=True))] if rows else []
+
+
+def _figure(value: float | None, how: str) -> str:
+    """A number; "-" where it was not measured."""
+    return "-" if value is None else format(value, how)
 
 
 def _method(record: Record) -> list[str]:

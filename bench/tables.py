@@ -102,7 +102,11 @@ def host_tables(record: Record) -> list[Table]:
     for group, direction, names in _groups(record):
         if group in ("small", "decode"):
             rows = _rows(
-                record, direction, names, lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})", lambda r: r.host_us is not None
+                record,
+                direction,
+                names,
+                lambda r: f"{r.host_us:.0f} ({r.host_us_p99:.0f})",
+                lambda r: None not in (r.host_us, r.host_us_p99),
             )
             found += (
                 [Table(f"{direction}, {group}: host us to enqueue a call, median (99th percentile)", names, rows)] if rows else []

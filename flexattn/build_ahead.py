@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "batch size; run it again for another kind of call. On the other machine set FLEXATTN_KERNELS to the directory."
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to; what is there already stays")
-    parser.add_argument("--workers", type=int, metavar="N", help="kernels compiled at a time (default: one for each core)")
+    parser.add_argument(
+        "--workers", type=question.positive, metavar="N", help="kernels compiled at a time (default: one for each core)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -171,6 +171,11 @@ def _settings() -> list[Finding]:
     unknown = sorted(set(set_here) - set(options.VARIABLES))
     if unknown:
         findings.append(Finding("settings", f"unknown: {', '.join(unknown)}", NOTE, f"known: {', '.join(options.VARIABLES)}"))
+    try:
+        options.check_all()
+    except ValueError as e:
+        wrong, _, remedy = str(e).partition("; ")
+        findings.append(Finding("settings", wrong, NOTE, remedy))
     return findings
 
 

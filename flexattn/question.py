@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,18 +25,18 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Names and defaults are those of flexattn.attention(). Nothing is allocated, compiled or run."
-    parser.add_argument("--q", type=_numbers, required=True, metavar="2,4096,32,128", help="shape of q, in --format")
-    parser.add_argument("--kv", type=_numbers, metavar="SHAPE", help="shape of k (default: q's, with --kv-heads)")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help="heads of k and v (default: q's)")
-    parser.add_argument("--head-dim-v", type=int, metavar="N", help="head dim of v (default: q's)")
+    parser.add_argument("--q", type=_shape, required=True, metavar="2,4096,32,128", help="shape of q, in --format")
+    parser.add_argument("--kv", type=_shape, metavar="SHAPE", help="shape of k (default: q's, with --kv-heads)")
+    parser.add_argument("--kv-heads", type=positive, metavar="N", help="heads of k and v (default: q's)")
+    parser.add_argument("--head-dim-v", type=positive, metavar="N", help="head dim of v (default: q's)")
     parser.add_argument("--format", default="bshd", help="qkv_format (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences, for thd (default: %(default)s)")
-    parser.add_argument("--max-seqlen", type=int, metavar="N", help="the longest sequence, for thd (default: all tokens)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences, for thd (default: %(default)s)")
+    parser.add_argument("--max-seqlen", type=positive, metavar="N", help="the longest sequence, for thd (default: all tokens)")
     parser.add_argument("--mask", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)")
     parser.add_argument("--window", type=_numbers, default=(-1, -1), metavar="L,R", help="window_size (default: -1,-1)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="default: %(default)s")
     parser.add_argument("--bias", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
-    parser.add_argument("--bias-shape", type=_numbers, metavar="B,H,SQ,SKV", help="default: 1,h,sq,skv")
+    parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="default: 1,h,sq,skv")
     parser.add_argument("--softmax", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)")
     parser.add_argument("--softcap", type=float, default=0.0, help="default: none")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
@@ -136,10 +137,37 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> 
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
+def positive(text: str) -> int:
+    """A size on the command line: 1 or more."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; accepted: an integer of 1 or more")
+    return number
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = _numbers(text)
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, with a size of {min(sizes)}; accepted: sizes of 1 or more")
+    return sizes
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; accepted: integers with commas between them") from None
+
+
+_CAPABILITY = re.compile(r"(?:sm_?)?(\d{1,2}?)(?:\.?(\d))?[af]?")
 
 
 def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.removeprefix("sm_").partition(".")
-    return int(major), int(minor or 0)
+    """(9, 0) of "9.0", "90", "sm_90", "sm90" and "sm_9.0", (10, 3) of "103": of digits without a point the last is the minor."""
+    found = _CAPABILITY.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; accepted: a compute capability, as 9.0, 90, sm_90 or sm_103")
+    return int(found[1]), int(found[2] or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from conftest import FreshPython
 
 import flexattn
 from flexattn import __main__ as command_line
-from flexattn import doctor
+from flexattn import build_ahead, doctor, question
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import backend_module, forget_rejections, select
 
@@ -76,6 +77,55 @@ def test_explain_says_what_is_wrong_with_a_question(capsys):
     assert "backend='cudnn' cannot run the backward of this call" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "capability"),
+    [(text, (9, 0)) for text in ("sm_90", "90", "9.0", "sm90", "sm_9.0", "9", "sm_90a")]
+    + [(text, (10, 3)) for text in ("sm_103", "103", "10.3", "sm103")]
+    + [(text, (12, 0)) for text in ("120", "sm_120", "12.0")]
+    + [(text, (8, 9)) for text in ("89", "sm_89", "8.9")],
+)
+def test_a_capability_is_the_same_in_every_spelling(text, capability):
+    for command in (question, build_ahead):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        args = parser.parse_args(["--q", "2,100,8,64", "--capability", text, *(["--out", "x"] if command is build_ahead else [])])
+        assert question.parse(args)[2].capability == capability
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--q 2,64,8,-4", "--q: it is '2,64,8,-4', with a size of -4; accepted: sizes of 1 or more"),
+        ("--q 2,0,8,64", "with a size of 0"),
+        ("--q 2,64,8,x", "--q: it is '2,64,8,x'; accepted: integers"),
+        ("--q 2,64,8,64 --kv 2,64,0,64", "--kv: it is '2,64,0,64', with a size of 0"),
+        ("--q 2,64,8,64 --kv-heads 0", "--kv-heads: it is '0'; accepted: an integer of 1 or more"),
+        ("--q 2,64,8,64 --head-dim-v 0", "--head-dim-v: it is '0'"),
+        ("--q 2,64,8,64 --head-dim-v -8", "--head-dim-v: it is '-8'"),
+        ("--q 64,8,64 --format thd --batch 0", "--batch: it is '0'"),
+        ("--q 64,8,64 --format thd --mask padding --max-seqlen 0", "--max-seqlen: it is '0'"),
+        ("--q 2,64,8,64 --bias post_scale_bias --bias-shape 0,1,64,64", "--bias-shape"),
+        ("--q 2,64,8,64 --capability Hopper", "--capability: it is 'Hopper'; accepted: a compute capability, as 9.0"),
+        ("--q 2,64,8,64 --capability sm_9.0.1", "--capability"),
+        ("--q 2,64,8,64 --capability -90", "--capability"),
+        ("--q 2,64,8,64 --window 3", "window_size is (3,)"),
+        ("--q 2,64,8", "q"),
+    ],
+)
+@pytest.mark.parametrize("command", [["explain"], ["build", "--out", "nowhere"]], ids=["explain", "build"])
+def test_wrong_sizes_are_named(capsys, command, arguments, said):
+    with pytest.raises(SystemExit) as e:
+        command_line.main([*command, *arguments.split()])
+    assert e.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_doctor_names_a_setting_that_is_not_accepted(monkeypatch):
+    monkeypatch.setenv("FLEXATTN_HOPPER", "ALWAYS")
+    said = [finding.found for finding in doctor.report() if finding.what == "settings"]
+    assert "the environment variable FLEXATTN_HOPPER is 'ALWAYS'" in said
+
+
 def test_doctor_finds_what_is_here(capsys):
     assert command_line.main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -94,6 +144,7 @@ def test_doctor_does_not_fail_where_everything_does(monkeypatch, capsys):
 
 
 BARE = """
+import argparse
 import sys
 sys.modules.update(dict.fromkeys({blocked!r}))
 from flexattn.__main__ import main
