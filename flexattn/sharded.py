@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from flexattn.captures import find_captures
 from flexattn.dispatch.spec import parse_format
+from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
 
 
@@ -35,6 +36,8 @@ def attend_sharded(
     batch = q.shape[q_format.index("b")] if dense else 0
     kinds = _kinds(q, q_format, kv_format, mesh, arguments, (heads, heads_kv), batch)
     _refuse(kinds, arguments)
+    if arguments["dropout_p"] > 0.0 and arguments["rng_state"] is None:
+        arguments["rng_state"] = _common_rng_state((q.to_local() if isinstance(q, DTensor) else q).device, mesh)
     if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
         arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
@@ -138,6 +141,12 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
                     + ("is sharded" if isinstance(t, DTensor) else "requires a gradient, of which each rank would have a part")
                     + "; accepted beside DTensors: plain tensors without a gradient, and any in score_mod_tensors"
                 )
+
+
+def _common_rng_state(device: torch.device, mesh: Any) -> DTensor:
+    """A seed and offset that are the same on every rank, whatever their generators: the largest of what they draw."""
+    drawn = DTensor.from_local(new_rng_state(device), mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    return drawn.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
 def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:

@@ -78,6 +78,29 @@ def sharded() -> None:
             for got, want in zip(results[1], results[0], strict=True):
                 torch.testing.assert_close(got, want, msg=lambda text, at=(name, kind): f"{at}: {text}")
     refused(mesh)
+    dropped(mesh)
+
+
+def dropped(mesh: Any) -> None:
+    """Ranks that each have all drop the same weights, though their generators differ, and others in the next call."""
+    seen = []
+    for placement in (Replicate(), Replicate(), Shard(1)):  # of a sequence that is sharded each rank gets all
+        torch.manual_seed(10 * len(seen) + dist.get_rank())
+        leaves = [distribute_tensor(t, mesh, [placement]).requires_grad_() for t in qkv()]
+        out = flexattn.attention(*leaves, dropout_p=0.5)
+        assert list(out.placements) == [Replicate()]
+        out.square().sum().backward()
+        found = [out.to_local().detach(), *(leaf.grad.redistribute(mesh, [Replicate()]).to_local() for leaf in leaves)]
+        for t in found:
+            everyones = [torch.empty_like(t) for _ in range(WORLD)]
+            dist.all_gather(everyones, t.contiguous())
+            assert all(torch.equal(t, other) for other in everyones)
+        seen.append(found[0])
+    assert not torch.equal(seen[0], seen[1])
+    state = torch.tensor([3, 4])
+    given, again = (flexattn.attention(*leaves, dropout_p=0.5, rng_state=state).to_local() for _ in range(2))
+    assert torch.equal(given, again)
+    torch.testing.assert_close(given, flexattn.attention(*qkv(), dropout_p=0.5, rng_state=state))
 
 
 def refused(mesh: Any) -> None:
