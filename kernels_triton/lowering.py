@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import linecache
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -181,13 +182,30 @@ def _helpers() -> str:
     return "".join(inspect.getsource(module) for module in (mod_math, interval_math, primitives))
 
 
+_functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
 def compile_source(name: str, source: str) -> Any:
-    """The @triton.jit function `name` of a generated source; tracebacks and inspect find the source through linecache."""
+    """The @triton.jit function `name` of a generated source.
+
+    Tracebacks and inspect find the source through linecache, for as long as the function lives. A name says what the source is.
+    """
+    function = _functions.get(name)
+    if function is not None:
+        return function
     file = f"<flexattn {name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    entry = (len(source), None, source.splitlines(keepends=True), file)
+    linecache.cache[file] = entry
     namespace: dict[str, Any] = {**_MODULES, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
-    return namespace[name]
+    function = _functions[name] = namespace.pop(name)  # which else its own globals would keep alive
+    weakref.finalize(function, _forget_source, file, entry).atexit = False
+    return function
+
+
+def _forget_source(file: str, entry: Any) -> None:
+    if linecache.cache.get(file) is entry:
+        del linecache.cache[file]
 
 
 def source_of(function: Any) -> str:
