@@ -195,6 +195,7 @@ def _are_device_contexts() -> bool:
 def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
     """The tensors that mods capture; what else tells them apart is added to the key's parts. None where there is no such key."""
     tensors: list[Tensor] = []
+    parts.append(torch.get_default_dtype())  # an index times a number has it
     gradient = getattr(score_mod, "score_mod_gradient", None)
     for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
         if mod is None:

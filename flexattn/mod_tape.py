@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexattn.dispatch.program import GRADIENT, Capture
-from flexattn.score_mod import ANY_SIZE, ARGUMENTS_OF, Mod, trace_mods
+from flexattn.mod_trace import ANY_SIZE, ARGUMENTS_OF
+from flexattn.score_mod import Mod, trace_mods
 
 
 class Text(NamedTuple):
@@ -217,14 +218,16 @@ def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -
 
 def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
     """The mod that a tape is of; what it does is in its closure, where it is found as any mod's."""
+    is_read = {function: getattr(function, "__name__", "") == "__getitem__" for function, _, _ in nodes}
+    steps = tuple((operator.getitem if is_read[function] else function, *given) for function, *given in nodes)
 
     def mod(*scalars: Any) -> Any:
-        return _replay(nodes, output, scalars, tensors)
+        return _replay(steps, output, scalars, tensors)
 
     return mod
 
 
-def _replay(nodes: Any, output: Any, scalars: Any, tensors: Any) -> Any:
+def _replay(steps: Any, output: Any, scalars: Any, tensors: Any) -> Any:
     values = list(scalars)
 
     def read(written: Any) -> Any:
@@ -237,7 +240,6 @@ def _replay(nodes: Any, output: Any, scalars: Any, tensors: Any) -> Any:
             return float.fromhex(x)
         return {"value": values, "tensor": tensors}[kind][x] if kind != "constant" else x
 
-    for function, args, kwargs in nodes:
-        run = operator.getitem if getattr(function, "__name__", "") == "__getitem__" else function
-        values.append(run(*(read(x) for x in args), **{name: read(x) for name, x in kwargs}))
+    for function, args, kwargs in steps:
+        values.append(function(*(read(x) for x in args), **{name: read(x) for name, x in kwargs}))
     return read(output)

@@ -134,7 +134,13 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors"
             )
-        for captured, t in find_captures(arguments[name]).tensors:
+        found = find_captures(arguments[name])
+        if found.key is None:
+            raise ValueError(
+                f"{name} is given with DTensors that are sharded, and the tensors that it reads cannot be known: {found.unkeyed}; "
+                "accepted: a function whose captures are tensors, numbers, functions, or attributes of plain objects by their names"
+            )
+        for captured, t in found.tensors:
             if isinstance(t, DTensor) or (t.requires_grad and torch.is_grad_enabled()):
                 raise ValueError(
                     f"{name} captures {captured}, a {type(t).__name__} that "

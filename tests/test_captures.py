@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn.captures import _MEMO, Captures, _Walk, find_captures
+from flexattn.captures import Captures, find_captures
+from flexattn.mod_walk import MEMO
 
 SOURCE = """
 def inner(score):
@@ -50,9 +51,12 @@ def make() -> tuple[Any, dict[str, Any]]:
 
 def walked(mod: Any) -> Captures:
     """What is found by looking."""
-    walk = _Walk(True, None)
-    key, _ = walk.visit("mod", mod, frozenset(), 0)
-    return Captures(key, walk.unkeyed, tuple(walk.tensors), tuple(walk.floats), tuple(value.hex() for _, value in walk.floats))
+    memo = mod.__dict__.pop(MEMO, None)
+    found = find_captures(mod)
+    mod.__dict__.pop(MEMO, None)
+    if memo is not None:
+        mod.__dict__[MEMO] = memo
+    return found
 
 
 def defaults(names: dict[str, Any]) -> None:
@@ -153,7 +157,7 @@ def test_what_wraps_copies_is_not_believed() -> None:
     def wrapper(score: Tensor, *others: Tensor) -> Tensor:
         return score
 
-    assert _MEMO in wrapper.__dict__
+    assert MEMO in wrapper.__dict__
     assert same(find_captures(wrapper), walked(wrapper))
 
 

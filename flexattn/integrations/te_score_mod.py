@@ -106,6 +106,8 @@ class TEScoreMod:
         TypeError: callbacks that are not callable. ValueError: a bprop_tensors without a bprop, or a tensor that is not 4-d.
     """
 
+    _flexattn_reads = ("forward", "bprop", "tensors", "bprop_tensors")  # all that a call of it depends on: see captures
+
     def __init__(
         self,
         score_mod: Callback,

@@ -1,0 +1,359 @@
+"""A mod is run once on scalars without values, and what torch is asked to do is written down as a graph of a program's ops.
+
+Nothing here is process-wide: unlike torch.fx's tracers it patches no function, so other threads may compile and trace meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from flexattn.captures import Captures, find_captures, with_floats
+from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Capture, read_dtype
+from flexattn.mod_graph import INTEGERS, normalised, place_of
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_aten = torch.ops.aten
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AND_TENSORS = {"score_mod": " (and of score_mod_tensors)"}
+ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
+ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
+
+
+class Trace(NamedTuple):
+    """graph, as mod_graph.normalised gives it, and what it takes of what was found."""
+
+    graph: Graph
+    captures: tuple[Capture, ...]
+    used: tuple[tuple[bool, int], ...]  # of each capture: (is a float, its position among the floats or tensors that were found)
+    looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
+    is_settled: bool  # whether all that it read was found, and is still what it was
+
+
+class NeedsValueError(ValueError):
+    """The mod asked for the value of what is known only when a kernel runs."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the aten ops that are run on fake tensors, decomposed into those that a program has where they can be."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = Graph()
+        self.nodes: dict[int, Node] = {}
+        self.alive: list[Any] = []  # so that no address is taken anew
+        self.is_paused = False
+
+    def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new fake tensor, which is an input of the graph."""
+        was_paused, self.is_paused = self.is_paused, True
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        self.is_paused = was_paused
+        self._note(tensor, self.graph.placeholder(name))
+        return tensor
+
+    def finish(self, result: Any) -> Graph:
+        """The graph that returns the tensor, or the list of them."""
+        self.graph.output(tree_map(self._node_of, result))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        decomposition = _decompositions().get(func)
+        if decomposition is None and func.namespace == "aten" and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
+            decomposition = func.decompose  # as autograd does, and its own formulas leave to it
+        if decomposition is not None:
+            with self:
+                out = decomposition(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        node = self.graph.call_function(func, tree_map(self._node_of, tuple(args)), tree_map(self._node_of, kwargs))
+        out = func(*args, **kwargs)
+        if isinstance(out, (tuple, list)):
+            node.meta["val"] = out
+            for i, part in enumerate(out):
+                self._note(part, self.graph.call_function(operator.getitem, (node, i)))
+        else:
+            self._note(out, node)
+        return out
+
+    def _note(self, out: Any, node: Node) -> None:
+        node.meta["val"] = out
+        self.alive.append(out)
+        self.nodes[id(out)] = node
+
+    def _node_of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self.nodes:
+            self._note(x, self.graph.create_node("get_attr", "tensor"))  # made from numbers, which a program has no op for
+        return self.nodes[id(x)]
+
+
+def trace(
+    role: str, mod: Callable[..., Any], found: Captures, shapes: Sequence[Sequence[int]] | None = None
+) -> tuple[Trace, Captures]:
+    """The mod's graph, and `found` with the tensors that were met besides; shapes: of those found, where not their own.
+
+    Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
+    """
+    own_shapes = [t.shape for _, t in found.tensors]
+    if shapes is None:
+        shapes = [[size if type(size) is int else ANY_SIZE for size in shape] for shape in own_shapes]
+    has_gradients = role == "score_mod" and torch.is_grad_enabled()
+    names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
+    captures = [_capture(role, name, t, has_gradients) for name, (_, t) in zip(names, found.tensors, strict=False)]
+    captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
+    before = found.key is not None and find_captures(mod, lift=False).key
+
+    with neutral_state(), fake_mode() as fakes, torch.no_grad():
+        recorder = Recorder()
+        scalars = [
+            recorder.input(name, (), torch.float32 if name in ("score", GRADIENT) else torch.int64) for name in ARGUMENTS_OF[role]
+        ]
+        stand_ins = [
+            recorder.input(name, shape, read_dtype(t.dtype))
+            for name, (_, t), shape in zip(names, found.tensors, shapes, strict=False)
+        ]
+        numbers = [recorder.input(name, (), torch.float32) for name in names[len(found.tensors) :]]
+        run = with_floats(mod, iter(numbers)) if numbers else mod
+        watch = _Watch(role, recorder, fakes, names)
+        watch.stand_in([t for _, t in found.tensors], stand_ins)
+        try:
+            with recorder, watch:
+                result = run(*scalars)
+                if isinstance(result, (bool, int, float)):
+                    result = torch.full((), result)
+                elif isinstance(result, Tensor):
+                    result = watch.known(result)
+                else:
+                    raise ValueError(f"{role} returned {result!r} ({type(result).__name__}); accepted: a 0-d tensor or a number")
+            traced = recorder.finish(result)
+        except ValueError:
+            raise
+        except Exception as e:
+            raise ValueError(
+                f"{role} cannot be traced{watch.place()}: {type(e).__name__}: {e}; accepted: a function of "
+                f"{', '.join(ARGUMENTS_OF[role])}{_AND_TENSORS.get(role, '')}, in torch ops on 0-d tensors"
+            ) from e
+    is_settled = not watch.met and before == (found.key is not None and find_captures(mod, lift=False).key)
+    captures += [_capture(role, name, t, has_gradients) for name, t in watch.met]
+    whole = found._replace(tensors=(*found.tensors, *watch.met))
+    own_shapes += [t.shape for _, t in watch.met]
+    looked_at = sorted(watch.looked_at)
+    if any(tuple(shapes[i]) != own_shapes[i] for i in looked_at if i < len(shapes)):  # symbolic ones: torch.export is told that
+        return trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes[: len(shapes)]])  # they are fixed
+    graph = normalised(role, traced, ARGUMENTS_OF[role], captures)
+    used = {node.target for node in graph.nodes if node.op == "placeholder" and node.users}
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.target not in ARGUMENTS_OF[role]:
+            graph.erase_node(node)
+    kept, positions, seen = [], [], [0, 0]
+    for capture in captures:
+        if capture.name in used:
+            kept.append(capture)
+            positions.append((capture.is_number, seen[capture.is_number]))
+        seen[capture.is_number] += 1
+    return Trace(graph, tuple(kept), tuple(positions), tuple(looked_at), is_settled), whole
+
+
+def fake_mode() -> FakeTensorMode:
+    _imported()
+    return FakeTensorMode()
+
+
+@functools.cache
+def _imported() -> None:
+    """Let torch import what its first fake tensors need: it keeps an error of that, and so all frames that led there.
+
+    In a thread those hold nothing; in a call they would keep its tensors for ever.
+    """
+    thread = threading.Thread(target=FakeTensorMode)
+    thread.start()
+    thread.join()
+
+
+def _capture(role: str, name: str, tensor: Tensor, has_gradients: bool) -> Capture:
+    if tensor.dtype not in (*_FLOATS, *INTEGERS) or tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(
+            f"{role} captures {name}, a {tensor.dtype} tensor of layout {tensor.layout}; accepted: a plain tensor of "
+            f"{', '.join(str(dtype) for dtype in (*_FLOATS, *INTEGERS))}"
+        )
+    return Capture(name, tensor.dtype, tensor.dim(), has_gradients and tensor.requires_grad)
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Those that take every pointwise op to one of a program's."""
+    more = (
+        *(_aten.gelu, _aten.elu, _aten.leaky_relu, _aten.hardtanh, _aten.copysign, _aten.hypot, _aten.masked_fill, _aten.where),
+        *(_aten.tanh_backward, _aten.sigmoid_backward, _aten.gelu_backward, _aten.threshold_backward, _aten.isfinite),
+    )
+    return {**core_aten_decompositions(), **get_decompositions(list(more))}
+
+
+def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+    """Identifiers like the names, no two alike, and none like an argument's or one of `others`."""
+    taken = {*ARGUMENTS, GRADIENT, *others}
+    distinct = []
+    for name in names:
+        base = "".join(c if c.isalnum() and c.isascii() else "_" for c in name).strip("_") or "capture"
+        base = f"t_{base}" if base[0].isdigit() else base
+        new, n = base, 2
+        while new in taken:
+            new, n = f"{base}_{n}", n + 1
+        taken.add(new)
+        distinct.append(new)
+    return distinct
+
+
+# What is asked of a tensor and says nothing of its shape, besides how many dims it has, which is in the key.
+_SHAPELESS = frozenset(
+    ("__getitem__", "dim", "detach", "permute", "transpose", "swapaxes", "swapdims", "t", "unsqueeze", "is_floating_point", "clone")
+)
+_SHAPELESS_ATTRIBUTES = frozenset(("ndim", "dtype", "T", "mT", "device", "requires_grad", "data", "layout", "is_cuda"))
+_VALUES = frozenset(
+    ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__", "__contains__", "nonzero")
+)
+
+
+class _Watch(TorchFunctionMode):
+    """While a mod runs: puts stand-ins for what it captures, keeps indices symbolic, and knows which line of the mod it is at."""
+
+    def __init__(self, role: str, recorder: Recorder, fakes: FakeTensorMode, names: Sequence[str]) -> None:
+        super().__init__()
+        self.role = role
+        self.recorder = recorder
+        self.fakes = fakes
+        self.names = list(names)
+        self.stand_in_of: dict[int, Tensor] = {}
+        self.position: dict[int, int] = {}  # of stand-ins and of views of them: which tensor they are of
+        self.num_tensors = 0
+        self.met: list[tuple[str, Tensor]] = []  # tensors that nobody had found before
+        self.looked_at: set[int] = set()
+        self.line: tuple[str, int] | None = None
+
+    def stand_in(self, captured: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> None:
+        for tensor, new in zip(captured, stand_ins, strict=True):
+            self.stand_in_of[id(tensor)] = new
+            if new.dim() > 0:
+                self.position[id(new)] = self.num_tensors
+            self.num_tensors += 1
+
+    def known(self, x: Any) -> Any:
+        """The stand-in of a tensor that is none of the trace's."""
+        if not isinstance(x, Tensor) or (type(x) is FakeTensor and x.fake_mode is self.fakes):
+            return x
+        if id(x) not in self.stand_in_of:
+            (name,) = _distinct(["tensor"], self.names)
+            self.names.append(name)
+            self.met.append((name, x))
+            shape = [size if type(size) is int else int(size) for size in x.shape]
+            self.stand_in([x], [self.recorder.input(name, shape, read_dtype(x.dtype))])
+        return self.stand_in_of[id(x)]
+
+    def place(self) -> str:
+        """' at file:line: text', where the mod is."""
+        return "" if self.line is None else place_of(self.line)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.line = _user_line() or self.line
+        name = getattr(func, "__name__", "")
+        if name in _VALUES:
+            hint = "use torch.where instead of if, and & | ~ instead of and, or, not" if name == "__bool__" else "use torch ops"
+            raise NeedsValueError(
+                f"{self.role} asks for the value of a tensor ({name}){self.place()}; it is known only in the kernel: {hint}"
+            )
+        if name == "__set__" or func is torch.Tensor.__setitem__:
+            raise ValueError(f"{self.role} writes to a tensor{self.place()}; a mod can only read: return the new score instead")
+        args, kwargs = tree_map(self.known, (args, kwargs))
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        of = {self.position[id(t)] for t in torch.utils._pytree.tree_leaves((args, kwargs)) if id(t) in self.position}
+        if not (name in _SHAPELESS or attribute in _SHAPELESS_ATTRIBUTES):
+            self.looked_at |= of
+        if func is torch.tensor and isinstance(args[0], (bool, int, float)):
+            dtype = kwargs.get("dtype") or {bool: torch.bool, int: torch.int64, float: torch.float32}[type(args[0])]
+            func, args, kwargs = torch.full, ((), args[0]), {"dtype": dtype}
+        if func is torch.Tensor.__getitem__:
+            func, kwargs = self._item, {}
+        out = self._marked(func, args, kwargs)
+        if isinstance(out, Tensor) and out.dim() > 0 and len(of) == 1:  # a view, whose shape says the same
+            self.recorder.alive.append(out)
+            self.position[id(out)] = next(iter(of))
+        return out
+
+    def _marked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """func(*args), with this line noted on the nodes that it adds."""
+        out = func(*args, **kwargs)
+        if self.line is not None:
+            for node in reversed(self.recorder.graph.nodes):
+                if "line" in node.meta:
+                    break
+                node.meta["line"] = self.line
+        return out
+
+    def _item(self, tensor: Tensor, index: Any) -> Tensor:
+        """tensor[index] for integers, slices, ... and scalar tensors, which stay symbolic."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if Ellipsis in [p for p in parts if not isinstance(p, Tensor)]:
+            at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+            missing = tensor.dim() - sum(p is not None for p in parts) + 1
+            parts[at : at + 1] = [slice(None)] * missing
+        indices: list[Tensor | None] = []
+        for dim, part in enumerate(parts):
+            if part is None:
+                tensor = tensor.unsqueeze(dim)
+                indices.append(None)
+            elif isinstance(part, slice):
+                if any(isinstance(x, Tensor) for x in (part.start, part.stop, part.step)):
+                    raise ValueError(f"{self.role} slices with a tensor{self.place()}; accepted: indices, as in t[h, q_idx]")
+                if part != slice(None):
+                    self.looked_at |= {self.position[id(tensor)]} if id(tensor) in self.position else set()
+                    tensor = _aten.slice.Tensor(tensor, dim, part.start, part.stop, 1 if part.step is None else part.step)
+                indices.append(None)
+            elif isinstance(part, Tensor) and part.dim() == 0 and not part.is_floating_point() and part.dtype is not torch.bool:
+                indices.append(part)
+            elif isinstance(part, int) and not isinstance(part, bool):
+                indices.append(torch.full((), part, dtype=torch.int64))
+            else:
+                what = f"a {part.dtype} tensor of {part.dim()} dims" if isinstance(part, Tensor) else repr(part)
+                raise ValueError(
+                    f"{self.role} indexes with {what}{self.place()}; accepted: integers and 0-d integer tensors, as in t[h, q_idx]"
+                )
+        if len(indices) > tensor.dim():
+            raise ValueError(
+                f"{self.role} takes {len(indices)} indices of a tensor with {tensor.dim()} dims{self.place()}; accepted: one for "
+                "each dim at most"
+            )
+        return tensor if all(i is None for i in indices) else _aten.index.Tensor(tensor, indices)
+
+
+def _user_line() -> tuple[str, int] | None:
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code is not trace.__code__:
+        name = frame.f_code.co_filename
+        if name.endswith("mod_tape.py"):  # under torch.compile the mod's own frame is not to be had
+            return None
+        if not name.startswith((__file__, _TORCH, "<")):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return None
