@@ -17,6 +17,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_is_used = False  # whether any thread has ever entered a block: looking into a threading.local takes each call as long again
 
 
 def check_request(backend: str) -> None:
@@ -37,7 +38,9 @@ def attention_backend(backend: str) -> Iterator[None]:
     Raises:
         ValueError: an unknown name.
     """
+    global _is_used
     check_request(backend)
+    _is_used = True
     previous, _thread.requested = _thread.requested, backend
     try:
         yield
@@ -47,7 +50,7 @@ def attention_backend(backend: str) -> Iterator[None]:
 
 def current() -> str | None:
     """What the innermost `attention_backend()` of this thread names."""
-    return _thread.requested
+    return _thread.requested if _is_used else None
 
 
 def requested_backend(backend: str | None) -> str:
