@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from flexattn.captures import Captures, find_captures
+from flexattn.captures import Captures, find_captures, runs_as_it_is
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.program import (
@@ -121,6 +121,9 @@ def trace_mods(
             else:
                 tensors.append(found.tensors[position][1])
     return Traced(program, tuple(tensors), tuple(numbers), left, right, tuple(looked_at))
+
+
+runs_as_it_is(trace_mods)
 
 
 def mod_source(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -360,3 +361,23 @@ def test_inductor(kind, mode):
         expected = results(step, batch, length)
         for got, want in zip(results(compiled, batch, length), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def writes_to_itself(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    writes_to_itself.calls = 1  # type: ignore[attr-defined]
+    return score * SLOPES[h]
+
+
+def sleeps(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    time.sleep(0)
+    return score * SLOPES[h]
+
+
+@pytest.mark.parametrize("mod", [writes_to_itself, sleeps])
+@pytest.mark.filterwarnings("ignore:.*is traced again in each call")
+def test_a_mod_that_dynamo_cannot_trace_breaks_the_graph(mod: Any) -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(2, 9)
+    function = torch.compile(lambda *x: flexattn.attention(*x, score_mod=mod) + 1, backend="eager")
+    for _ in range(3):
+        torch.testing.assert_close(function(q, k, v), flexattn.attention(q, k, v, score_mod=mod) + 1)

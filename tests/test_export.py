@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FreshPython
 from test_ops import OPCHECKS, op_arguments, permuted
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -54,6 +55,32 @@ def test_export_with_a_dynamic_batch_and_length(kind: str, strict: bool) -> None
     for shape in SHAPES:
         torch.testing.assert_close(program.module()(*qkv(*shape)), model(*qkv(*shape)))
     assert not program.constants or kind != "score_mod"  # what a mod captures is an input of the operator
+
+
+COLD = """
+import sys, torch
+from flexattn import attention
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.5, 1.5]))
+    def forward(self, q, k, v):
+        mask_mod = lambda b, h, i, j: (i - j).abs() < 4
+        return attention(q, k, v, mask_mod=mask_mod, score_mod=lambda s, b, h, i, j: s * self.slopes[h])
+q = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
+path, step = sys.argv[1:]
+if step != "load":
+    torch.export.save(torch.export.export(Attention(), (q, q, q), strict=step == "strict"), path)
+torch.testing.assert_close(torch.export.load(path).module()(q, q, q), Attention()(q, q, q))
+"""
+
+
+@pytest.mark.parametrize("step", ["strict", "non-strict"])
+def test_a_mod_that_is_first_traced_in_an_export(step: str, tmp_path: Path, fresh_python: FreshPython) -> None:
+    """Nothing of the trace is in the program, which loads where it was made and in another process."""
+    for now in (step, "load"):
+        result = fresh_python("-W", "ignore", "-c", COLD, str(tmp_path / "attention.pt2"), now)
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.exhaustive
