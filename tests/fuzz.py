@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 from fuzz_calls import FEATURES, HALF, Call, Config, Where, draw_config
-from fuzz_oracle import Result, exact, plain
+from fuzz_oracle import Problem, Result, exact, plain
 from guarded_memory import Allocations, guarded_allocations
 from torch import Tensor
 
@@ -38,6 +38,10 @@ FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of plain torch's error in the same
 # Roundings granted where plain torch happens to be exact: of the result's own dtype; in a gradient also of the arithmetic, as dp
 # and delta cancel; in float64, of which there is no wider truth.
 STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
+SCORE_STEPS, OUT_STEPS = (
+    8.0,
+    4.0,
+)  # in the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
 NOTHING = 1e-4  # what that leaves of a gradient of 0
 TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
@@ -84,7 +88,8 @@ class Verdicts:
         errors, budget = (torch.where(t == ref, 0.0, (t.double() - ref).abs()) for t in (got, same_dtype))
         size = ref.abs().masked_fill(ref.isinf(), 0.0)
         for kind, norm in (("largest", torch.amax), ("rms", _rms)):
-            self.limit(f"{what}, {kind} error", norm(errors), factor * norm(budget) + rounding * norm(size) + least)
+            granted = torch.where(rounding == torch.inf, rounding, factor * norm(budget) + rounding * norm(size) + least)
+            self.limit(f"{what}, {kind} error", norm(errors), granted)
 
     def failures(self) -> list[str]:
         if not self._names:
@@ -159,11 +164,11 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
             roundings = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps + of_tanh
             verdicts.limit(what, error.max(), FORWARD_FACTOR * budget.max() + roundings)
         else:
-            _compare_gradient(verdicts, what, call, name[1:], t, ref, same, problem.scale)
+            _compare_gradient(verdicts, what, call, name[1:], t, ref, same, problem)
 
 
 def _compare_gradient(
-    verdicts: Verdicts, what: str, call: Call, name: str, got: Tensor, ref: Result, same: Result, scale: float
+    verdicts: Verdicts, what: str, call: Call, name: str, got: Tensor, ref: Result, same: Result, problem: Problem
 ) -> None:
     config, leaf = call.config, call.tensors[name]
     if got.dtype != leaf.dtype or got.shape != leaf.shape:
@@ -176,17 +181,19 @@ def _compare_gradient(
     cancelled = (STEPS_OF_DOUBLE if config.dtype is torch.float64 else CANCELLED) * eps / (1.0 - config.dropout_p)
     rounding = torch.where(ref.is_vague.any(), torch.inf, steps * torch.finfo(got.dtype).eps + cancelled + ref.largest * eps)
     wanted = ref.gradients[name]
-    # In half types delta is made of out once that is rounded, which plain torch does not do. Of one visible key out is v, and is
-    # exact, unless dropout divides it.
+    # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
+    # rounded, which plain torch does not do. Of one visible key out is v, and is exact, unless dropout divides it.
     of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
-    if name in ("q", "k"):
-        rounded = of_out * config.head_dim_v**0.5 * scale if config.dropout_p else 0.0
+    rounded = ((OUT_STEPS * of_out if config.dropout_p else 0.0) + SCORE_STEPS * eps) * config.head_dim_v**0.5
+    if name in ("q", "k", "v"):
+        queries = (
+            sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
+        )  # that a key sums over
+        rounded *= problem.scale * max(1.0, queries) ** 0.5
         least = torch.where(wanted.any(), rounded, max(rounded, NOTHING))
-    elif name == "v":
-        least = torch.where(wanted.any(), 0.0, NOTHING)
     else:  # sums of the gradients of many scores, which may cancel altogether
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
-        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore) * max(1.0, terms) ** 0.5
+        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + rounded) * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
 
 
