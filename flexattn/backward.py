@@ -77,8 +77,8 @@ def attention_backward(
         q, k, v: as `attention` takes them, in float16, bfloat16 or float32 (float64 on the eager backend).
         out: what `attention`, or `merge_attention` over all parts, gave: q's shape with v's head dim last, in q's dtype.
         lse: with it: float32 (float64 for float64), [b, h, sq], or [h, t_q] for thd, -inf where a query sees nothing at all. A
-            probability is as exact as exp(-lse): half a unit in the last place of an lse of 200 is a relative error of 8e-6. (The
-            backward of `attention` mends that for float32, as it has whole rows.)
+            probability is as exact as exp(-lse): half a unit in the last place of an lse of 200 is a relative error of 8e-6, of one
+            of -1e4, as of a row that a bias hides whole, 5e-4. (The backward of `attention` mends that, as it has whole rows.)
         dlse: the gradient of lse, of its shape and dtype, or None for 0.
         rng_state: needed with dropout_p > 0: what the forward over these keys was given.
         backend: as `attention` takes it; with dropout_p > 0 a name, the forward's, as cuDNN drops other weights than the rest.

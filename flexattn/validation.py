@@ -294,6 +294,9 @@ def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[flo
         accepted = "a finite Python number, at least 0, or None for 1/sqrt(head dim)"
         softmax_scale = check_number("softmax_scale", softmax_scale, largest, accepted)
     softcap = check_number("softcap", softcap, largest, "a finite Python number, at least 0 (0 for none)")
+    smallest = torch.finfo(torch.float32).tiny
+    if 0.0 < softcap < smallest:
+        raise ValueError(f"softcap is {softcap}; accepted: 0 for none, or at least {smallest:.3g}, whose inverse float32 holds")
     dropout_p = check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-16")
     return softmax_scale, softcap, dropout_p
 

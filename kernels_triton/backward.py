@@ -23,15 +23,16 @@ from flexattn.kernels_triton.primitives import (
     dropout_keep,
     load_descale,
     load_head,
+    load_large,
     load_row_statistics,
     load_sequence,
-    load_sink,
     load_tile,
     make_row_statistics,
     padding_rows,
     row_pointer,
     row_steps,
     score_gradient,
+    sink_probability,
     statistics_row,
     store_tile,
     store_zeros,
@@ -55,6 +56,7 @@ def _attn_bwd_dq_loop(
     dout1,
     lse_log2,
     delta,
+    large,
     k_base,
     k_step,
     k_offsets,
@@ -123,6 +125,7 @@ def _attn_bwd_dq_loop(
             lse_log2[:, None],
             delta[:, None],
             1.0,
+            large,
             i,
             columns[None, :],
             keep,
@@ -229,6 +232,8 @@ def _attn_bwd_dq_kernel(
     lse_log2_ptr,  # written here for the other kernels, where `statistics_row` says: lse in units of log2, +inf if nothing is seen
     delta_ptr,  # sum(out * dout) - dlse
     p_scale_ptr,  # and, for fp32, what probabilities computed from lse_log2 are to be multiplied with
+    large_ptr,  # of unbounded logits, as `large_rows` has them: whether any lse is large, and lse; lse_ptr is then the rest
+    large_lse_ptr,
     dsink_ptr,  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
     k_t_ptr,  # in FP8: k as `transpose_tokens` copies it
     stride_ktb,
@@ -298,6 +303,7 @@ def _attn_bwd_dq_kernel(
     lse_log2, delta = make_row_statistics(
         dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
     )
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
     row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
@@ -347,6 +353,7 @@ def _attn_bwd_dq_kernel(
                 dout1,
                 lse_log2,
                 delta,
+                large,
                 k_base,
                 k_step,
                 k_offsets,
@@ -385,7 +392,7 @@ def _attn_bwd_dq_kernel(
                 META,
             )
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + softmax_scale
-    p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
+    p_sink = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
     if META.NORMALIZES:
         # An lse of 200 is exact only to 1e-5, and so is a probability computed from it: not what fp32 promises.
         if META.HAS_SINK:
@@ -429,6 +436,7 @@ def _attn_bwd_dkdv_loop(
     delta_ptr,
     p_scale_ptr,
     first_statistic,
+    large,
     bias_base,
     rng_state_ptr,
     begin,
@@ -497,6 +505,7 @@ def _attn_bwd_dkdv_loop(
             lse_log2[None, :],
             delta[None, :],
             p_scale[None, :],
+            large,
             rows[None, :],
             j,
             keep,
@@ -614,6 +623,8 @@ def _attn_bwd_dkdv_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    large_ptr,
+    large_lse_ptr,
     q_t_ptr,  # in FP8: q and dout as `transpose_tokens` copies them
     stride_qtb,
     stride_qth,
@@ -703,6 +714,7 @@ def _attn_bwd_dkdv_kernel(
         heads_per_split = tl.cdiv(group_size, num_splits)
         first_head = h_kv * group_size + split * heads_per_split
         num_heads_here = tl.minimum(heads_per_split, group_size - split * heads_per_split)
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
     for head in range(num_heads_here):
         h = first_head + head
         b_h = b * num_heads + h
@@ -770,6 +782,7 @@ def _attn_bwd_dkdv_kernel(
                     delta_ptr,
                     p_scale_ptr,
                     first_statistic,
+                    large,
                     bias_base,
                     rng_state_ptr,
                     part_begin,
@@ -855,7 +868,7 @@ def attention_backward(
             if gradient is not None:
                 gradient.zero_()
         return
-    statistics = new_statistics(x)
+    statistics, lse = new_statistics(x, lse)
 
     tile = tile_dq or x.tile(DQ)
     meta = x.meta(tile, (out, dout, dq))

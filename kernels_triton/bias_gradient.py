@@ -14,16 +14,18 @@ from flexattn.kernels_triton.primitives import (
     descaled_products,
     dropout_keep,
     load_head,
+    load_large,
     load_row_statistics,
     load_sequence,
-    load_sink,
     load_tile,
     row_pointer,
     row_steps,
     score_gradient,
+    sink_probability,
     statistics_row,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.statistics import Statistics
 
 
 @kernel
@@ -90,6 +92,8 @@ def _attn_bwd_dbias_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    large_ptr,
+    large_lse_ptr,
     SPANS_Q: tl.constexpr,
     SPANS_KV: tl.constexpr,
     MODS: tl.constexpr,
@@ -141,6 +145,7 @@ def _attn_bwd_dbias_kernel(
             META,
         )
         shift = (len_kv - len_q) * bottom_right
+        large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M
         first_column = n * BLOCK_N
         is_visible = (first_row < len_q) & (first_column < len_kv)
@@ -164,7 +169,7 @@ def _attn_bwd_dbias_kernel(
             )
             of_rows = tl.zeros([BLOCK_M], tl.float32)
             if META.HAS_SINK:
-                of_rows = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2) * delta
+                of_rows = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META) * delta
             if dlse_ptr is not None:
                 row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
                 of_rows += tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
@@ -210,6 +215,7 @@ def _attn_bwd_dbias_kernel(
                 lse_log2[:, None],
                 delta[:, None],
                 p_scale[:, None],
+                large,
                 rows[:, None],
                 columns[None, :],
                 keep,
@@ -250,7 +256,7 @@ def _attn_bwd_dbias_kernel(
 
 
 def bias_gradient(
-    problem: Problem, statistics: Tensor, dout: Tensor, dlse: Tensor | None, dbias: Tensor, tile: Tile | None = None
+    problem: Problem, statistics: Statistics, dout: Tensor, dlse: Tensor | None, dbias: Tensor, tile: Tile | None = None
 ) -> None:
     """Write `dbias`, shaped as the bias. `statistics` is what the dq kernel wrote; deterministic whatever the bias spans."""
     x = problem

@@ -18,6 +18,7 @@ from flexattn.kernels_triton.primitives import (
     descaled_products,
     dropout_keep,
     load_head,
+    load_large,
     load_row_statistics,
     load_sequence,
     load_tile,
@@ -28,6 +29,7 @@ from flexattn.kernels_triton.primitives import (
     visible_range,
 )
 from flexattn.kernels_triton.problem import Problem, row_strides
+from flexattn.kernels_triton.statistics import Statistics
 
 FEW = 2**16  # elements of a capture that millions of scores may read each: n roundings in fp32 are off by some sqrt(n) / 2**25
 
@@ -89,6 +91,8 @@ def _attn_bwd_captures_kernel(
     lse_log2_ptr,
     delta_ptr,
     p_scale_ptr,
+    large_ptr,
+    large_lse_ptr,
     sums,  # of each capture that needs a gradient, as MODE says
     scales,
     MODE: tl.constexpr,
@@ -133,6 +137,7 @@ def _attn_bwd_captures_kernel(
     bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
     captures = captures_of_head(b, h, captures, MODS, META)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
     lse_log2, delta, p_scale = load_row_statistics(
         lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
     )
@@ -196,6 +201,7 @@ def _attn_bwd_captures_kernel(
             lse_log2[:, None],
             delta[:, None],
             p_scale[:, None],
+            large,
             rows[:, None],
             columns[None, :],
             keep,
@@ -223,7 +229,12 @@ def _attn_bwd_captures_kernel(
 
 
 def capture_gradients(
-    problem: Problem, statistics: Tensor, dout: Tensor, gradients: Sequence[Tensor], deterministic: bool, tile: Tile | None = None
+    problem: Problem,
+    statistics: Statistics,
+    dout: Tensor,
+    gradients: Sequence[Tensor],
+    deterministic: bool,
+    tile: Tile | None = None,
 ) -> None:
     """Write `gradients`, contiguous, of the captures that need one. `statistics` is what the dq kernel wrote.
 

@@ -13,17 +13,22 @@ from flexattn.kernels_triton.launch import kernel, launch, num_processors
 from flexattn.kernels_triton.primitives import (
     FP8_OFFSET,
     LN2,
+    LOG2E,
     captures_of_head,
     descaled,
     dropout_keep,
+    exponent_factor,
+    exponent_origin,
     load_columns,
     load_descale,
     load_head,
     load_sequence,
     load_sink,
     load_tile,
+    log_of_sum,
     logits,
     padding_rows,
+    positive_factor,
     row_pointer,
     row_steps,
     store_tile,
@@ -83,6 +88,7 @@ def _attn_fwd_loop(
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
+    OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     i = first_row + tl.arange(0, BLOCK_M)[:, None]
     k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
     v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
@@ -127,12 +133,20 @@ def _attn_fwd_loop(
             s = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), s, float("-inf"))
         if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
             s = tl.where(MODS.mask(b, h, i, j, captures) | is_full, s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-        origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-        decay = tl.exp2(row_max - origin)
-        if META.IS_FP8:
-            origin -= FP8_OFFSET  # p, and so row_sum and acc, are scaled to fill the range of e4m3
-        p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
+        if META.IS_FP8 and not (META.IS_UNBOUNDED or META.HAS_SOFTCAP):
+            factor = positive_factor(score_scale * LOG2E)
+        if META.IS_UNBOUNDED:
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            factor = exponent_factor(new_max)
+            origin = exponent_origin(new_max, factor, OFFSET)
+            decay = tl.exp2(exponent_origin(row_max, factor, OFFSET) - origin)
+            p = tl.exp2(tl.fma(s, factor[:, None], -origin[:, None]))
+        else:
+            new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+            origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+            decay = tl.exp2(row_max - origin)
+            origin -= OFFSET  # p, and so row_sum and acc, are scaled to fill the range of e4m3
+            p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
         row_sum = row_sum * decay + tl.sum(p, 1)
         row_max = new_max
         if META.HAS_DROPOUT:
@@ -291,7 +305,7 @@ def _attn_fwd_kernel(
     if V1 > 0:
         acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2, but for unbounded logits, whose largest is exact
 
     descale_q, v_t_base = 1.0, v_t_ptr
     if META.IS_FP8:
@@ -378,26 +392,38 @@ def _attn_fwd_kernel(
 
     is_real = rows < len_q
     if max_logit_ptr is not None:
-        largest = tl.max(tl.where(is_real, row_max, float("-inf")), 0) * LN2
+        largest = tl.max(tl.where(is_real, row_max, float("-inf")), 0) * (1.0 if META.IS_UNBOUNDED else LN2)
         tl.store(max_logit_ptr + place, largest)
     rescale = tl.zeros([BLOCK_M], tl.float32) + (keep_scale if META.HAS_DROPOUT else 1.0)
+    OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     if META.HAS_SINK:
-        sink = load_sink(softmax_offset_ptr, h, META)
+        sink = load_sink(softmax_offset_ptr, h, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
         if num_splits is not None:
             sink = tl.where(split == 0, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
-        origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay = tl.exp2(row_max - origin)
-        row_sum = row_sum * decay + tl.exp2(sink - origin + (FP8_OFFSET if META.IS_FP8 else 0.0))
+        if META.IS_UNBOUNDED:
+            factor = exponent_factor(new_max)
+            origin = exponent_origin(new_max, factor, OFFSET)
+            decay = tl.exp2(exponent_origin(row_max, factor, OFFSET) - origin)
+            row_sum = row_sum * decay + tl.exp2(tl.fma(sink, factor, -origin))
+        else:
+            origin = tl.where(new_max == float("-inf"), 0.0, new_max)
+            decay = tl.exp2(row_max - origin)
+            row_sum = row_sum * decay + tl.exp2(sink - origin + OFFSET)
         rescale *= decay
         row_max = new_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
     rescale = rescale / row_sum
-    if META.IS_FP8:
-        row_max -= FP8_OFFSET
-        if not META.HAS_BLOCK_SCALES:
-            rescale *= load_descale(descales, 2, b, h // group_size, 0, META)
-    lse = (row_max + tl.log2(row_sum)) * LN2
+    if META.IS_FP8 and not META.HAS_BLOCK_SCALES:
+        rescale *= load_descale(descales, 2, b, h // group_size, 0, META)
+    if META.IS_UNBOUNDED:
+        factor = exponent_factor(row_max)
+        lse, lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, OFFSET), row_sum)
+        if num_splits is not None:
+            lost_base = lse_base + part_row(num_splits, batch, num_heads, num_tokens_q, META)
+            tl.store(lost_base + rows, lost, mask=rows < len_q)
+    else:
+        lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
     out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
     out0 = tl.where(is_real[:, None], acc0 * rescale[:, None], 0.0)
@@ -435,7 +461,7 @@ def attention_forward(
     tile = tile or x.tile(FORWARD)
     tiles, room = tiles_and_room(x, tile)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
-    parts = Parts.empty(splits, lse, out.shape[-1]) if splits > 1 else None
+    parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None
     rows = out if parts is None else parts.rows(lse)
     meta = x.meta(tile, (rows,))
     largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None

@@ -45,7 +45,15 @@ from flexattn.kernels_triton.hopper import (
 )
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.launch import hopper_kernel, launch
-from flexattn.kernels_triton.primitives import captures_of_head, head_values, load_head, through_mods
+from flexattn.kernels_triton.primitives import (
+    captures_of_head,
+    head_values,
+    is_any_large,
+    load_head,
+    load_large,
+    relative_to_lse,
+    through_mods,
+)
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -69,7 +77,8 @@ class BackwardMeta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_FP32: bool
+    IS_UNBOUNDED: bool
+    HAS_EXACT_TANH: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     HAS_DROPOUT: bool
@@ -159,7 +168,7 @@ def _dq_compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, q1_tiles, k1_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty, dq_full = barriers
-    first_row, window_left, window_right, scores, head, dropout, place = common
+    first_row, window_left, window_right, scores, head, dropout, large, place = common
     len_q, len_kv, shift, b, h = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -208,8 +217,9 @@ def _dq_compute(
         is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
             is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
-        if is_cut:
+        if is_cut | is_any_large(large, META):
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = relative_to_lse(s, minus_lse[:, None], large, b, h, rows[:, None], len_q, META)
         s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
         p = gl.exp2(s * factor + minus_lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -243,6 +253,8 @@ def _attn_bwd_dq_hopper_kernel(
     dq1_descriptor,
     statistics_ptr,
     tiles_of_statistics,
+    large_ptr,  # of `large_rows`
+    large_lse_ptr,
     table_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
@@ -351,7 +363,8 @@ def _attn_bwd_dq_hopper_kernel(
     captures = captures_of_head(b, h, captures, MODS, META)
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     dropout = (rng_state_ptr, dropout_threshold, keep_scale, b * num_heads)
-    common = (first_row, window_left, window_right, scores, head, dropout, (len_q, len_kv, shift, b, h))
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    common = (first_row, window_left, window_right, scores, head, dropout, large, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
             (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 0, MODS, META)),
@@ -440,7 +453,7 @@ def _dkdv_compute(
 ):
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, q1_tiles, k1_tiles = tiles
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, dropout, place = common
+    first_row, window_left, window_right, scores, bias, dropout, large, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -488,14 +501,17 @@ def _dkdv_compute(
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
-        if META.HAS_LEFT or META.HAS_RIGHT:
-            is_cut = False
+        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
+            is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = row < own_row + _ROWS - 1 - shift - window_right
+                is_cut = is_cut | (row < own_row + _ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+                if META.IS_UNBOUNDED:
+                    of_queries = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
+                    s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(q_slot).slice(0, BLOCK_M).load(COLUMNS)
@@ -550,7 +566,7 @@ def _dkdv_compute_columns(
     q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, _, _ = tiles
     shared_p, shared_ds = exchanges
     q_full, q_empty, dout_full, dout_empty, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, dropout, place = common
+    first_row, window_left, window_right, scores, bias, dropout, large, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -594,14 +610,15 @@ def _dkdv_compute_columns(
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
-        if META.HAS_LEFT or META.HAS_RIGHT:
-            is_cut = False
+        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
+            is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = row < first_row + _ROWS - 1 - shift - window_right
+                is_cut = is_cut | (row < first_row + _ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+                s = relative_to_lse(s, minus_lse[None, :], large, b, h, columns[None, :], len_q, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
@@ -654,6 +671,8 @@ def _attn_bwd_dkdv_hopper_kernel(
     k1_descriptor,
     dk1_descriptor,
     tiles_of_statistics,
+    large_ptr,  # of `large_rows`
+    large_lse_ptr,
     table_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
@@ -769,7 +788,8 @@ def _attn_bwd_dkdv_hopper_kernel(
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
     dropout = (rng_state_ptr, dropout_threshold, keep_scale, b * num_heads)
-    common = (first_row, window_left, window_right, scores, bias, dropout, (len_q, len_kv, shift, b, h))
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    common = (first_row, window_left, window_right, scores, bias, dropout, large, (len_q, len_kv, shift, b, h))
     if META.SPLITS_COLUMNS:
         HALF: gl.constexpr = META.BLOCK_M // 2
         EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], DTYPE)
@@ -862,7 +882,7 @@ def hopper_backward(
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
     num_tokens_q = x.q.shape[-3]
-    statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
 
     def meta(**own: int | bool) -> BackwardMeta:
         return BackwardMeta(
@@ -896,7 +916,19 @@ def hopper_backward(
         again = x.longest_kv * 2 if side == "q" else x.longest_q * 4
         section = section_of(x, heads, again * (qk0 + qk1 + v0))
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
-        head = (tiles, table, *lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section, *sizes)
+        head = (
+            tiles,
+            *large[1:],
+            table,
+            *lengths,
+            float(x.softmax_scale),
+            x.batch,
+            x.num_heads,
+            x.group_size,
+            blocks,
+            section,
+            *sizes,
+        )
         inlined = (*x.score_arguments(), *x.dropout_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
         if side == "q":
             own = descriptors(64, (x.q, qk0), (dout, v0)) + descriptors(tile.block_n, (x.k, qk0), (x.v, v0))

@@ -58,7 +58,15 @@ from flexattn.kernels_triton.hopper import (
 from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.hopper_softmax import for_threads, rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
+from flexattn.kernels_triton.primitives import (
+    LN2,
+    LOG2E,
+    captures_of_head,
+    exponent_factor,
+    exponent_origin,
+    load_head,
+    log_of_sum,
+)
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.splits import Parts, combine_splits, number_of_splits, part_row
@@ -88,7 +96,8 @@ class ForwardMeta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_FP32: bool
+    IS_UNBOUNDED: bool
+    HAS_EXACT_TANH: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
@@ -536,7 +545,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
-                sink = gl.load(softmax_offset_ptr + h_of_rows).to(gl.float32) * LOG2E
+                sink = gl.load(softmax_offset_ptr + h_of_rows).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
             if META.IS_SPLIT:
                 sink = gl.where(split == 0, sink, float("-inf"))
             if not META.HAS_MAX_LOGIT:  # the sink is none
@@ -573,19 +582,33 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
             loaded = pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
             of_head = max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
-            gl.atomic_max(of_head, row_max * LN2, mask=rows < len_q, sem="relaxed")
+            gl.atomic_max(of_head, row_max * (1.0 if META.IS_UNBOUNDED else LN2), mask=rows < len_q, sem="relaxed")
             if META.HAS_SINK:
                 seen = row_max
                 row_max = gl.maximum(row_max, sink)
-                origin = gl.where(row_max == float("-inf"), 0.0, row_max)
-                decay = gl.exp2(seen - origin)
-                row_sum = row_sum * decay + gl.exp2(sink - origin)
+                if META.IS_UNBOUNDED:
+                    factor = exponent_factor(row_max)
+                    origin = exponent_origin(row_max, factor, 0.0)
+                    decay = gl.exp2(exponent_origin(seen, factor, 0.0) - origin)
+                    row_sum = row_sum * decay + gl.exp2(gl.fma(sink + gl.zeros_like(factor), factor, -origin))
+                else:
+                    origin = gl.where(row_max == float("-inf"), 0.0, row_max)
+                    decay = gl.exp2(seen - origin)
+                    row_sum = row_sum * decay + gl.exp2(sink - origin)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
         if META.IS_SPLIT:
             lse_row = lse_row + part_row(split, batch, num_heads, num_tokens_q, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
-        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
+        if META.IS_UNBOUNDED:
+            factor = exponent_factor(row_max)
+            lse, lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, 0.0), row_sum_or_1)
+            if META.IS_SPLIT:
+                lost_row = lse_row + part_row(num_splits, batch, num_heads, num_tokens_q, META)
+                gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
+            gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
+        else:
+            gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         if META.IS_SPLIT:  # in fp32, for which there is no room in shared memory; few of the rows are queries
@@ -897,7 +920,7 @@ def hopper_forward(
     blocks = -(-x.longest_q // queries)
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    parts = Parts.empty(splits, lse, tile.head_dim_v) if splits > 1 else None
+    parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded) if splits > 1 else None
     meta = ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
         IS_RAGGED_KV=x.k.dim() == 3,

@@ -45,7 +45,16 @@ from flexattn.kernels_triton.hopper_fp8 import load_descale
 from flexattn.kernels_triton.hopper_fp8_one_pass import halves_of, is_plain, refusal_of_any, scales_of
 from flexattn.kernels_triton.hopper_one_pass import BOTH, LAST
 from flexattn.kernels_triton.launch import hopper_kernel, launch
-from flexattn.kernels_triton.primitives import LOG2E, captures_of_head, head_values, load_head, through_mods
+from flexattn.kernels_triton.primitives import (
+    LOG2E,
+    captures_of_head,
+    head_values,
+    is_any_large,
+    load_head,
+    load_large,
+    relative_to_lse,
+    through_mods,
+)
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -102,7 +111,8 @@ class Fp8BackwardMeta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_FP32: bool
+    IS_UNBOUNDED: bool
+    HAS_EXACT_TANH: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
@@ -248,7 +258,7 @@ def _dq_compute(
 ):
     q_tiles, k_tiles, k16_tiles, dq_tiles, dout_tiles, v_tiles, factors = tiles
     q_full, full8, empty8, full16, empty16, dq_full = barriers
-    first_row, window_left, window_right, scores, head, place = common
+    first_row, window_left, window_right, scores, head, large, place = common
     len_q, len_kv, shift, b, h = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k16_tiles[0].dtype
@@ -292,8 +302,9 @@ def _dq_compute(
         is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
             is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
-        if is_cut:
+        if is_cut | is_any_large(large, META):
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = relative_to_lse(s, minus_lse[:, None], large, b, h, rows[:, None], len_q, META)
         s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
         p = gl.exp2(s * factor + minus_lse[:, None])
         slot16 = turn % META.STAGES16
@@ -333,6 +344,8 @@ def _attn_bwd_dq_fp8_hopper_kernel(
     dq1_descriptor,
     statistics_ptr,
     tiles_of_statistics,
+    large_ptr,  # of `large_rows`
+    large_lse_ptr,
     table_ptr,
     descale_q_ptr,
     stride_descale_qb,
@@ -464,7 +477,8 @@ def _attn_bwd_dq_fp8_hopper_kernel(
     head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
     captures = captures_of_head(b, h, captures, MODS, META)
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-    common = (first_row, window_left, window_right, scores, head, (len_q, len_kv, shift, b, h))
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    common = (first_row, window_left, window_right, scores, head, large, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
             (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 0, MODS, META)),
@@ -553,7 +567,7 @@ def _dkdv_compute(
 ):
     q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
     full8, empty8, full16, empty16, _, _, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, large, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = dout16_tiles.dtype
@@ -594,14 +608,17 @@ def _dkdv_compute(
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s, factor, cap_tanh, score = _logits(kq, columns[None, :], rows[:, None], place, own_scores, head, s_factor, MODS, META)
-        if META.HAS_LEFT or META.HAS_RIGHT:
-            is_cut = False
+        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
+            is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = row < own_row + _ROWS - 1 - shift - window_right
+                is_cut = is_cut | (row < own_row + _ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+                if META.IS_UNBOUNDED:
+                    of_queries = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+                    s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
@@ -658,7 +675,7 @@ def _dkdv_compute_columns(
     q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
     shared_p, shared_ds = exchanges
     full8, empty8, full16, empty16, q16_full, q16_empty, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, large, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = dout16_tiles.dtype
@@ -696,14 +713,15 @@ def _dkdv_compute_columns(
         place = (len_q, len_kv, shift, b, h)
         own_scores = scores_of_head(scores, values, META)
         s, factor, cap_tanh, score = _logits(kq, columns[None, :], rows[:, None], place, own_scores, head, s_factor, MODS, META)
-        if META.HAS_LEFT or META.HAS_RIGHT:
-            is_cut = False
+        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
+            is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = row < first_row + _ROWS - 1 - shift - window_right
+                is_cut = is_cut | (row < first_row + _ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+                s = relative_to_lse(s, minus_lse[None, :], large, b, h, columns[None, :], len_q, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
@@ -768,6 +786,8 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     dk1_descriptor,
     statistics_descriptor,
     tiles_of_statistics,
+    large_ptr,  # of `large_rows`
+    large_lse_ptr,
     table_ptr,
     descale_q_ptr,
     stride_descale_qb,
@@ -939,7 +959,8 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    common = (first_row, window_left, window_right, scores, bias, large, (len_q, len_kv, shift, b, h))
     if META.SPLITS_COLUMNS:
         HALF: gl.constexpr = META.BLOCK_M // 2
         EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], DTYPE)
@@ -1017,7 +1038,7 @@ def fp8_backward(
     v0 = tile.head_dim_v
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
-    statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     scales = scales_of(x)
     q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
@@ -1071,7 +1092,7 @@ def fp8_backward(
             own = (of_q, of_dout, *of_k, of_v, of_dq, of_q1, *of_k1, of_dq1, statistics)
             kind = meta(tile.dq_stages, tile.block_n, False, BLOCK_M=_QUERIES, BLOCK_N=tile.block_n)
             steps = batch_steps_of(x.q, dout, x.k, k16, x.v, dq)
-            arguments = (*own, tiles, table, *descales, *call, *steps, *inlined, kind)
+            arguments = (*own, tiles, *large[1:], table, *descales, *call, *steps, *inlined, kind)
             launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
             gradients = (dq,)
         else:
@@ -1084,7 +1105,7 @@ def fp8_backward(
             own = (*of_q, *of_dout, of_k, of_v, of_dk, of_dv, *of_q1, *of_k1, of_statistics)
             kind = meta(tile.dkdv_stages, size, tile.splits_columns, BLOCK_M=size, BLOCK_N=tile.keys)
             steps = batch_steps_of(x.q, q16, dout, dout16, x.k, x.v, dk, dv)
-            arguments = (*own, tiles, table, *descales, *call, *steps, *inlined, kind)
+            arguments = (*own, tiles, *large[1:], table, *descales, *call, *steps, *inlined, kind)
             launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, Tile(size, tile.keys, 4, 2), arguments)
             gradients = (dk, dv)
         if has_lengths:

@@ -57,14 +57,23 @@ from flexattn.kernels_triton.hopper_fp8 import (
     unpack_quads,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch, num_processors
-from flexattn.kernels_triton.primitives import LN2, LOG2E, captures_of_head, load_head
+from flexattn.kernels_triton.primitives import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    captures_of_head,
+    exponent_factor,
+    exponent_origin,
+    load_head,
+    log_of_sum,
+    positive_factor,
+)
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _COLUMNS = gl.constexpr(8)  # of the product that sums p: wgmma's least N, all alike
 _ONE = gl.constexpr(0x38)  # 1 in e4m3
-_LOWEST = gl.constexpr(-3.4028234663852886e38)  # of fp32's finite numbers, for -inf as a maximum: exp2(-inf - _LOWEST) is 0
 
 
 class Fp8Tile(NamedTuple):
@@ -119,7 +128,8 @@ class Fp8ForwardMeta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_FP32: bool
+    IS_UNBOUNDED: bool
+    HAS_EXACT_TANH: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
@@ -230,7 +240,7 @@ def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr,
         )
         return s, gl.zeros_like(descale) + factor
     else:
-        return qk, gl.maximum(descale * (scores[0] * LOG2E), 1e-37)
+        return qk, positive_factor(descale * (scores[0] * LOG2E))
 
 
 @gluon.jit
@@ -254,11 +264,20 @@ def _whole_blocks(own_row, num_blocks, found, mask, META: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
-    # (the weights as quads, the rows' maximum, what is summed already is to be multiplied with)
-    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-    origin = gl.maximum(new_max, _LOWEST)
-    p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
-    return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, gl.exp2(row_max - origin)
+    # (the weights as quads, the rows' maximum, what is summed already is to be multiplied with). The maximum is in units of log2,
+    # but of unbounded logits exact.
+    if META.IS_UNBOUNDED:
+        new_max = gl.maximum(row_max, gl.max(s, 1))
+        factor = exponent_factor(new_max)
+        origin = exponent_origin(new_max, factor, P_SHIFT)
+        p = gl.exp2(gl.fma(s, factor[:, None], -origin[:, None]))
+        decay = gl.exp2(exponent_origin(row_max, factor, P_SHIFT) - origin)
+    else:
+        new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+        origin = gl.maximum(new_max, LOWEST)  # for -inf too exp2(-inf - origin) is 0
+        p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
+        decay = gl.exp2(row_max - origin)
+    return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, decay
 
 
 @gluon.jit
@@ -388,7 +407,7 @@ def _compute_partition(
         own_row = first_row + CONSUMER * _ROWS
         skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
         rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
-        row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
+        row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2, but of unbounded logits exact
         row_sum = _once(no_row_sum)
         if META.Q_BLOCKWISE:
             descale_q = load_descale(scale_q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
@@ -399,10 +418,13 @@ def _compute_partition(
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
-                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * LOG2E
+                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
             row_max = gl.maximum(row_max, sink)
-            own = gl.convert_layout(gl.where(row_max == float("-inf"), 0.0, P_SCALE), gl.SliceLayout(1, row_sum.type.layout))
-            row_sum = row_sum + own[:, None]
+            own = gl.where(row_max == float("-inf"), 0.0, P_SCALE)
+            if META.IS_UNBOUNDED:
+                factor = exponent_factor(row_max)
+                own = gl.exp2(gl.fma(row_max, factor, -exponent_origin(row_max, factor, P_SHIFT)))
+            row_sum = row_sum + gl.convert_layout(own, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
         mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
         acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
@@ -433,7 +455,12 @@ def _compute_partition(
         lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
         row_sum = gl.convert_layout(gl.max(row_sum, 1), ROWS)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
-        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
+        if META.IS_UNBOUNDED:
+            factor = exponent_factor(row_max)
+            lse, _lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, P_SHIFT), row_sum_or_1)
+            gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
+        else:
+            gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
         normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = out_tiles.index(CONSUMER)
         tma.store_wait(0)

@@ -66,7 +66,7 @@ from flexattn.kernels_triton.hopper_one_pass import (
     write_dq,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch
-from flexattn.kernels_triton.primitives import LOG2E, head_values, through_mods
+from flexattn.kernels_triton.primitives import LOG2E, head_values, is_any_large, load_large, relative_to_lse, through_mods
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -99,7 +99,8 @@ class Fp8OnePassMeta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_FP32: bool
+    IS_UNBOUNDED: bool
+    HAS_EXACT_TANH: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int
@@ -201,7 +202,7 @@ def _compute(
 ):
     q_tiles, q16_tiles, dout_tiles, dout16_tiles, k_tiles, k16_tiles, v_tiles, statistics_tiles, factors, ds_tiles, dq_tiles = tiles
     q_full, q_empty, dout_full, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, place = common
+    first_row, window_left, window_right, scores, bias, large, place = common
     len_q, len_kv, shift, b, first_head = place
     softmax_scale, _, _, _, captures = scores
     DTYPE: gl.constexpr = k16_tiles.dtype
@@ -265,8 +266,11 @@ def _compute(
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
         if META.HAS_LEFT:
             is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
-        if is_cut:
+        if is_cut | is_any_large(large, META):
             s = mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            if META.IS_UNBOUNDED:
+                of_queries = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+                s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
         s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
@@ -342,6 +346,8 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     dk_descriptor,
     dv_descriptor,
     tiles_of_a_head,
+    large_ptr,  # of `large_rows`
+    large_lse_ptr,
     table_ptr,
     descale_q_ptr,
     stride_descale_qb,
@@ -506,7 +512,8 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
     )
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    common = (first_row, window_left, window_right, scores, bias, (len_q, len_kv, shift, b, h))
+    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    common = (first_row, window_left, window_right, scores, bias, large, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
             (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
@@ -631,7 +638,7 @@ def fp8_one_pass_backward(
     tile = tile or tile_of(x)
     dim, size = tile.head_dim, tile.queries
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
-    statistics, tiles = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -672,7 +679,7 @@ def fp8_one_pass_backward(
             TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
             TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
             *(ragged_descriptor(t, ROWS.value, dim) for t in (dk, dv)),
-            *(tiles, table),
+            *(tiles, *large[1:], table),
             *(argument for scale in scales for argument in scale.arguments),
             *(x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
             *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),

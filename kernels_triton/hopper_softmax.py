@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.hopper import pack_pairs
 from flexattn.kernels_triton.hopper_dropout import kept
+from flexattn.kernels_triton.primitives import LN2, exponent_factor, exponent_origin
 
 _RISE = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which what is summed is not rescaled
 
@@ -63,15 +64,27 @@ def for_threads(x, sums):
 
 @gluon.jit
 def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
-    # (the weights as pairs, the rows' maximum and sum, what is summed already is to be multiplied with)
-    new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
-    if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
-        new_max = gl.where(new_max - row_max > _RISE, new_max, row_max)
+    # (the weights as pairs, the rows' maximum and sum, what is summed already is to be multiplied with). The maximum is in units of
+    # log2, but of unbounded logits exact.
+    if META.IS_UNBOUNDED:
+        new_max = _row_maximum(qk, META.BLOCK_N)
+        if META.LAZY:
+            new_max = gl.where(new_max - row_max > _RISE * LN2, new_max, row_max)
+        else:
+            new_max = gl.maximum(row_max, new_max)
+        factor = exponent_factor(new_max)
+        origin = exponent_origin(new_max, factor, 0.0)
+        p = gl.exp2(gl.fma(qk, factor[:, None], -origin[:, None]))
+        decay = gl.exp2(exponent_origin(row_max, factor, 0.0) - origin)
     else:
-        new_max = gl.maximum(row_max, new_max)
-    origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-    p = gl.exp2(qk * scale_log2 - origin[:, None])
-    decay = gl.exp2(row_max - origin)
+        new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
+        if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
+            new_max = gl.where(new_max - row_max > _RISE, new_max, row_max)
+        else:
+            new_max = gl.maximum(row_max, new_max)
+        origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+        p = gl.exp2(qk * scale_log2 - origin[:, None])
+        decay = gl.exp2(row_max - origin)
     row_sum = row_sum * for_threads(decay, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
     return pairs, new_max, row_sum, decay

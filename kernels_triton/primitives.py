@@ -12,6 +12,10 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 DROPOUT_ROUNDS = tl.constexpr(7)  # of Philox4x32: the fewest that pass BigCrush (Salmon and others, SC 2011, table 2)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32's finite numbers
+FAR = tl.constexpr(2.0**28 * 0.6931471805599453)  # a logit from which on fp32's numbers are at least 16 apart
+NEAR = tl.constexpr(2.0**22)  # a logit up to which its product with log2(e) is rounded by 1/4 at most
+LARGE = tl.constexpr(8192.0)  # an lse from which on fp32 holds it, and so probabilities made from it, to 2**-11 at best
 FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
 
 
@@ -97,11 +101,11 @@ def captures_of_head(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
 
 
 @triton.jit
-def load_sink(softmax_offset_ptr, h, META: tl.constexpr):
-    # in units of log2
+def load_sink(softmax_offset_ptr, h, UNIT: tl.constexpr, META: tl.constexpr):
+    # UNIT: LOG2E for units of log2, or 1
     sink = tl.zeros([], tl.float32)
     if META.HAS_OFFSET:
-        sink = tl.load(softmax_offset_ptr + h).to(tl.float32) * LOG2E
+        sink = tl.load(softmax_offset_ptr + h).to(tl.float32) * UNIT
     return sink
 
 
@@ -137,12 +141,70 @@ def make_row_statistics(
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
     if META.IS_FP8:
         delta *= load_descale(descales, 3, b, h, first_row, META)
-    row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
+    row = lse_row(b, h, num_heads, num_tokens_q, start_q, META)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
     lse = tl.load(lse_ptr + row + rows, mask=rows < len_q, other=float("inf"))
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     return lse_log2, delta
+
+
+@triton.jit
+def lse_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
+    # Where a sequence's and head's lse begins
+    return tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
+
+
+@triton.jit
+def large_part(lse):
+    # What of lse is taken off the logits before exp2: all where it is large, else 0. See `large_rows`.
+    size = tl.abs(lse)
+    return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
+
+
+@triton.jit
+def load_large(large_ptr, lse_ptr, num_heads, num_tokens_q, start_q, META: tl.constexpr):
+    # For `relative_to_lse`: (whether any lse of the call is large, where lse is)
+    if META.IS_UNBOUNDED:
+        return tl.load(large_ptr), lse_ptr, num_heads, num_tokens_q, start_q
+    else:
+        return ()
+
+
+@triton.jit
+def _load_shift(large, b, h, rows, len_q, META: tl.constexpr):
+    _, lse_ptr, num_heads, num_tokens_q, start_q = large
+    return large_part(tl.load(lse_ptr + lse_row(b, h, num_heads, num_tokens_q, start_q, META) + rows, mask=rows < len_q, other=0.0))
+
+
+@triton.jit
+def is_any_large(large, META: tl.constexpr):
+    if META.IS_UNBOUNDED:
+        return large[0] != 0
+    else:
+        return False
+
+
+@triton.jit
+def relative_to_lse(s, minus_lse, large, b, h, i, len_q, META: tl.constexpr):
+    # The logits as they go with minus_lse, in units of log2: in rows whose lse is large relative to it, and minus_lse is of the
+    # rest. A logit next to an edge of rounding may have been rounded otherwise before; no probability is above 1 for that.
+    if META.IS_UNBOUNDED:  # noqa: SIM102  # this is known when it is compiled, that at run time
+        if large[0] != 0:
+            shift = _load_shift(large, b, h, i, len_q, META)
+            s = tl.minimum(s - shift, minus_lse * -LN2)
+    return s
+
+
+@triton.jit
+def sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META: tl.constexpr):
+    sink = load_sink(softmax_offset_ptr, h, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
+    if META.IS_UNBOUNDED:
+        shift = tl.zeros_like(lse_log2)
+        if large[0] != 0:
+            shift = _load_shift(large, b, h, rows, len_q, META)
+        sink = (sink - shift) * LOG2E
+    return tl.exp2(sink - lse_log2)
 
 
 @triton.jit
@@ -484,7 +546,7 @@ def logits(
             s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
         s *= softmax_scale
         if META.HAS_SOFTCAP:
-            cap_tanh = tanh(s / softcap) if META.IS_FP32 else tanh_in_half(s * (1.0 / softcap))
+            cap_tanh = tanh(s / softcap) if META.HAS_EXACT_TANH else tanh_in_half(s * (1.0 / softcap))
             s = softcap * cap_tanh
         score = s
         if META.HAS_SCORE_MOD:
@@ -494,6 +556,41 @@ def logits(
         if META.HAS_ALIBI:
             s -= alibi_slope * tl.abs(j - i - shift).to(tl.float32)
     return s, factor, cap_tanh, score
+
+
+@triton.jit
+def positive_factor(factor):
+    # As in `logits`, of products in FP8: a NaN among the descales shows in what is made of it.
+    return tl.maximum(factor, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def exponent_factor(row_max):
+    # What a row's logits are multiplied with in exp2: log2(e), but 1 where the row's largest is so far from 0 that the next smaller
+    # number has no weight beside it. row_max * 1 is exact and never overflows; row_max * log2(e) would be rounded by more than
+    # exp2 has room for.
+    return tl.where(tl.abs(row_max) < FAR, LOG2E, 1.0)
+
+
+@triton.jit
+def exponent_origin(row_max, factor, OFFSET: tl.constexpr):
+    # What is taken off the product, finite for -inf too: exp2(-inf - origin) is 0. Products of equal numbers are rounded alike, so
+    # that weights relative to two origins differ by a factor of exp2(the one - the other), however coarse the rounding is. With an
+    # OFFSET weights are up to 2**OFFSET, but where the rounding would take them past what FP8 holds.
+    origin = tl.maximum(row_max * factor, LOWEST)
+    if OFFSET > 0.0:
+        origin -= tl.where(tl.abs(row_max) < NEAR, OFFSET, 0.0)
+    return origin
+
+
+@triton.jit
+def log_of_sum(row_max, factor, origin, row_sum):
+    # (lse, what rounding took from it) of rows whose largest logit is row_max, and whose sum of exp2(logit * factor - origin) is
+    # row_sum. An lse of -1e9 is a multiple of 64, and how many keys share it is in the second number alone.
+    above = (tl.log2(row_sum) - tl.fma(row_max, factor, -origin)) * LN2
+    above = tl.where(row_max == float("-inf"), 0.0, above)
+    lse = row_max + above
+    return lse, tl.where(row_max == float("-inf"), 0.0, row_max - lse + above)
 
 
 @triton.jit
@@ -520,6 +617,7 @@ def score_gradient(
     lse_log2,
     delta,
     p_scale,
+    large,
     i,
     j,
     keep,
@@ -564,6 +662,7 @@ def score_gradient(
         MODS,
         META,
     )
+    s = relative_to_lse(s, -lse_log2, large, b, h, i, len_q, META)
     p = tl.exp2(tl.fma(s, factor, -lse_log2))
     if META.NORMALIZES:
         p *= p_scale

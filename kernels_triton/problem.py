@@ -14,6 +14,7 @@ from flexattn.kernels_triton.launch import capability_of
 
 _MOST_ROWS = 256  # of any tile
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
+_LARGE_SOFTCAP = 256.0  # times the 5e-7 that `tanh_in_half` is off by: a rounding of fp16, which a logit must not be moved by
 
 
 class Mods(NamedTuple):
@@ -101,10 +102,11 @@ class Meta(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
+    IS_UNBOUNDED: bool  # logits may be of any size, whatever q and k are
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     HAS_BLOCK_SCALES: bool
     SCALE_ROWS: int  # of a block of rows with a scale of its own
-    IS_FP32: bool  # tanh is exact then
+    HAS_EXACT_TANH: bool  # for the softcap, `primitives.tanh`
     NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
     HAS_SINK: bool
     HAS_OFFSET: bool
@@ -166,7 +168,9 @@ class Problem:
     descales: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # of a block; 0: there is one
     halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
-    is_part: bool = False  # for a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1
+    # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
+    # fp32, and a large lse (`large_rows`), are made good.
+    is_part: bool = False
     dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of halves[0]
 
     @property
@@ -210,8 +214,17 @@ class Problem:
         return self.softcap > 0 or any(x is not None for x in given)
 
     @property
+    def is_unbounded(self) -> bool:
+        """Whether logits may be of any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
+        return self.bias is not None or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)
+
+    @property
     def device(self) -> torch.device:
         return self.q.device
+
+    def without_block_mask(self) -> Problem:
+        """Where that only leaves out what the mask_mod hides, it means the same."""
+        return dataclasses.replace(self, block_mask=None)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -286,7 +299,8 @@ class Problem:
             "IS_BIAS_CONTIGUOUS": self.bias is not None and _strides(self.bias, 4)[3] == 1,
             "HAS_ALIBI": self.alibi_slopes is not None,
             "HAS_SOFTCAP": self.softcap > 0,
-            "IS_FP32": self.q.dtype is torch.float32,
+            "IS_UNBOUNDED": self.is_unbounded,
+            "HAS_EXACT_TANH": self.q.dtype is torch.float32 or self.softcap > _LARGE_SOFTCAP,
             "HAS_SCORE_MOD": self.mods is not None and self.mods.score is not None,
             "HAS_MASK_MOD": self.mods is not None and self.mods.mask is not None,
             "BLOCK_SIZE_Q": 0 if self.block_mask is None else self.block_mask.block_size_q,

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexattn.kernels_triton.bias_gradient import bias_gradient
 from flexattn.kernels_triton.capture_gradient import capture_gradients
 from flexattn.kernels_triton.problem import Problem
-from flexattn.kernels_triton.statistics import row_statistics
+from flexattn.kernels_triton.statistics import Statistics, row_statistics
 
 
 def bias_and_capture_gradients(
@@ -30,7 +30,7 @@ def bias_and_capture_gradients(
 
 def score_gradients(
     problem: Problem,
-    statistics: Tensor,
+    statistics: Statistics,
     dout: Tensor,
     dlse: Tensor | None,
     dbias: Tensor | None,

@@ -65,11 +65,12 @@ class Parts(NamedTuple):
     """What the splits leave, with rows in the order of lse."""
 
     out: Tensor  # fp32 [splits, rows, width], of which the first columns are v's
-    lse: Tensor  # fp32 [splits, rows]
+    lse: Tensor  # fp32 [1 or 2, splits, rows]: of unbounded logits what its rounding lost comes second (`primitives.log_of_sum`)
 
     @classmethod
-    def empty(cls, splits: int, lse: Tensor, width: int) -> Parts:
-        return cls(lse.new_empty((splits, lse.numel(), width)), lse.new_empty((splits, lse.numel())))
+    def empty(cls, splits: int, lse: Tensor, width: int, is_unbounded: bool) -> Parts:
+        rows = lse.numel()
+        return cls(lse.new_empty((splits, rows, width)), lse.new_empty((1 + is_unbounded, splits, rows)))
 
     def rows(self, lse: Tensor) -> Tensor:
         """The first split's out as [b, s, h, width] or [total, h, width]."""
@@ -102,6 +103,16 @@ def part_row(split, batch, num_heads, num_tokens_q, META: tl.constexpr):
     return split * num_rows
 
 
+@triton.jit
+def _log_weight(lse, origin, splits, part_lse_ptr, row, num_rows, num_splits, META: tl.constexpr):
+    # Of splits with such an lse, relative to `origin`
+    relative = lse - origin
+    if META.IS_UNBOUNDED:  # of padding neither number is written
+        pointers = part_lse_ptr + (num_splits + splits).to(tl.int64) * num_rows + row
+        relative += tl.load(pointers, mask=lse > float("-inf"), other=0.0)
+    return relative
+
+
 @kernel
 def _combine_splits_kernel(
     parts_ptr,
@@ -128,9 +139,10 @@ def _combine_splits_kernel(
     b = row // num_tokens_q // num_heads  # 0 of packed sequences
     splits = tl.arange(0, MOST)
     lse_of_splits = tl.load(part_lse_ptr + splits.to(tl.int64) * num_rows + row, mask=splits < num_splits, other=float("-inf"))
+    place = (part_lse_ptr, row, num_rows, num_splits)
     largest = tl.max(lse_of_splits, 0)
     origin = tl.where(largest == float("-inf"), 0.0, largest)  # of a row that sees nothing: exp2(-inf - 0) is 0
-    total = tl.sum(tl.exp2((lse_of_splits - origin) * LOG2E), 0)
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, origin, splits, *place, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
@@ -138,7 +150,8 @@ def _combine_splits_kernel(
         some = first + tl.arange(0, AT_ONCE)
         is_split = some < num_splits
         rows = some.to(tl.int64) * num_rows + row
-        weights = tl.exp2((tl.load(part_lse_ptr + rows, mask=is_split, other=float("-inf")) - origin) * LOG2E)
+        lse_of_some = tl.load(part_lse_ptr + rows, mask=is_split, other=float("-inf"))
+        weights = tl.exp2(_log_weight(lse_of_some, origin, some, *place, META) * LOG2E)
         inside = is_split[:, None] & (columns < HEAD_DIM)[None, :]
         part = tl.load(parts_ptr + (rows * WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)

@@ -11,14 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.large_rows import LargeRows, large_rows
 from flexattn.kernels_triton.launch import kernel, launch
 from flexattn.kernels_triton.primitives import (
+    load_large,
     load_sequence,
-    load_sink,
     load_tile,
     make_row_statistics,
     row_pointer,
     row_steps,
+    sink_probability,
     statistics_row,
     store_tile,
 )
@@ -63,7 +65,9 @@ def _attn_bwd_statistics_kernel(
     stride_do8h,
     descale_dout_ptr,  # of it, to be written: [b, h, blocks], contiguous
     range_scale,  # the largest value of its dtype
-    lse_ptr,
+    lse_ptr,  # of unbounded logits the rest of it, as `large_rows` has it, with what comes next; else that is None
+    large_ptr,
+    large_lse_ptr,
     dlse_ptr,  # or None: 0
     softmax_offset_ptr,
     descales,
@@ -146,50 +150,58 @@ def _attn_bwd_statistics_kernel(
             tl.store(lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
             tl.store(delta_ptr + own + rows, delta, mask=rows < len_q)
         if dsink_ptr is not None:
-            p_sink = tl.exp2(load_sink(softmax_offset_ptr, h, META) - lse_log2)
+            large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+            p_sink = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
             dsink -= tl.sum(p_sink * delta, 0)
     if dsink_ptr is not None:
         tl.store(dsink_ptr + (h * batch + b) * blocks + block, dsink)
 
 
-def new_statistics(problem: Problem) -> Tensor:
-    """For `row_statistics`, or the dq kernel, to fill: fp32 [3, rows]: lse_log2, delta, p_scale."""
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of queries, for the portable kernels: lse_log2, delta, p_scale, each fp32 [rows]; and of `LargeRows` is_any and lse."""
+
+
+def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
+    """(room for `row_statistics`, or the dq kernel, to fill, what is left of lse)."""
     x = problem
     num_tokens_q = x.q.shape[-3]
     rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * triton.cdiv(num_tokens_q, 4) * 4)
-    return torch.empty((3, rows), dtype=torch.float32, device=x.device)
+    lse_log2, delta, p_scale = torch.empty((3, rows), dtype=torch.float32, device=x.device)
+    rest, is_any, own_lse = large_rows(x, lse)
+    return (lse_log2, delta, p_scale, is_any, own_lse), rest
 
 
 def row_statistics(
     problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None
-) -> Tensor:
+) -> Statistics:
     """`new_statistics` with lse_log2 and delta written; and the gradient of softmax_offset, unless that is None.
 
     What the kernels for the gradients of a bias and of captures read, where no dq kernel of `backward` runs; half types only.
     """
-    statistics = new_statistics(problem)
-    _launch(problem, out, lse, dout, dlse, dsoftmax_offset, (statistics[0], statistics[1], None, 0, 0))
+    statistics, rest = new_statistics(problem, lse)
+    _launch(problem, out, LargeRows(rest, *statistics[3:]), dout, dlse, dsoftmax_offset, (*statistics[:2], None, 0, 0))
     return statistics
 
 
 def tiled_statistics(
     problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None, size: int
-) -> tuple[Tensor, int]:
-    """The same, negated, in tiles of `size` queries: (fp32 [all tiles * 2 * size], the tiles of a head)."""
+) -> tuple[Tensor, int, LargeRows]:
+    """The same, negated, in tiles of `size` queries: (fp32 [all tiles * 2 * size], the tiles of a head, `large_rows`)."""
     x = problem
     num_tokens_q = x.q.shape[-3]
     # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
-    _launch(x, out, lse, dout, dlse, dsoftmax_offset, (None, None, statistics, tiles, size))
-    return statistics, tiles
+    large = large_rows(x, lse)
+    _launch(x, out, large, dout, dlse, dsoftmax_offset, (None, None, statistics, tiles, size))
+    return statistics, tiles, large
 
 
 def _launch(
     x: Problem,
     out: Tensor,
-    lse: Tensor,
+    large: LargeRows,
     dout: Tensor,
     dlse: Tensor | None,
     dsoftmax_offset: Tensor | None,
@@ -209,7 +221,7 @@ def _launch(
         *(out, *row_strides(out, meta)),
         *(dout, *row_strides(dout, meta)),
         *((dout8, *row_strides(dout8, meta), x.descales[3], LARGEST[dout8.dtype]) if quantises else (None, 0, 0, 0, None, 0.0)),
-        *(lse, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
+        *(*large, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
         *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, _TILE.block_m, size, meta),
     )
     launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)

@@ -293,6 +293,7 @@ BAD = {
     "softcap negative": Bad(dense(softcap=-30.0), ValueError, "softcap", "-30.0", "at least 0"),
     "softcap nan": Bad(dense(softcap=math.nan), ValueError, "softcap", "nan", "finite"),
     "softcap inf": Bad(dense(softcap=math.inf), ValueError, "softcap", "inf", "finite"),
+    "softcap without an inverse": Bad(dense(softcap=1e-40), ValueError, "softcap", "1e-40", "at least 1.18e-38"),
     "softcap None": Bad(dense(softcap=None), TypeError, "softcap", "None (NoneType)", "0 for none"),
     "dropout one": Bad(dense(dropout_p=1.0), ValueError, "dropout_p", "1.0", "[0, 1)"),
     "dropout almost one": Bad(dense(dropout_p=1 - 2**-40), ValueError, "dropout_p", "0.9999999", "at most 1 - 2**-16"),

@@ -89,7 +89,8 @@ def _launches(case: Case) -> list[Launch]:
         if case.kernel == "forward":
             attention_forward(problem, out, lse, torch.zeros(heads) if full else None, tile(configs.FORWARD))
         elif case.kernel == "dbias":
-            bias_gradient(problem, torch.zeros(3, *lse.shape), dout, None, problem.bias.clone(), tile(configs.BIAS_GRADIENT))
+            statistics = (*torch.zeros(3, *lse.shape), torch.zeros(1, dtype=torch.int32), lse)
+            bias_gradient(problem, statistics, dout, None, problem.bias.clone(), tile(configs.BIAS_GRADIENT))
         else:
             gradients = (torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v))
             tiles = (tile(configs.DQ), tile(configs.DKDV))

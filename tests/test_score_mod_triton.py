@@ -368,7 +368,8 @@ def requests(make_mods: Any, sm: int, head_dim: int) -> list[CompileRequest]:
         tiles = (problem.tile(configs.DQ, sm), problem.tile(configs.DKDV, sm))
         attention_backward(problem, out, lse, dout, None, dq, dk, dv, None, None, *tiles, captured)
         if captured:
-            statistics, tile = torch.zeros(3, *lse.shape), problem.tile(configs.BIAS_GRADIENT, sm)
+            statistics = (*torch.zeros(3, *lse.shape), torch.zeros(1, dtype=torch.int32), lse)
+            tile = problem.tile(configs.BIAS_GRADIENT, sm)
             for deterministic in (False, True):
                 capture_gradients(problem, statistics, dout, captured, deterministic, tile)
     return [request_for(launch, sm) for launch in launches]

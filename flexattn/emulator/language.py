@@ -59,10 +59,18 @@ for _name, _op in {
     "mul": "mul",
     "fdiv": "truediv",
     "div_rn": "truediv",
-    "maximum": "max",
-    "minimum": "min",
 }.items():
     FUNCTIONS[_name] = lambda a, b, _op=_op, **_: binary(_op, a, b)
+
+
+def _extremum(op: str) -> Callable[..., Any]:
+    def extremum(a: Operand, b: Operand, propagate_nan: Any = tl.PropagateNan.NONE, **_: Any) -> Any:
+        return binary(op if static(propagate_nan, "propagate_nan") == tl.PropagateNan.NONE else f"{op}_nan", a, b)
+
+    return extremum
+
+
+FUNCTIONS |= {"maximum": _extremum("max"), "minimum": _extremum("min")}
 for _name in ("assume", "static_print", "device_print"):
     FUNCTIONS[_name] = lambda *_, **__: None
 for _name in ("multiple_of", "max_contiguous", "max_constancy"):

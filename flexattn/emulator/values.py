@@ -370,6 +370,8 @@ _ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = {
     # PTX ISA, "max" and "min": of a NaN and a number, the number
     "max": lambda a, b: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
     "min": lambda a, b: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),
+    "max_nan": np.maximum,
+    "min_nan": np.minimum,
 }
 
 
