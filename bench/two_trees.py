@@ -1,0 +1,230 @@
+"""Two checkouts of the library timed against each other in one run: did a change cost anything, and where?
+
+    python -m flexattn.bench.two_trees --other ../before --out two_trees.json
+
+Each checkout has a process of its own, which makes the same inputs, checks each result against its own eager backend, and then
+times calls when it is told to; the two take turns. Only `attention()` is asked for, so any two versions can be compared. Needs a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+FLUSH_BYTES = 2**28  # written before each call, several times: empties L2, and hides what the host takes to enqueue the call
+FLUSHES = 6
+ROUNDS, CALLS = 7, 12  # turns of each checkout, and calls in each
+WORST = 2.0**-4  # of a result's largest number: far above rounding in bf16 and FP8, far below a wrong result
+
+Case = dict[str, Any]
+
+
+def case(
+    b: int, s: int, h: int, d: int, dtype: str = "bfloat16", h_kv: int | None = None, sq: int | None = None, **more: Any
+) -> Case:
+    """Shapes and arguments of one case; `bias`, `mod` and `fp8` name what `arguments_of` makes."""
+    return {"b": b, "s": s, "h": h, "d": d, "dtype": dtype, "h_kv": h_kv or h, "sq": sq or s, **more}
+
+
+CASES: dict[str, Case] = {
+    "plain causal, d 128": case(2, 4096, 16, 128, attn_mask_type="causal"),
+    "plain full, d 64": case(2, 4096, 32, 64),
+    "plain causal, d 256, deterministic": case(2, 4096, 8, 256, attn_mask_type="causal", deterministic=True),
+    "plain causal, 512 tokens": case(32, 512, 16, 128, attn_mask_type="causal"),
+    "plain FP8 causal, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", fp8=True),
+    "plain decode": case(32, 8192, 32, 128, h_kv=8, sq=1),
+    "bias [1, h, s, s], d 128": case(2, 4096, 16, 128, bias=(1, 16, 4096, 4096), bias_type="post_scale_bias"),
+    "bias [b, 1, 1, s], d 64": case(2, 4096, 32, 64, bias=(2, 1, 1, 4096), bias_type="post_scale_bias"),
+    "bias [b, 1, 1, s], d 128, deterministic": case(
+        2, 4096, 16, 128, bias=(2, 1, 1, 4096), bias_type="post_scale_bias", deterministic=True
+    ),
+    "ALiBi causal, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", bias_type="alibi"),
+    "ALiBi causal, d 64": case(2, 4096, 32, 64, attn_mask_type="causal", bias_type="alibi"),
+    "ALiBi causal, 512 tokens": case(32, 512, 16, 128, attn_mask_type="causal", bias_type="alibi"),
+    "score_mod of a head's slope, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", mod="slope"),
+    "score_mod table of distances, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", mod="table"),
+    "softcap, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", softcap=30.0),
+    "ALiBi FP8 causal, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", bias_type="alibi", fp8=True),
+    "bias decode": case(32, 8192, 32, 128, h_kv=8, sq=1, bias=(32, 1, 1, 8192), bias_type="post_scale_bias"),
+    "bias float32, d 64": case(2, 2048, 16, 64, dtype="float32", bias=(2, 1, 1, 2048), bias_type="post_scale_bias"),
+}
+
+
+def calls_of(one: Case) -> dict[str, Callable[[str], Any]]:
+    """The forward and the backward of a case, each as call(backend) -> its results."""
+    import flexattn
+    from flexattn import fp8
+
+    torch.manual_seed(0)
+    made = dict(one)
+    b, s, h, d, h_kv, sq = (made.pop(name) for name in ("b", "s", "h", "d", "h_kv", "sq"))
+    dtype = getattr(torch, made.pop("dtype"))
+    q, k, v = (
+        torch.randn(b, length, heads, d, device="cuda", dtype=dtype).requires_grad_()
+        for length, heads in ((sq, h), (s, h_kv), (s, h_kv))
+    )
+    bias, mod, is_fp8 = made.pop("bias", None), made.pop("mod", None), made.pop("fp8", False)
+    if bias is not None:
+        made["bias"] = torch.randn(bias, device="cuda", dtype=dtype)
+    if is_fp8:
+        made["fp8_recipe"] = fp8.Recipe()
+    slopes, table = torch.rand(h, device="cuda"), torch.randn(2 * s, device="cuda")
+    if mod == "slope":
+        made["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
+    if mod == "table":
+        made["score_mod"] = lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + s]
+    dout = torch.randn_like(q)
+    leaves = [q, k, v]
+
+    def forward(backend: str) -> list[Tensor]:
+        with torch.no_grad():
+            return [flexattn.attention(q, k, v, **made, backend=backend)]
+
+    graphs: dict[str, Tensor] = {}
+
+    def backward(backend: str) -> list[Tensor]:
+        if backend not in graphs:
+            graphs[backend] = flexattn.attention(q, k, v, **made, backend=backend)
+        return list(torch.autograd.grad(graphs[backend], leaves, dout, retain_graph=True))
+
+    return {"forward": forward} if sq == 1 else {"forward": forward, "backward": backward}
+
+
+def error_of(call: Callable[[str], list[Tensor]]) -> float:
+    """The largest error against the eager backend, as a share of the largest number there."""
+    pairs = list(zip(call("triton"), call("eager"), strict=True))
+    return max(((got.float() - ref.float()).abs().amax() / ref.float().abs().amax()).item() for got, ref in pairs)
+
+
+def time_calls(call: Callable[[str], Any], flush: Tensor) -> list[float]:
+    """Microseconds of device time of CALLS calls."""
+    made = [torch.cuda.Event(enable_timing=True) for _ in range(2 * CALLS)]  # type: ignore[no-untyped-call]
+    events = list(zip(made[::2], made[1::2], strict=True))
+    for start, end in events:
+        for _ in range(FLUSHES):
+            flush.zero_()
+        start.record()
+        call("triton")
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def serve() -> None:
+    """A checkout's process: reads requests, one JSON line each, and answers each with one."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    calls: dict[str, Callable[[str], Any]] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: Any
+        if "prepare" in request:
+            calls = calls_of(CASES[request["prepare"]])
+            answer = {name: error_of(call) for name, call in calls.items()}
+            for call in calls.values():
+                time_calls(call, flush)
+        else:
+            answer = time_calls(calls[request["time"]], flush)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+class Checkout:
+    """The process of one checkout."""
+
+    def __init__(self, root: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # Run as text, in the checkout's folder: what it imports is the checkout's, and not what lies beside this file.
+        source = f"import sys; exec(compile(open({str(Path(__file__).resolve())!r}).read(), 'two_trees', 'exec'))"
+        command = [sys.executable, "-c", source, "--serve"]
+        self.process = subprocess.Popen(
+            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **request: str) -> None:
+        stream: IO[str] = self.process.stdin  # type: ignore[assignment]
+        stream.write(json.dumps(request) + "\n")
+        stream.flush()
+
+    def answer(self) -> Any:
+        stream: IO[str] = self.process.stdout  # type: ignore[assignment]
+        line = stream.readline()
+        if not line:
+            raise RuntimeError(f"a checkout's process ended with {self.process.wait()}; its error is above")
+        return json.loads(line)
+
+
+def compare(this: Checkout, other: Checkout, name: str) -> list[dict[str, Any]]:
+    """Rows of one case: median and quartiles of both, in microseconds, and this checkout's time over the other's."""
+    checkouts = {"this": this, "other": other}
+    for checkout in checkouts.values():
+        checkout.ask(prepare=name)
+    errors = {which: checkout.answer() for which, checkout in checkouts.items()}
+    rows = []
+    for direction in errors["this"]:
+        times: dict[str, list[float]] = {"this": [], "other": []}
+        for turn in range(ROUNDS):
+            for which in ("this", "other") if turn % 2 == 0 else ("other", "this"):
+                checkouts[which].ask(time=direction)
+                times[which] += checkouts[which].answer()
+        row: dict[str, Any] = {"case": name, "direction": direction}
+        for which, us in times.items():
+            q1, median, q3 = statistics.quantiles(us, n=4)
+            row[which] = {"us": median, "us_q1": q1, "us_q3": q3, "error": errors[which][direction]}
+        row["ratio"] = row["this"]["us"] / row["other"]["us"]
+        row["status"] = "measured" if errors["this"][direction] < WORST else "wrong"
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--other", type=Path, help="the root of the other checkout")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="where the JSON is written")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return 0
+    if options.other is None or not (options.other / "flexattn").is_dir():
+        parser.error(f"--other is {options.other}; accepted: the root of a checkout, with a folder flexattn")
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device; two_trees measures device time")
+    from flexattn.bench import record
+
+    this, other = Checkout(Path(__file__).resolve().parent.parent), Checkout(options.other)
+    rows: list[dict[str, Any]] = []
+    result = {
+        "command": record.command_line("flexattn.bench.two_trees", sys.argv[1:], options.out),
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions(),
+        "method": __doc__,
+        "rows": rows,
+    }
+    for name in CASES:
+        if options.only in name:
+            rows += compare(this, other, name)
+            for row in rows[-2:]:
+                if row["case"] == name:
+                    print(
+                        f"{row['status']:8} {row['ratio']:6.3f} {row['this']['us']:9.1f} us {row['direction']:8} {name}", flush=True
+                    )
+            if options.out is not None:
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(row["status"] == "wrong" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
