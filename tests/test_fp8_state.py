@@ -54,7 +54,7 @@ RECIPE = fp8.Recipe(scaling="delayed", amax_history_len=3)
         lambda model: model.to(BF16),
         lambda model: model.half(),
         lambda model: model.double(),
-        lambda model: model.to(torch.empty(0, dtype=torch.float16)),
+        lambda model: model.to(torch.empty(0, dtype=torch.float16, device=model.norm.weight.device)),
         lambda model: model.type(BF16),
         lambda model: model.to("meta", BF16).to_empty(device="cpu"),
     ],

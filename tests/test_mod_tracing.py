@@ -37,15 +37,18 @@ def cold() -> Iterator[None]:
     _joined.cache_clear()
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 9, 2, 16, generator=generator).requires_grad_() for _ in "qkv")
+    q, k, v = (torch.randn(1, 9, 2, 16, generator=generator).to(DEVICE).requires_grad_() for _ in "qkv")
     return q, k, v
 
 
 def mods() -> tuple[Mod, Tensor]:
     """A multiplicative score_mod, whose derivative needs what the forward had, and what it captures."""
-    slopes = torch.tensor([0.5, 1.5], requires_grad=True)
+    slopes = torch.tensor([0.5, 1.5], device=DEVICE, requires_grad=True)
     return lambda s, b, h, i, j: torch.tanh(s) * s * slopes[h], slopes
 
 
@@ -69,7 +72,7 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "no hooks": lambda: disable_saved_tensors_hooks("not here"),
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
     "default device": lambda: torch.device("meta"),
 }
 
@@ -383,7 +386,7 @@ def test_a_hit_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
 class Table(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(torch.tensor([0.5, 1.5]))
+        self.table = torch.nn.Parameter(torch.tensor([0.5, 1.5], device=DEVICE))
         self.act = torch.nn.GELU()
 
     def forward(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -410,7 +413,7 @@ def of_items(items: Items) -> Mod:
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 def test_objects_with_tensors_as_mods(kind: str) -> None:
     q, k, v = inputs()
-    table = torch.nn.Parameter(torch.tensor([0.5, 1.5]))
+    table = torch.nn.Parameter(torch.tensor([0.5, 1.5], device=DEVICE))
     module = Table()
     module.table = table
     parameters = torch.nn.ParameterDict({"t": table})
