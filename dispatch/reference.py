@@ -237,7 +237,7 @@ def block_kinds(x: Operands) -> Tensor:
 def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
     """The batch as groups of equal lengths: one group without padding, else one per sequence, its lengths read in one transfer.
 
-    Lengths or starts that do not fit the tensors are clamped to them.
+    Lengths or starts that do not fit the tensors are clamped to them. Slots may come in any order.
     """
     q_total, kv_total = x.q.shape[_token_dim(spec.q_format)], x.k.shape[_token_dim(spec.kv_format)]
     if not spec.padding:
@@ -250,8 +250,8 @@ def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
     return [
         Sequences(
             range(b, b + 1),
-            _tokens(spec.q_format, q_total, cu_q[b : b + 2], cu_q_slots[b : b + 2], x.max_seqlen_q),
-            _tokens(spec.kv_format, kv_total, cu_kv[b : b + 2], cu_kv_slots[b : b + 2], x.max_seqlen_kv),
+            _tokens(spec.q_format, q_total, cu_q[b : b + 2], cu_q_slots[b], x.max_seqlen_q),
+            _tokens(spec.kv_format, kv_total, cu_kv[b : b + 2], cu_kv_slots[b], x.max_seqlen_kv),
         )
         for b in range(batch_size(spec, x))
     ]
@@ -298,12 +298,13 @@ def _sink(spec: AttentionSpec, block: Differentiable) -> Tensor | None:
     return block.q.new_zeros(spec.num_heads, 1) if spec.softmax_type == "off-by-one" else None
 
 
-def _tokens(fmt: str, total: int, cu: list[int], slot: list[int], max_seqlen: int) -> range:
-    start, stop = slot if fmt == "thd" else (0, total)
-    start = min(max(start, 0), total)
-    stop = min(max(stop, start), total)
-    length = min(max(cu[1] - cu[0], 0), stop - start, max_seqlen)
-    return range(start, start + length)
+def _tokens(fmt: str, total: int, cu: list[int], slot: int, max_seqlen: int) -> range:
+    if fmt != "thd":
+        return range(min(max(cu[1] - cu[0], 0), total, max_seqlen))
+    start = min(max(slot, 0), total)
+    before = min(max(cu[0], 0), total)
+    length = min(max(cu[1], before), total) - before
+    return range(start, start + min(length, total - start, max_seqlen))
 
 
 def _token_dim(fmt: str) -> int:

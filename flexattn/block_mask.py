@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import options
 from flexattn.dispatch.program import evaluate
 from flexattn.validation import check_count, check_device, describe
 
@@ -117,6 +118,9 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
     given = [getattr(block_mask, name) for name in names]
     if given[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
+    _check_shapes(given, names, -(-longest_kv // size_kv))
+    if options.check_values() and not torch.compiler.is_compiling():
+        _check_values(given, names)
     # A trace keeps nothing, and of a tensor made in inference mode nobody knows when it changes.
     if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in given):
         return _lists(given, (size_q, size_kv))
@@ -130,6 +134,54 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
     return lists
 
 
+def _check_shapes(given: Sequence[Tensor | None], names: Sequence[str], columns: int) -> None:
+    """Raises ValueError unless the lists have one shape for each side, and one for each of so many blocks of keys."""
+    for i in range(0, 8, 2):
+        counts, indices, like = given[i], given[i + 1], given[i // 4 * 4]
+        if counts is None or indices is None:  # no full blocks
+            continue
+        assert like is not None
+        other = given[i // 4 * 4 + 1]
+        if counts.shape != like.shape or indices.shape[:-1] != like.shape or (other is not None and indices.shape != other.shape):
+            raise ValueError(
+                f"block_mask.{names[i]} has shape {tuple(counts.shape)} and {names[i + 1]} {tuple(indices.shape)}, beside "
+                f"{names[i // 4 * 4]} of {tuple(like.shape)}; accepted: [b, h, blocks] and one dim more, the same for both"
+            )
+    rows, of_queries = given[0], given[4]
+    if rows is not None and of_queries is not None and (of_queries.shape[:2] != rows.shape[:2] or of_queries.shape[2] < columns):
+        raise ValueError(
+            f"block_mask.q_num_blocks has shape {tuple(of_queries.shape)}, and the call has {columns} blocks of keys; accepted: "
+            f"{[*rows.shape[:2], columns]} or more of them"
+        )
+
+
+def _check_values(given: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    """What FLEXATTN_CHECK=1 adds: a ValueError that names the count or index that is out of range, or the block listed twice."""
+    for i in range(0, 8, 4):
+        seen: Tensor | int = 0
+        for counts, indices, name in zip(given[i : i + 4 : 2], given[i + 1 : i + 4 : 2], names[i : i + 4 : 2], strict=True):
+            if counts is None or indices is None:
+                continue
+            columns = indices.shape[-1]
+            if counts.numel() and not 0 <= (worst := _farthest(counts)) <= columns:
+                raise ValueError(f"block_mask.{name} has a count of {worst}; accepted: 0 to {columns}, the blocks there are")
+            valid = torch.arange(columns, device=indices.device) < counts[..., None]
+            listed = torch.where(valid, indices, 0)
+            if listed.numel() and not 0 <= (worst := _farthest(listed)) < columns:
+                name = name.replace("num_blocks", "indices")
+                raise ValueError(f"block_mask.{name} has an index of {worst}; accepted: 0 to {columns - 1}, the blocks there are")
+            seen = seen + torch.zeros_like(listed).scatter_add_(-1, listed.long(), valid.to(listed.dtype))
+        if isinstance(seen, Tensor) and bool((seen > 1).any()):
+            block = int((seen > 1).nonzero()[0, -1])
+            raise ValueError(f"block_mask lists block {block} twice in {names[i + 1]} and the full ones; accepted: once")
+
+
+def _farthest(values: Tensor) -> int:
+    """Of values the least, if it is negative, else the largest."""
+    low, high = (int(x) for x in values.aminmax())
+    return low if low < 0 else high
+
+
 def _lists(given: Sequence[Tensor | None], block_size: tuple[int, int]) -> BlockLists:
     tensors: list[Tensor] = []
     for i in range(0, 8, 2):
@@ -139,7 +191,9 @@ def _lists(given: Sequence[Tensor | None], block_size: tuple[int, int]) -> Block
             assert partial is not None
             assert indices is not None
             num_blocks = torch.zeros_like(partial)
-        tensors += [num_blocks.to(torch.int32).contiguous(), _ascending(num_blocks, indices)]
+        # The kernels take both at their word: what is out of range is clamped here, where it costs nothing in later calls.
+        counts = num_blocks.clamp(0, indices.shape[-1]).to(torch.int32).contiguous()
+        tensors += [counts, _ascending(counts, indices)]
     return BlockLists(tuple(tensors), block_size)
 
 
@@ -157,6 +211,8 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ascending(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    place = torch.arange(indices.shape[-1], device=indices.device)
+    columns = indices.shape[-1]
+    place = torch.arange(columns, device=indices.device)
     valid = place < num_blocks[..., None]
+    indices = indices.clamp(0, max(0, columns - 1))
     return torch.where(valid, indices, torch.iinfo(torch.int32).max).to(torch.int32).sort(-1).values.where(valid, 0).contiguous()

@@ -99,8 +99,8 @@ def attention(
             and True) or the top-left one. Other types say it in their name.
         cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], contiguous, on q's device: 0 and then the running sum of the sequences' real
             tokens. Sequence i of a dense format is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only: where each sequence's slot starts, if there are gaps.
-            None: where cu_seqlens says.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only: where each sequence starts, if there are gaps: from any
+            token on and in any order, without overlap. The last entry is not read. None: where cu_seqlens says.
         max_seqlen_q, max_seqlen_kv: int, thd only: at least the longest sequence; what lies beyond is cut off. Without it the
             total number of tokens stands in, which costs empty programs but no synchronisation; a bias needs it. Like the other
             numbers here it may be of numpy, or a 0-d tensor on a CPU, but not one on another device.

@@ -64,6 +64,7 @@ def make_inputs(
     lengths_kv: Sequence[int] | None = None,
     padding: bool = False,
     gap: int = 0,
+    in_reverse: bool = False,
     num_heads: int = 4,
     num_heads_kv: int = 2,
     head_dim_qk: int = 16,
@@ -79,6 +80,7 @@ def make_inputs(
     lengths_q, lengths_kv: real tokens of each sequence (lengths_kv as lengths_q when None).
     padding: give cu_seqlens for dense formats too; without it all lengths of a dense format must be equal. thd always has them.
     gap: padding tokens after each sequence of thd (its cu_seqlens_*_padded are given then), or after the longest of a dense format.
+    in_reverse: the slots of thd lie the other way round, the first sequence's last, and each gap before its sequence.
     outliers: one element in 64 is 16 times as large, as in the activations of trained models.
     strided: q, k and v are views with a contiguous last dim into larger tensors, which are NaN elsewhere.
 
@@ -105,6 +107,9 @@ def make_inputs(
         length = torch.tensor(lengths, dtype=torch.int64)[:, None]
         values[position >= length] = NAN
         values = values[position < length + gap] if fmt == "thd" else as_bshd(values, fmt)
+        if fmt == "thd" and in_reverse and lengths:
+            slots = torch.split(values, [n + gap for n in lengths])
+            values = torch.cat([slot.roll(gap, 0) for slot in reversed(slots)])
         larger = torch.full(
             (*values.shape[:-2], values.shape[-2] + margin // 8, head_dim + margin), NAN, dtype=dtype, device=device
         )
@@ -115,7 +120,13 @@ def make_inputs(
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def padded(fmt: str, lengths: Sequence[int]) -> Tensor | None:
-        return offsets([n + gap for n in lengths]) if fmt == "thd" and gap else None
+        if fmt != "thd" or not (gap or in_reverse):
+            return None
+        slots = [n + gap for n in lengths]
+        if not in_reverse:
+            return offsets(slots)
+        starts = [sum(slots[b + 1 :]) + gap for b in range(len(slots))]
+        return torch.tensor([*starts, sum(slots)], dtype=torch.int32, device=device)
 
     return Inputs(
         q=tokens(q_format, lengths_q, num_heads, head_dim_qk),

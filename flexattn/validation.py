@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexattn.dispatch.program import Capture
 from flexattn.dispatch.quantization import num_blocks
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, batch_size, is_host_number, length_class, parse_format
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, is_host_number, length_class, parse_format
 from flexattn.warn import warn_once
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -436,18 +436,12 @@ def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
     read = iter(torch.stack([cu for side in sides for cu in side[1:3] if cu is not None]).tolist())
     for name, _, padded, tensor, fmt, max_name, max_seqlen in sides:
         ends = next(read)
-        starts = ends if padded is None else next(read)
         total = tensor.shape[0] if fmt == "thd" else None
-        _check_cumulative(name, ends, total if padded is None else None)
+        _check_cumulative(name, ends, total)
+        lengths = [after - before for before, after in pairwise(ends)]
         if padded is not None:
-            _check_cumulative(f"{name}_padded", starts, total)
-        for i in range(batch_size(spec, x)):
-            length, slot = ends[i + 1] - ends[i], starts[i + 1] - starts[i]
-            if padded is not None and length > slot:
-                raise ValueError(
-                    f"{name}[{i + 1}] - {name}[{i}] is {length}, and {name}_padded leaves {slot} tokens for that sequence; "
-                    "accepted: a length that fits"
-                )
+            _check_slots(f"{name}_padded", next(read), lengths, tensor.shape[0])
+        for i, length in enumerate(lengths):
             if length > max_seqlen:
                 room = max_name if fmt == "thd" else f"the sequence dim of {fmt}"
                 raise ValueError(f"{name}[{i + 1}] - {name}[{i}] is {length}; accepted: at most {room}, {max_seqlen}")
@@ -468,6 +462,24 @@ def check_descale_values(x: Operands) -> None:
                 f"descale_{name} is {descale[b, h, block].item()} at [{b}, {h}, {block}] of [b, h, blocks]; accepted: positive and "
                 "finite, as fp8.quantize gives them (with an fp8_state they are 1 / scale)"
             )
+
+
+def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -> None:
+    """Of sequences in any order, each with all of its tokens in the tensor and in no other's slot."""
+    last, free_from = -1, 0
+    for start, i in sorted((start, i) for i, (start, length) in enumerate(zip(starts, lengths, strict=False)) if length):
+        end = start + lengths[i]
+        if start < 0 or end > total:
+            raise ValueError(
+                f"{name}[{i}] is {start}, where a sequence of {lengths[i]} tokens begins; accepted: 0 to {total - lengths[i]}, so "
+                f"that it ends within the total number of tokens, {total}"
+            )
+        if start < free_from:
+            raise ValueError(
+                f"{name}[{i}] is {start}, and sequence {last}, of {lengths[last]} tokens, begins at {starts[last]}; accepted: "
+                "slots that do not overlap, in any order"
+            )
+        last, free_from = i, end
 
 
 def _check_cumulative(name: str, values: list[int], total: int | None) -> None:

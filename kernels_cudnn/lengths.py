@@ -19,6 +19,7 @@ class Side(NamedTuple):
     units: Tensor | None  # int32, at least [plan batch + 1]: the first token of each sequence, or its row of a dense tensor
     is_packed: bool  # [total, h, d]
     tokens: int  # of the tensor: total, or of each row
+    has_gaps: bool = False  # [total, h, d] with slots, in any order
 
     def offsets(self, steps: tuple[int, ...]) -> Tensor:
         """int64 [len(steps), ...]: the first element of each sequence in tensors whose units are so many elements apart."""
@@ -73,12 +74,12 @@ def _side(
     if not is_packed:
         lengths = ends.diff().clamp_(0, min(longest, tokens))
         return Side(lengths, rows if is_ragged else None, False, tokens)
-    starts = ends if cu_padded is None else cu_padded.index_select(0, rows)
-    starts = starts.clamp(0, tokens)
-    lengths = starts.diff()
+    ends = ends.clamp(0, tokens)
+    starts = ends if cu_padded is None else cu_padded.index_select(0, rows).clamp_(0, tokens)
+    lengths = ends.diff()
     if cu_padded is not None:
-        lengths = torch.minimum(lengths, ends.diff())
-    return Side(lengths.clamp_(0, longest), starts, True, tokens)
+        lengths = torch.minimum(lengths, tokens - starts[:-1])
+    return Side(lengths.clamp_(0, longest), starts, True, tokens, cu_padded is not None)
 
 
 def hidden_tokens(side: Side, batch: int) -> Tensor:
@@ -87,7 +88,8 @@ def hidden_tokens(side: Side, batch: int) -> Tensor:
         return torch.arange(side.tokens, device=side.lengths.device) >= side.lengths[:batch, None]
     position, sequence = _places(side)
     assert side.units is not None
-    return position >= (side.units[:-1] + side.lengths)[sequence]
+    start = side.units[sequence]
+    return (position < start) | (position >= start + side.lengths[sequence])
 
 
 def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
@@ -102,7 +104,7 @@ def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
         i = torch.arange(q.tokens, device=q.lengths.device)
         len_q, len_kv = q.lengths[: x.batch, None], kv.lengths[: x.batch, None]
     diagonal = i + (len_kv - len_q) if x.bottom_right else i
-    blind = (i >= len_q) | (len_kv == 0)
+    blind = (i < 0) | (i >= len_q) | (len_kv == 0)
     if left is not None:
         blind |= diagonal - min(left, 2**30) >= len_kv
     if right is not None:
@@ -120,11 +122,17 @@ def blind_rows(x: Problem) -> tuple[int, int]:
 
 
 def _places(side: Side) -> tuple[Tensor, Tensor]:
-    """(position, sequence) of each token of [total, h, d]."""
+    """(position, sequence) of each token of [total, h, d]; one of no sequence is before or past the one that is named."""
     assert side.units is not None
+    assert side.lengths is not None
     position = torch.arange(side.tokens, dtype=torch.int32, device=side.units.device)
-    sequence = torch.searchsorted(side.units[1:], position, right=True, out_int32=False)
-    return position, sequence.clamp_(max=side.units.shape[0] - 2)
+    if not side.has_gaps:
+        sequence = torch.searchsorted(side.units[1:], position, right=True, out_int32=False)
+        return position, sequence.clamp_(max=side.units.shape[0] - 2)
+    # of several that begin at one place, the last is the one that has tokens
+    order = (2 * side.units[:-1].long() + (side.lengths > 0)).argsort(stable=True)
+    sequence = torch.searchsorted(side.units[order], position, right=True, out_int32=False) - 1
+    return position, order[sequence.clamp_(min=0)]
 
 
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}

@@ -28,6 +28,7 @@ from flexattn.kernels_triton.primitives import (
     load_sequence,
     load_tile,
     make_row_statistics,
+    packed_start,
     padding_rows,
     row_pointer,
     row_steps,
@@ -251,10 +252,10 @@ def _attn_bwd_dq_kernel(
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
-    start_q, len_q, slot_q = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
-    start_kv, len_kv, _ = load_sequence(
+    start_kv, len_kv = load_sequence(
         cu_seqlens_kv_ptr,
         cu_seqlens_kv_padded_ptr,
         b,
@@ -269,9 +270,27 @@ def _attn_bwd_dq_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     dq_base = row_pointer(dq_ptr, b, h, start_q, stride_dqb, stride_dqs, stride_dqh, META)
     dq_step, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
+    slot_q = len_q
     if META.HAS_LENGTHS:
-        begin, end = padding_rows(first_row, len_q, slot_q, block == blocks - 1, BLOCK_M)
+        begin, end, front_begin, front, slot_q = padding_rows(
+            cu_seqlens_q_ptr,
+            cu_seqlens_q_padded_ptr,
+            b,
+            batch,
+            num_tokens_q,
+            max_seqlen_q,
+            start_q,
+            len_q,
+            first_row,
+            block == blocks - 1,
+            BLOCK_M,
+            META.IS_RAGGED_Q,
+            META.HAS_GAPS_Q,
+            META,
+        )
         store_zeros(dq_base, dq_step, dq_offsets, begin, end, BLOCK_M, META.HEAD_DIM_QK, QK0, QK1)
+        if META.IS_RAGGED_Q:
+            store_zeros(dq_base, dq_step, dq_offsets, front_begin, front, BLOCK_M, META.HEAD_DIM_QK, QK0, QK1)
         if first_row >= len_q:
             if META.HAS_OFFSET:
                 tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
@@ -310,7 +329,8 @@ def _attn_bwd_dq_kernel(
 
     k_t = (k_t_ptr, stride_ktd)
     if META.IS_FP8:
-        k_t = (transposed_pointer(k_t_ptr, b, h_kv, start_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV), stride_ktd)
+        place_kv = packed_start(cu_seqlens_kv_ptr, b, start_kv, num_tokens_kv, META.HAS_GAPS_KV)
+        k_t = (transposed_pointer(k_t_ptr, b, h_kv, place_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV), stride_ktd)
 
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -651,10 +671,10 @@ def _attn_bwd_dkdv_kernel(
         split = pid // blocks % num_splits
         h_kv = pid // blocks // num_splits % num_heads_kv
         b = pid // blocks // num_splits // num_heads_kv
-    start_q, len_q, _ = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
-    start_kv, len_kv, slot_kv = load_sequence(
+    start_kv, len_kv = load_sequence(
         cu_seqlens_kv_ptr,
         cu_seqlens_kv_padded_ptr,
         b,
@@ -667,20 +687,40 @@ def _attn_bwd_dkdv_kernel(
     )
     first_column = block * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
+    slot_kv = len_kv
     if META.HAS_LENGTHS:
-        begin, end = padding_rows(first_column, len_kv, slot_kv, block == blocks - 1, BLOCK_N)
+        begin, end, front_begin, front, slot_kv = padding_rows(
+            cu_seqlens_kv_ptr,
+            cu_seqlens_kv_padded_ptr,
+            b,
+            batch,
+            num_tokens_kv,
+            max_seqlen_kv,
+            start_kv,
+            len_kv,
+            first_column,
+            block == blocks - 1,
+            BLOCK_N,
+            META.IS_RAGGED_KV,
+            META.HAS_GAPS_KV,
+            META,
+        )
     if dk_ptr is not None:
         dk_base = row_pointer(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META)
         dk_base += tl.cast(split, tl.int64) * stride_dk_split * META.ALIGN
         dk_step, dk_offsets = row_steps(stride_dks, BLOCK_N, META)
         if META.HAS_LENGTHS:
             store_zeros(dk_base, dk_step, dk_offsets, begin, end, BLOCK_N, META.HEAD_DIM_QK, QK0, QK1)
+            if META.IS_RAGGED_KV:
+                store_zeros(dk_base, dk_step, dk_offsets, front_begin, front, BLOCK_N, META.HEAD_DIM_QK, QK0, QK1)
     if dv_ptr is not None:
         dv_base = row_pointer(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META)
         dv_base += tl.cast(split, tl.int64) * stride_dv_split * META.ALIGN
         dv_step, dv_offsets = row_steps(stride_dvs, BLOCK_N, META)
         if META.HAS_LENGTHS:
             store_zeros(dv_base, dv_step, dv_offsets, begin, end, BLOCK_N, META.HEAD_DIM_V, V0, V1)
+            if META.IS_RAGGED_KV:
+                store_zeros(dv_base, dv_step, dv_offsets, front_begin, front, BLOCK_N, META.HEAD_DIM_V, V0, V1)
     if first_column >= len_kv:
         return
 
@@ -723,8 +763,9 @@ def _attn_bwd_dkdv_kernel(
         dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
         q_t, dout_t = (q_t_ptr, stride_qtd), (dout_t_ptr, stride_dotd)
         if META.IS_FP8:
-            q_t = (transposed_pointer(q_t_ptr, b, h, start_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
-            dout_t = (transposed_pointer(dout_t_ptr, b, h, start_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
+            place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+            q_t = (transposed_pointer(q_t_ptr, b, h, place_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
+            dout_t = (transposed_pointer(dout_t_ptr, b, h, place_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
         bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
         own_captures = captures_of_head(b, h, captures, MODS, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both

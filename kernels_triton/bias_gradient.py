@@ -130,10 +130,10 @@ def _attn_bwd_dbias_kernel(
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = tile_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
-        start_q, len_q, _ = load_sequence(
+        start_q, len_q = load_sequence(
             cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
         )
-        start_kv, len_kv, _ = load_sequence(
+        start_kv, len_kv = load_sequence(
             cu_seqlens_kv_ptr,
             cu_seqlens_kv_padded_ptr,
             b,

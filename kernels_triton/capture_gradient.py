@@ -107,10 +107,10 @@ def _attn_bwd_captures_kernel(
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
-    start_q, len_q, _ = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
-    start_kv, len_kv, _ = load_sequence(
+    start_kv, len_kv = load_sequence(
         cu_seqlens_kv_ptr,
         cu_seqlens_kv_padded_ptr,
         b,

@@ -27,6 +27,7 @@ from flexattn.kernels_triton.primitives import (
     load_tile,
     log_of_sum,
     logits,
+    packed_start,
     padding_rows,
     positive_factor,
     row_pointer,
@@ -256,10 +257,10 @@ def _attn_fwd_kernel(
     place = (h * batch + b) * blocks + block  # of what is left for each block of queries
     if num_splits is not None:
         place = place * num_splits + split
-    start_q, len_q, slot_q = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
-    start_kv, len_kv, _ = load_sequence(
+    start_kv, len_kv = load_sequence(
         cu_seqlens_kv_ptr,
         cu_seqlens_kv_padded_ptr,
         b,
@@ -276,12 +277,30 @@ def _attn_fwd_kernel(
     out_step, out_offsets = row_steps(stride_os, BLOCK_M, META)
     lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
 
+    slot_q = len_q
     if META.HAS_LENGTHS:
-        begin, end = padding_rows(first_row, len_q, slot_q, block == blocks - 1, BLOCK_M)
-        store_zeros(out_base, out_step, out_offsets, begin, end, BLOCK_M, META.HEAD_DIM_V, V0, V1)
-        for row in range(begin, end, BLOCK_M):
-            padding = row + tl.arange(0, BLOCK_M)
-            tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end)
+        begin, end, front_begin, front, slot_q = padding_rows(
+            cu_seqlens_q_ptr,
+            cu_seqlens_q_padded_ptr,
+            b,
+            batch,
+            num_tokens_q,
+            max_seqlen_q,
+            start_q,
+            len_q,
+            first_row,
+            block == blocks - 1,
+            BLOCK_M,
+            META.IS_RAGGED_Q,
+            META.HAS_GAPS_Q,
+            META,
+        )
+        for rows_of in tl.static_range(2 if META.IS_RAGGED_Q else 1):
+            first_padding, end_padding = (begin, end) if rows_of == 0 else (front_begin, front)
+            store_zeros(out_base, out_step, out_offsets, first_padding, end_padding, BLOCK_M, META.HEAD_DIM_V, V0, V1)
+            for row in range(first_padding, end_padding, BLOCK_M):
+                padding = row + tl.arange(0, BLOCK_M)
+                tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end_padding)
         if first_row >= len_q:
             if max_logit_ptr is not None:
                 tl.store(max_logit_ptr + place, float("-inf"))
@@ -310,7 +329,8 @@ def _attn_fwd_kernel(
     descale_q, v_t_base = 1.0, v_t_ptr
     if META.IS_FP8:
         descale_q = load_descale(descales, 0, b, h, first_row, META)
-        v_t_base = transposed_pointer(v_t_ptr, b, h // group_size, start_kv, stride_vtb, stride_vth, META.IS_RAGGED_KV)
+        place_kv = packed_start(cu_seqlens_kv_ptr, b, start_kv, num_tokens_kv, META.HAS_GAPS_KV)
+        v_t_base = transposed_pointer(v_t_ptr, b, h // group_size, place_kv, stride_vtb, stride_vth, META.IS_RAGGED_KV)
 
     begin, full_begin, full_end, end = visible_range(
         first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT

@@ -181,10 +181,10 @@ def keep_pairs(x):
 @gluon.jit
 def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META: gl.constexpr):
     cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr = cu_seqlens
-    start_q, len_q, _ = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
-    start_kv, len_kv, _ = load_sequence(
+    start_kv, len_kv = load_sequence(
         cu_seqlens_kv_ptr,
         cu_seqlens_kv_padded_ptr,
         b,

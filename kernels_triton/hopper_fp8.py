@@ -59,7 +59,7 @@ def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple:
 
 
 def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
-    """How many transposed tiles one head has: those of a sequence begin at tile start // BLOCK + b, or b * cdiv(s, BLOCK)."""
+    """How many transposed tiles one head has: those of a sequence begin at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
     return num_tokens // BLOCK.value + batch if is_ragged else batch * triton.cdiv(num_tokens, BLOCK.value)
 
 
@@ -77,9 +77,10 @@ def transposed_descriptor(x: Tensor, width: int, tokens: int) -> TensorDescripto
 
 
 @gluon.jit
-def first_transposed_block(b, start, num_tokens, IS_RAGGED: gl.constexpr):
+def first_transposed_block(b, place, num_tokens, IS_RAGGED: gl.constexpr):
+    # place: the sequence's `packed_start`
     if IS_RAGGED:
-        return start // BLOCK + b
+        return place // BLOCK + b
     else:
         return b * gl.cdiv(num_tokens, BLOCK)
 

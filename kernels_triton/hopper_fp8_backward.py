@@ -52,6 +52,7 @@ from flexattn.kernels_triton.primitives import (
     is_any_large,
     load_head,
     load_large,
+    packed_start,
     relative_to_lse,
     through_mods,
 )
@@ -449,7 +450,8 @@ def _attn_bwd_dq_fp8_hopper_kernel(
     num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
     num_blocks = gl.where(first_row < len_q, num_blocks, 0)
     h_kv = h // group_size
-    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, META.STATISTICS)
+    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_statistics, META, META.STATISTICS)
     own_statistics = statistics_ptr + first_tile.to(gl.int64) * (2 * META.STATISTICS)
     descriptors = (of_q, of_k, of_k16, of_dq, dout_descriptor, v_descriptor)
     tiles = (q_tiles, k_tiles, k16_tiles, dq_tiles, dout_tiles, v_tiles, factors)
@@ -911,7 +913,8 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
     num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
     num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_statistics, META, BLOCK_M)
+    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_statistics, META, BLOCK_M)
     descriptors = (
         of_q,
         of_q16,

@@ -66,6 +66,7 @@ from flexattn.kernels_triton.primitives import (
     exponent_origin,
     load_head,
     log_of_sum,
+    packed_start,
     positive_factor,
 )
 from flexattn.kernels_triton.problem import Problem
@@ -184,7 +185,8 @@ def _load_partition(common, scales, META: gl.constexpr):
         tell(tile + (descale_q, descale_k, descale_v), turn, barriers, META)
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        v_block = h_kv * v_blocks + first_transposed_block(b, start_kv, num_tokens_kv, META.IS_RAGGED_KV)
+        place_kv = packed_start(cu_seqlens[1], b, start_kv, num_tokens_kv, META.HAS_GAPS_KV)
+        v_block = h_kv * v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * _ROWS
             token, head = start_q + b * step_qs, h + b * step_qh

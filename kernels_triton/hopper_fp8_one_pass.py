@@ -66,7 +66,15 @@ from flexattn.kernels_triton.hopper_one_pass import (
     write_dq,
 )
 from flexattn.kernels_triton.launch import capability_of, hopper_kernel, launch
-from flexattn.kernels_triton.primitives import LOG2E, head_values, is_any_large, load_large, relative_to_lse, through_mods
+from flexattn.kernels_triton.primitives import (
+    LOG2E,
+    head_values,
+    is_any_large,
+    load_large,
+    packed_start,
+    relative_to_lse,
+    through_mods,
+)
 from flexattn.kernels_triton.problem import Problem
 from flexattn.kernels_triton.ragged import work_table, zero_padding
 from flexattn.kernels_triton.statistics import statistics_tile, tiled_statistics
@@ -482,7 +490,8 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         ds_tiles,
         dq_tiles,
     )
-    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M)
+    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_a_head, META, BLOCK_M)
     of_dq = (len_q, first_tile, tiles_of_a_head)
     places = (
         first_row,

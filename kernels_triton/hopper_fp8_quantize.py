@@ -17,7 +17,7 @@ from flexattn.kernels_triton.configs import Tile, split_head_dim
 from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, quads_assembly
 from flexattn.kernels_triton.interpreter import INTERPRETED
 from flexattn.kernels_triton.launch import kernel, launch
-from flexattn.kernels_triton.primitives import load_sequence, load_tile, row_pointer, row_steps, store_tile
+from flexattn.kernels_triton.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.problem import Problem, row_strides
 from flexattn.kernels_triton.ragged import side_of
 
@@ -141,7 +141,7 @@ def _quantize_kernel(
     h = tl.program_id(0) % num_heads
     n = tl.program_id(0) // num_heads % blocks
     b = tl.program_id(0) // num_heads // blocks
-    start, length, _ = load_sequence(
+    start, length = load_sequence(
         cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
     )
     row = n * TOKENS
@@ -151,7 +151,8 @@ def _quantize_kernel(
         scale_base = descale_ptr + b * stride_descale_b + h * stride_descale_h
         stride_rows = stride_rs.to(tl.int64) * META.ROWS_ALIGN
         rows_base = rows_ptr + (b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh) * META.ROWS_ALIGN + start * stride_rows
-        first = start // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(num_tokens, TOKENS)
+        place = packed_start(cu_seqlens_ptr, b, start, num_tokens, META.HAS_GAPS)
+        first = place // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(num_tokens, TOKENS)
         quads_base = quads_ptr + (h * quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * _QUADS)
         own = (x_base, stride_s, scale_base, stride_descale_n, rows_base, stride_rows, quads_base)
         _quantize_part(own, row, length, 0, META.WIDTH0, META)
@@ -254,7 +255,7 @@ def _dequantize_kernel(
     h = tl.program_id(0) % num_heads
     row = tl.program_id(0) // num_heads % blocks * ROWS
     b = tl.program_id(0) // num_heads // blocks
-    start, length, _ = load_sequence(
+    start, length = load_sequence(
         cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
     )
     if row < length:

@@ -50,6 +50,7 @@ from flexattn.kernels_triton.primitives import (
     load_large,
     load_sequence,
     load_tile,
+    packed_start,
     relative_to_lse,
     row_pointer,
     row_steps,
@@ -533,7 +534,8 @@ def _attn_bwd_one_pass_hopper_kernel(
         dv_descriptor,
     )
     tiles = (q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles)
-    first_tile = statistics_tile(b, h, num_heads, start_q, tiles_of_a_head, META, BLOCK_M)
+    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_a_head, META, BLOCK_M)
     of_dq = (len_q, first_tile, tiles_of_a_head)
     places = (
         first_row,
@@ -589,13 +591,14 @@ def _attn_bwd_dq_conversion_kernel(
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
-    start_q, len_q, _ = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     first_row = block * BLOCK_M
     if first_row >= len_q:
         return
-    first_sum = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) * SIZE + first_row
+    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    first_sum = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) * SIZE + first_row
     rows = tl.arange(0, BLOCK_M)
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
     sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `write_dq` put them

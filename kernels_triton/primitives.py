@@ -31,20 +31,80 @@ def load_sequence(
     HAS_GAPS: tl.constexpr,
     META: tl.constexpr,
 ):
-    # (start, length, slot): first row, real tokens, and rows that are this sequence's or follow it before the next one.
-    # Clamped: whatever cu_seqlens holds, rows start .. start + slot are inside the tensor.
+    # (first row, real tokens). Clamped: whatever the lengths and starts hold, all of it is inside the tensor, and of two sequences
+    # one after the other each is inside its part of a buffer in which they follow one another (`packed_start`).
     start = 0
-    slot = num_tokens
+    length = num_tokens
     if IS_RAGGED:
-        offsets_ptr = cu_seqlens_padded_ptr if HAS_GAPS else cu_seqlens_ptr
-        start = tl.minimum(tl.maximum(tl.load(offsets_ptr + b), 0), num_tokens)
-        end = tl.minimum(tl.maximum(tl.load(offsets_ptr + b + 1), start), num_tokens)
-        slot = tl.where(b == batch - 1, num_tokens, end) - start
-    length = slot
-    if META.HAS_LENGTHS:
+        before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
+        length = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), before), num_tokens) - before
+        start = before
+        if HAS_GAPS:
+            start = tl.minimum(tl.maximum(tl.load(cu_seqlens_padded_ptr + b), 0), num_tokens)
+            length = tl.minimum(length, num_tokens - start)
+        length = tl.minimum(length, max_seqlen)
+    elif META.HAS_LENGTHS:
         length = tl.load(cu_seqlens_ptr + b + 1) - tl.load(cu_seqlens_ptr + b)
-        length = tl.minimum(tl.maximum(length, 0), tl.minimum(slot, max_seqlen))
-    return start, length, slot
+        length = tl.minimum(tl.maximum(length, 0), tl.minimum(num_tokens, max_seqlen))
+    return start, length
+
+
+@triton.jit
+def packed_start(cu_seqlens_ptr, b, start, num_tokens, HAS_GAPS: tl.constexpr):
+    # Where a sequence begins in a kernel's own buffer, in which sequences follow one another, whatever the order of their slots.
+    if HAS_GAPS:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
+    return start
+
+
+@triton.jit
+def load_padding(
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
+    b,
+    batch,
+    num_tokens,
+    max_seqlen,
+    start,
+    length,
+    IS_RAGGED: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    META: tl.constexpr,
+):
+    # (front, slot), of rows without a token, which a sequence writes as 0, counted from its start: -start .. front, which only the
+    # first has, and length .. slot. They end where the next slot begins, of whichever sequence: slots may come in any order.
+    front = b * 0 - start
+    slot = b * 0 + num_tokens
+    if IS_RAGGED:
+        first = start
+        end = start + length
+        after = num_tokens
+        if HAS_GAPS:
+            CHUNK: tl.constexpr = 64
+            first = num_tokens
+            for others in range(0, batch, CHUNK):
+                other = others + tl.arange(0, CHUNK)
+                their_start, their_length = load_sequence(
+                    cu_seqlens_ptr,
+                    cu_seqlens_padded_ptr,
+                    tl.minimum(other, batch - 1),
+                    batch,
+                    num_tokens,
+                    max_seqlen,
+                    IS_RAGGED,
+                    HAS_GAPS,
+                    META,
+                )
+                their_start = tl.where(their_length > 0, their_start, num_tokens)
+                first = tl.minimum(first, tl.min(their_start, 0))
+                after = tl.minimum(after, tl.min(tl.where(their_start >= end, their_start, num_tokens), 0))
+            after = tl.where(length > 0, after, end)  # one without tokens has no slot
+        else:
+            following = tl.load(cu_seqlens_ptr + tl.minimum(b + 1, batch))
+            after = tl.where(b == batch - 1, num_tokens, tl.minimum(tl.maximum(following, end), num_tokens))
+        front = tl.where(b == 0, first - start, front)
+        slot = after - start
+    return front, slot
 
 
 @triton.jit
@@ -272,7 +332,8 @@ def load_tile(
 
 @triton.jit
 def transposed_column(start, b, IS_RAGGED: tl.constexpr):
-    # Where a sequence's tokens begin in a row of a transposed copy: at multiples of 16, a place of its own for each sequence.
+    # Where the tokens of a sequence with this `packed_start` begin in a row of a transposed copy: at multiples of 16, a place of
+    # its own for each sequence.
     return (start + 16 * b) // 16 * 16 if IS_RAGGED else 0
 
 
@@ -424,12 +485,44 @@ def store_zeros(
 
 
 @triton.jit
-def padding_rows(first, length, slot, is_last, BLOCK: tl.constexpr):
-    # The rows that this block of rows must write as 0 on its own account: all of them where none holds a token, and for the
-    # last block what is left of the slot. (A block with some tokens masks the rest of its rows itself.)
+def padding_rows(
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
+    b,
+    batch,
+    num_tokens,
+    max_seqlen,
+    start,
+    length,
+    first,
+    is_last,
+    BLOCK: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    META: tl.constexpr,
+):
+    # The rows that a block, which begins at `first`, must write as 0 on its own account: (begin, end) of all of them where none
+    # holds a token, and for the last block of what is left of the slot; (begin, end) of what is before all slots, for the first
+    # block of all; and the slot, within which a block with some tokens masks the rest of its rows itself.
+    front = b * 0 - start
+    slot = b * 0 + length
+    if (first + BLOCK > length) | is_last | ((b == 0) & (first == 0)):
+        front, slot = load_padding(
+            cu_seqlens_ptr,
+            cu_seqlens_padded_ptr,
+            b,
+            batch,
+            num_tokens,
+            max_seqlen,
+            start,
+            length,
+            IS_RAGGED,
+            HAS_GAPS,
+            META,
+        )
     begin = tl.where(first < length, first + BLOCK, first)
     end = tl.where(is_last, slot, tl.minimum(slot, first + BLOCK))
-    return begin, end
+    return begin, end, tl.where(first == 0, -start, front), front, slot
 
 
 @triton.jit

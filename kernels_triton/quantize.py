@@ -13,8 +13,10 @@ from torch import Tensor
 from flexattn.kernels_triton.configs import Tile, split_head_dim
 from flexattn.kernels_triton.launch import capability_of, kernel, launch
 from flexattn.kernels_triton.primitives import (
+    load_padding,
     load_sequence,
     load_tile,
+    packed_start,
     row_pointer,
     row_steps,
     store_tile,
@@ -214,11 +216,11 @@ def _quantize_item(
     cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
     h = item % num_heads
     b, block = _tile_of(item // num_heads, lengths, META)
-    start, length, slot = load_sequence(
-        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
-    )
-    if META.HAS_GAPS:  # which are 0 already
-        slot = length
+    place = (cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen)
+    start, length = load_sequence(*place, META.IS_RAGGED, META.HAS_GAPS, META)
+    front, slot = -start, length
+    if not META.HAS_GAPS:  # which are 0 already
+        front, slot = load_padding(*place, start, length, META.IS_RAGGED, META.HAS_GAPS, META)
     first = block * META.ITEM_ROWS
     if (block == 0) | ((block > 0) & (first < slot)):
         group = b * stride_ab + h * stride_ah
@@ -256,6 +258,10 @@ def _quantize_item(
                 _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
                     largest = _largest_of_parts(largest, parts, META)
+            if META.IS_RAGGED and not META.HAS_GAPS:  # what is before the first sequence
+                for row in range(tl.where(block == 0, -start, front), front, ROWS):
+                    parts = _load_rows(x_base + row * x_step, x_offsets, length, length, matrices, META)
+                    _store_rows(data_base + row * data_step, data_offsets, row, front, parts, scale, META)
         if FINDS_AMAX and not META.BY_BLOCK:
             # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
             bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
@@ -556,14 +562,15 @@ def _transpose_kernel(
     first = tl.program_id(0) % blocks * ROWS
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
-    start, length, _ = load_sequence(
+    start, length = load_sequence(
         cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
     )
     if first >= length:
         return
     pointer = row_pointer(x_ptr, b, h, start + first, stride_xb, stride_xs, stride_xh, META)
     _, offsets = row_steps(stride_xs, ROWS, META)
-    column = transposed_column(start, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
+    place = packed_start(cu_seqlens_ptr, b, start, num_tokens, META.HAS_GAPS)
+    column = transposed_column(place, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
     out_base = out_ptr + (tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh) * 16
     _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.W0, META)
     if META.W1 > 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn.kernels_triton.configs import Tile, split_head_dim
 from flexattn.kernels_triton.launch import kernel, launch
-from flexattn.kernels_triton.primitives import load_sequence, row_pointer, row_steps, store_zeros
+from flexattn.kernels_triton.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
 from flexattn.kernels_triton.problem import Problem, row_strides
 
 _TILE = Tile(64, 64, 4, 1)
@@ -60,7 +60,7 @@ def _work_table_kernel(
     CHUNK: tl.constexpr = 64
     b = tl.program_id(0) % batch
     block = tl.program_id(0) // batch * CHUNK + tl.arange(0, CHUNK)
-    _own_start, own_length, _own_slot = load_sequence(
+    _own_start, own_length = load_sequence(
         cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
     )
     own_blocks = tl.cdiv(own_length, BLOCK)
@@ -70,7 +70,7 @@ def _work_table_kernel(
     for first in range(0, batch, CHUNK):
         other = first + tl.arange(0, CHUNK)
         last = batch - 1
-        _, length, _ = load_sequence(
+        _, length = load_sequence(
             cu_seqlens_ptr, cu_seqlens_padded_ptr, tl.minimum(other, last), batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
         )
         count = tl.where(other < batch, tl.cdiv(length, BLOCK), 0)
@@ -134,24 +134,26 @@ def _padding_kernel(
     part = tl.program_id(0) % PARTS
     h = tl.program_id(0) // PARTS % num_heads
     b = tl.program_id(0) // PARTS // num_heads
-    start, length, slot = load_sequence(
-        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
-    )
-    share = tl.cdiv(slot - length, PARTS)
-    begin = length + part * share
-    end = tl.minimum(begin + share, slot)
+    place = (cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen)
+    start, length = load_sequence(*place, IS_RAGGED, HAS_GAPS, META)
+    front, slot = load_padding(*place, start, length, IS_RAGGED, HAS_GAPS, META)
     base = row_pointer(out_ptr, b, h, start, stride_ob, stride_os, stride_oh, META)
     step, offsets = row_steps(stride_os, ROWS, META)
-    store_zeros(base, step, offsets, begin, end, ROWS, HEAD_DIM, WIDTH0, WIDTH1)
-    if lse_ptr is not None:
-        lse_base = lse_ptr + tl.cast(h if IS_RAGGED else b * num_heads + h, tl.int64) * num_tokens + start
-        for row in range(begin, end, ROWS):
-            rows = row + tl.arange(0, ROWS)
-            tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
+    for n in tl.static_range(2 if IS_RAGGED else 1):
+        first, last = (length, slot) if n == 0 else (-start, front)
+        share = tl.cdiv(last - first, PARTS)
+        begin = first + part * share
+        end = tl.minimum(begin + share, last)
+        store_zeros(base, step, offsets, begin, end, ROWS, HEAD_DIM, WIDTH0, WIDTH1)
+        if lse_ptr is not None:
+            lse_base = lse_ptr + tl.cast(h if IS_RAGGED else b * num_heads + h, tl.int64) * num_tokens + start
+            for row in range(begin, end, ROWS):
+                rows = row + tl.arange(0, ROWS)
+                tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
 
 
 def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: Tensor | None = None) -> None:
-    """out = 0, and lse = -inf, in the rows that follow each sequence's last token, up to where the next one begins.
+    """out = 0, and lse = -inf, in the rows that no sequence has a token in.
 
     out is laid out as q or k, with any head dim.
     """

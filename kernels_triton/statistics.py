@@ -18,6 +18,7 @@ from flexattn.kernels_triton.primitives import (
     load_sequence,
     load_tile,
     make_row_statistics,
+    packed_start,
     row_pointer,
     row_steps,
     sink_probability,
@@ -32,10 +33,11 @@ _TILE_OF_FP8 = _TILE._replace(block_m=32)  # for wide heads, where a tile that i
 
 
 @triton.jit
-def statistics_tile(b, h, num_heads, start_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
-    # The first tile of a sequence and head. Each sequence begins a tile of its own, and tile 0 is that of no query.
+def statistics_tile(b, h, num_heads, place_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
+    # The first tile of a sequence, with this `packed_start`, and head. Each sequence begins a tile of its own, and tile 0 is that
+    # of no query.
     if META.IS_RAGGED_Q:
-        return 1 + h * tiles + (start_q + b * SIZE) // SIZE
+        return 1 + h * tiles + (place_q + b * SIZE) // SIZE
     else:
         return 1 + (b * num_heads + h) * tiles
 
@@ -90,7 +92,7 @@ def _attn_bwd_statistics_kernel(
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
-    start_q, len_q, _ = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     first_row = block * ROWS
@@ -140,7 +142,8 @@ def _attn_bwd_statistics_kernel(
             dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first, descales, META
         )
         if SIZE > 0:
-            tile = statistics_tile(b, h, num_heads, start_q, tiles, META, SIZE) + rows // SIZE
+            place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+            tile = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) + rows // SIZE
             pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
             in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
             tl.store(pointers, -lse_log2, mask=in_tiles)

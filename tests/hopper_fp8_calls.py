@@ -33,6 +33,16 @@ def spans(problem: Problem, side: str) -> Iterator[tuple[int, int, int]]:
         yield b, int((cu_seqlens if padded is None else padded)[b]) if x.dim() == 3 else 0, length  # type: ignore[index]
 
 
+def first_transposed(problem: Problem, side: str, b: int) -> int:
+    """Of a sequence's tiles in a transposed tensor, in which sequences follow one another whatever the order of their slots."""
+    x = problem.q if side == "q" else problem.k
+    if x.dim() == 4:
+        return b * -(-x.shape[1] // BLOCK.value)
+    cu_seqlens = problem.cu_seqlens_q if side == "q" else problem.cu_seqlens_kv
+    assert cu_seqlens is not None
+    return int(cu_seqlens[b]) // BLOCK.value + b
+
+
 def rows_of(x: torch.Tensor, b: int, start: int, length: int) -> torch.Tensor:
     """[length, h, d], a view."""
     return x[start : start + length] if x.dim() == 3 else x[b, :length]
@@ -75,7 +85,7 @@ def transposed(problem: Problem, side: str, values: torch.Tensor) -> torch.Tenso
     out = torch.full(empty_transposed(values, problem.batch, values.dtype).shape, float("nan"))
     order = torch.arange(block).view(-1, 2, 4, 2).transpose(1, 2).reshape(-1)
     for b, start, length in spans(problem, side):
-        first = start // block + b if values.dim() == 3 else b * -(-values.shape[1] // block)
+        first = first_transposed(problem, side, b)
         rows = rows_of(values, b, start, length).float()
         for n in range(-(-length // block)):
             tile = torch.zeros(block, *rows.shape[1:])

@@ -376,11 +376,18 @@ WRONG_VALUES = {
         padded(cu_seqlens_q=cu(0, 6, 8)),
         "cu_seqlens_q[1] - cu_seqlens_q[0] is 6; accepted: at most the sequence dim",
     ),
-    "padded past the total": (thd(cu_seqlens_kv_padded=cu(0, 7, 10)), "cu_seqlens_kv_padded[2] is 10"),
-    "padded decreasing": (thd(cu_seqlens_q_padded=cu(0, 5, 3)), "cu_seqlens_q_padded[2] is 3 after cu_seqlens_q_padded[1] = 5"),
+    "padded past the total": (
+        thd(cu_seqlens_kv_padded=cu(0, 8, 9)),
+        "cu_seqlens_kv_padded[1] is 8, where a sequence of 2 tokens begins; accepted: 0 to 7",
+    ),
+    "padded before the first": (thd(cu_seqlens_q_padded=cu(-1, 3, 8)), "cu_seqlens_q_padded[0] is -1"),
     "longer than its slot": (
         thd(cu_seqlens_q_padded=cu(0, 2, 8)),
-        "cu_seqlens_q[1] - cu_seqlens_q[0] is 3, and cu_seqlens_q_padded leaves 2 tokens",
+        "cu_seqlens_q_padded[1] is 2, and sequence 0, of 3 tokens, begins at 0; accepted: slots that do not overlap",
+    ),
+    "longer than its slot, out of order": (
+        thd(cu_seqlens_q_padded=cu(4, 0, 8)),
+        "cu_seqlens_q_padded[0] is 4, and sequence 1, of 5 tokens, begins at 0; accepted: slots that do not overlap",
     ),
 }
 

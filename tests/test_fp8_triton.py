@@ -182,16 +182,18 @@ def test_compiled_for_all() -> None:
     check_compiled((89, 90, 100, 120), (32, 64, 96, 128, 192, 256), ("plain", "rotated", "blocks", "delayed", "unrotate"))
 
 
-@pytest.mark.parametrize("fmt", ["bshd", "thd"])
-def test_transposed_copies(fmt: str, device: str) -> None:
-    given = make_inputs(fmt, lengths_q=[70, 0, 5, 33], padding=True, gap=3, head_dim_qk=48, device=device)
+@pytest.mark.parametrize(("fmt", "in_reverse"), [("bshd", False), ("thd", False), ("thd", True)])
+def test_transposed_copies(fmt: str, in_reverse: bool, device: str) -> None:
+    lengths = [70, 0, 5, 33]
+    given = make_inputs(fmt, lengths_q=lengths, padding=True, gap=3, in_reverse=in_reverse, head_dim_qk=48, device=device)
     x = given.q.to(E4M3)
     copy = transpose_tokens(x, given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q or 0)
     assert given.cu_seqlens_q is not None
     starts = (given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded).tolist()
     for b, n in enumerate(given.cu_seqlens_q.diff().tolist()):
         rows = x[starts[b] :] if fmt == "thd" else x[b]
-        columns = copy[:, :, (starts[b] + 16 * b) // 16 * 16 :] if fmt == "thd" else copy[b]
+        before = int(given.cu_seqlens_q[b])  # as sequences follow one another, whatever the order of their slots
+        columns = copy[:, :, (before + 16 * b) // 16 * 16 :] if fmt == "thd" else copy[b]
         assert torch.equal(columns[:, :, :n].float(), rows[:n].permute(1, 2, 0).float())
         assert not columns[:, :, n : -(-n // 16) * 16].float().any()
 

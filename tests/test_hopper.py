@@ -378,9 +378,10 @@ def test_table_of_work_holds_wrong_lengths(by_sequence: bool, device: str) -> No
     assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
 
 
-@pytest.mark.parametrize("fmt", ["thd", "bshd", "bhsd"])
-def test_padding_alone_is_zeroed(fmt: str, device: str) -> None:
-    given = make_inputs(fmt, lengths_q=[70, 0, 5, 200], padding=True, gap=3, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize(("fmt", "in_reverse"), [("thd", False), ("thd", True), ("bshd", False), ("bhsd", False)])
+def test_padding_alone_is_zeroed(fmt: str, in_reverse: bool, device: str) -> None:
+    lengths = {"lengths_q": [70, 0, 5, 200], "padding": True, "gap": 3, "in_reverse": in_reverse}
+    given = make_inputs(fmt, **lengths, dtype=torch.bfloat16, device=device)
     spec, x = make_call(given, attn_mask_type="padding")
     problem = triton_backend._problem(spec, x)
     out = torch.full_like(problem.q, 7.0)

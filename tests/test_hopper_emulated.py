@@ -122,6 +122,14 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 
 
 @without_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_slots_in_reverse(dim: int) -> None:
+    inputs = {"lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 65, 40], "num_heads": 2, "num_heads_kv": 1}
+    call = {"attn_mask_type": "padding_causal"}
+    check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_dense(mask: str, dims: tuple[int, int]) -> None:

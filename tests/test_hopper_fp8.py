@@ -16,6 +16,7 @@ from hopper_fp8_calls import (
     call_on,
     check_backward,
     check_forward,
+    first_transposed,
     fp8_call,
     moved,
     quantise,
@@ -44,11 +45,12 @@ from flexattn.testing import make_call, make_dout, make_inputs
     ("fmt", "inputs"),
     [
         ("thd", {"lengths_q": [100, 0, 300, 1], "gap": 3}),
+        ("thd", {"lengths_q": [100, 0, 300, 1], "gap": 3, "in_reverse": True}),
         ("bshd", {"lengths_q": [100, 0, 300], "padding": True, "gap": 5}),
         ("sbhd", {"lengths_q": [130, 130], "strided": True}),
         ("bhsd", {"lengths_q": [257], "outliers": True}),
     ],
-    ids=["thd", "bshd", "sbhd", "bhsd"],
+    ids=["thd", "thd in reverse", "bshd", "sbhd", "bhsd"],
 )
 def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: str) -> None:
     dtype = E5M2 if granularity == "head" else E4M3
@@ -65,7 +67,7 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
         for b, start, length in spans(problem, side):
             got = rows_of(rows, b, start, length).view(torch.uint8).cpu()
             assert got.equal(rows_of(wanted.values, b, start, length).view(torch.uint8))
-            first = start // 128 + b if x.dim() == 3 else b * -(-x.shape[1] // 128)
+            first = first_transposed(problem, side, b)
             blocks = slice(first, first + -(-length // 128))
             assert tiles.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
         if side == "kv":
@@ -74,8 +76,8 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
                 assert rows_of(half, b, start, length).cpu().equal(rows_of(wanted.stands_for, b, start, length).to(torch.bfloat16))
         again = torch.zeros_like(tiles.view(torch.uint8)).view(dtype)
         quantize(problem, side, rows, scale, transposed=again)
-        for b, start, length in spans(problem, side):
-            first = start // 128 + b if x.dim() == 3 else b * -(-x.shape[1] // 128)
+        for b, _, length in spans(problem, side):
+            first = first_transposed(problem, side, b)
             blocks = slice(first, first + -(-length // 128))
             assert again.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
 

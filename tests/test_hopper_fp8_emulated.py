@@ -173,6 +173,16 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
 
 
 @without_gpu
+def test_slots_in_reverse() -> None:
+    """The transposed tiles and the statistics lie in an order of their own."""
+    inputs = {"qkv_format": "thd", "gap": 3, "in_reverse": True, "lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 65, 140]}
+    heads = {"num_heads": 2, "num_heads_kv": 1}
+    call = {"attn_mask_type": "padding_causal"}
+    check(call_of(call, "block", **inputs, **heads), 4)
+    check_backward_of(4, call, "head", **inputs, **heads)
+
+
+@without_gpu
 def test_a_query_that_sees_one_key_has_no_gradient() -> None:
     """But for the rounding of out: its sum with dout is of the dout that dp is of."""
     inputs = {"lengths_q": [70], "lengths_kv": [1], "num_heads": 2, "num_heads_kv": 1}
