@@ -313,7 +313,8 @@ class Walk:
             keys.append((name, key))
             new_cells.append(cell if new is value else types.CellType(new))
             changed = changed or new is not value
-        known, builtins = function.__globals__, function.__builtins__  # type: ignore[attr-defined]
+        any_function: Any = function  # whose __builtins__ only some of the stubs know
+        known, builtins = any_function.__globals__, any_function.__builtins__
         new_globals = {}
         for name in facts.roots:
             value = known.get(name, ABSENT)
