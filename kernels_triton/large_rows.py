@@ -111,7 +111,7 @@ def _attn_bwd_large_rows_kernel(
     first_row = pid % blocks * BLOCK_M
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
-    start_q, len_q, _ = load_sequence(
+    start_q, len_q = load_sequence(
         cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
     )
     if first_row >= len_q:
@@ -126,7 +126,7 @@ def _attn_bwd_large_rows_kernel(
     tl.store(is_any_ptr, 1)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not IS_PART:
-        start_kv, len_kv, _ = load_sequence(
+        start_kv, len_kv = load_sequence(
             cu_seqlens_kv_ptr,
             cu_seqlens_kv_padded_ptr,
             b,
