@@ -76,28 +76,28 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
-def test_portable(kind: str, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
-    case = make_case(kind, dtype, 21, 75, 16)
+    case = make_case(kind, dtype, 21, 75, 16, device)
     check(run(case, how), case, Rounding(dtype), replaces=how == "replacing")
 
 
-def test_behind_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_band(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """-inf before and after any value: a window's edges go through every block; some rows see nothing at all."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
-    case = make_case("ladder", torch.float32, 90, 75, 16)
-    i, j = torch.arange(90)[:, None] - 15, torch.arange(75)
+    case = make_case("ladder", torch.float32, 90, 75, 16, device)
+    i, j = torch.arange(90, device=device)[:, None] - 15, torch.arange(75, device=device)
     band = {"attn_mask_type": "causal_bottom_right", "window_size": (40, 0)}
     check(run(case, "post_scale_bias", **band), case, Rounding(torch.float32), visible=(j <= i) & (j >= i - 40))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[4]], ids=str)
-def test_keys_split(kind: str, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_split(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a value hides whole has the mean of all keys, however many each split has of them."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     combined = split_in(3, monkeypatch)
-    case = make_case(kind, dtype, 7, 210, 16)
+    case = make_case(kind, dtype, 7, 210, 16, device)
     check(run(case, how), case, Rounding(dtype))
     assert combined == [3]
 
@@ -172,12 +172,12 @@ def test_hopper_keys_split() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype) -> None:
+def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype, device: str) -> None:
     """With (out, lse) of all keys the gradients of two parts add up to the whole's: a part's probabilities do not sum to 1."""
-    case = make_case("hidden", dtype, 21, 75, 16)
+    case = make_case("hidden", dtype, 21, 75, 16, device)
     case = case._replace(added=case.added.clamp(min=-2.0 if has_bias else 0.0))
     whole = Problem(case.q, case.k, case.v, softmax_scale=case.scale, bias=case.added[None] if has_bias else None)
-    out, lse = torch.empty_like(case.q), torch.empty(1, HEADS, 21)
+    out, lse = torch.empty_like(case.q), torch.empty(1, HEADS, 21, device=device)
     attention_forward(whole, out, lse)
     sums = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in zip(("dq", "dk", "dv"), case[:3], strict=True)}
     for keys in (slice(0, 32), slice(32, 75)):
@@ -191,10 +191,10 @@ def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("how", ["portable", pytest.param("sm_90", marks=without_gpu)])
-def test_a_part_whose_lse_is_large(how: str) -> None:
+def test_a_part_whose_lse_is_large(how: str, device: str) -> None:
     """A part of the keys, all of them hidden, of rows with others: probabilities are exp(logit - lse) as it is given, so 0."""
-    case = make_case("hidden", torch.bfloat16, 21, 75)
-    lse = torch.full((1, HEADS, 21), -1e5)
+    case = make_case("hidden", torch.bfloat16, 21, 75, device=device)
+    lse = torch.full((1, HEADS, 21), -1e5, device=device)
     problem = Problem(case.q, case.k, case.v, softmax_scale=case.scale, bias=torch.full_like(case.added[None], -2e5), is_part=True)
     gradients = [torch.full_like(t, float("nan")) for t in case[:3]]
     arguments = (problem, torch.zeros_like(case.q), lse, case.dout, None, *gradients)
@@ -211,9 +211,9 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.mark.parametrize("granularity", ["head", "block"])
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)
-def test_portable_fp8(kind: str, how: str, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_fp8(kind: str, how: str, granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
-    case = make_case(kind, torch.bfloat16, 21, 75, 32)
+    case = make_case(kind, torch.bfloat16, 21, 75, 32, device)
     given, spec, x = call_of(case, how, torch.bfloat16)
     features = {"bias_type": spec.bias_type, "bias": x.bias, "softmax_scale": case.scale, "return_max_logit": False}
     if how == "score_mod":
@@ -249,9 +249,9 @@ def test_hopper_fp8(kind: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["portable", pytest.param("sm_90", marks=without_gpu)])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_descale_that_is_nan_shows(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descale_that_is_nan_shows(name: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
-    case = make_case("hidden", torch.bfloat16, 21, 75)
+    case = make_case("hidden", torch.bfloat16, 21, 75, device=device)
     given, spec, x = call_of(case._replace(added=torch.zeros_like(case.added)), "", torch.bfloat16)
     if how == "portable":
         fp8_spec, x = make_fp8_call(given, softmax_scale=case.scale, return_max_logit=False)

@@ -59,7 +59,7 @@ for fmt in ("bhsd", "thd"):
         run(batch, sq, skv, fmt, window, scale, offset)
     after = [len(kernel.device_caches[0][0]) for kernel in kernels]
     print(fmt, [kernel.__name__ for kernel in kernels], before, after)
-    assert len(kernels) == 6 and all(before)
+    assert len(kernels) == 7 and all(before)
     assert before == after, f"{fmt}: {after} compilations after new lengths, {before} before"
 """
 
