@@ -93,7 +93,7 @@ def quantize(
     data = [t.x.new_empty(t.x.shape, dtype=dtype) for t in tensors]
     sources = [
         Source(
-            x=as_bshd(_rows_contiguous(t.x), t.fmt),
+            x=as_bshd(_loadable(t.x), t.fmt),
             data=as_bshd(to, t.fmt),
             cu_seqlens=t.cu_seqlens,
             cu_seqlens_padded=t.cu_seqlens_padded,
@@ -346,7 +346,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     needs_all = dbias is not None or bool(dcaptures) or spec.deterministic or _hopper_wish(spec) == "never"
     own = dataclasses.replace(_problem(spec, x), dout_is_to_come=quantises)
     problem = with_diagonals(with_mask_blocks(own, "backward" if needs_all else "one pass"))
-    out, dout = as_bshd(out, spec.q_format), as_bshd(_rows_contiguous(dout), spec.q_format)
+    out, dout = as_bshd(out, spec.q_format), as_bshd(_loadable(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
     gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
     if _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
@@ -415,9 +415,9 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
     mods = {} if spec.mods is None else _mods(spec.mods, x)
     formats_of_halves = (spec.q_format, spec.q_format, spec.kv_format)
     return Problem(
-        q=as_bshd(_rows_contiguous(x.q), spec.q_format),
-        k=as_bshd(_rows_contiguous(x.k), spec.kv_format),
-        v=as_bshd(_rows_contiguous(x.v), spec.kv_format),
+        q=as_bshd(_loadable(x.q), spec.q_format),
+        k=as_bshd(_loadable(x.k), spec.kv_format),
+        v=as_bshd(_loadable(x.v), spec.kv_format),
         softmax_scale=x.softmax_scale,
         window_left=spec.band.left,
         window_right=spec.band.right,
@@ -439,7 +439,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
         **mods,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         descales=tuple(descale.contiguous() for descale in x.descales),
-        halves=tuple(as_bshd(_rows_contiguous(t), fmt) for t, fmt in zip(x.halves, formats_of_halves, strict=False)),
+        halves=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.halves, formats_of_halves, strict=False)),
         scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
         is_part=spec.is_part,
     )
@@ -510,6 +510,17 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
     )
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    # The one thing the kernels ask of strides; a dout expanded from a scalar, for one, does not have it.
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _loadable(x: Tensor) -> Tensor:
+    """x, or a copy of it where its rows are not contiguous, or begin off multiples of 8 elements on a GPU.
+
+    From such rows the compiler makes loads that it cannot pipeline, and ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the
+    matrix products of some of these kernels for sm_90: the second loop of a kernel reads uniform registers that only the first
+    one's preheader writes. Triton's interpreter, on a CPU, takes any strides.
+    """
+    if x.stride(-1) != 1:
+        return x.contiguous()
+    if x.device.type == "cpu" or not x.numel():
+        return x
+    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    is_aligned = (x.is_meta or x.data_ptr() % 16 == 0) and all(step % 8 == 0 for step in steps)
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)

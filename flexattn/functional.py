@@ -79,7 +79,8 @@ def attention(
     """softmax(q k^T * softmax_scale) v, fused, for every format, mask and kind of score below, alone or combined.
 
     b is the batch, h the query heads, h_kv the heads of k and v (h is a multiple of it: query head i reads head i // (h // h_kv)),
-    s a sequence length, t the tokens of all sequences together. Any strides are taken as they are where the last dim is contiguous.
+    s a sequence length, t the tokens of all sequences together. Any strides are taken as they are where the last dim is contiguous;
+    on a GPU the Triton backend copies a tensor whose rows do not begin at multiples of 8 elements and 16 bytes.
 
     Args:
         q: [b, sq, h, d], [sq, b, h, d], [b, h, sq, d] or [t_q, h, d], as `qkv_format` says. float16, bfloat16 or float32
