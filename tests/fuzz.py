@@ -182,16 +182,17 @@ def _compare_gradient(
     rounding = torch.where(ref.is_vague.any(), torch.inf, steps * torch.finfo(got.dtype).eps + cancelled + ref.largest * eps)
     wanted = ref.gradients[name]
     # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
-    # rounded, which plain torch does not do. Of one visible key out is v, and is exact, unless dropout divides it.
+    # rounded, which plain torch does not do. Of one visible key out is v, and exact, unless dropout or a sink divides it.
     of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
-    rounded = ((OUT_STEPS * of_out if config.dropout_p else 0.0) + SCORE_STEPS * eps) * config.head_dim_v**0.5
+    of_one_key = of_out if config.dropout_p or config.softmax_type != "vanilla" else 0.0
     if name in ("q", "k", "v"):
         queries = (
             sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
         )  # that a key sums over
-        rounded *= problem.scale * max(1.0, queries) ** 0.5
+        rounded = (OUT_STEPS * of_one_key + SCORE_STEPS * eps) * config.head_dim_v**0.5 * problem.scale * max(1.0, queries) ** 0.5
         least = torch.where(wanted.any(), rounded, max(rounded, NOTHING))
     else:  # sums of the gradients of many scores, which may cancel altogether
+        rounded = (of_one_key + SCORE_STEPS * eps) * config.head_dim_v**0.5
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
         least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + rounded) * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
