@@ -273,13 +273,13 @@ def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
         factor = exponent_factor(new_max)
         origin = exponent_origin(new_max, factor, P_SHIFT)
         p = gl.exp2(gl.fma(s, factor[:, None], -origin[:, None]))
-        decay = gl.exp2(exponent_origin(row_max, factor, P_SHIFT) - origin)
+        before = exponent_origin(row_max, factor, P_SHIFT)
+        return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, gl.exp2(before - origin)
     else:
         new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
         origin = gl.maximum(new_max, LOWEST)  # for -inf too exp2(-inf - origin) is 0
         p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
-        decay = gl.exp2(row_max - origin)
-    return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, decay
+        return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, gl.exp2(row_max - origin)
 
 
 @gluon.jit
