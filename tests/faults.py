@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).with_suffix(".json")
-PAGE = ROOT / "docs" / "faults.md"
+
 LIMIT_S = 900  # for the tests of one fault
 
 INTRODUCTION = """# Faults that the tests find
