@@ -155,7 +155,7 @@ def num_blocks(max_seqlen: int, block_rows: int) -> int:
 
 
 def _places(x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of each token its sequence, and its position in it: negative, or past its length, where the token is none of its own."""
+    """(sequence of each token, its position there): negative, or past the sequence's length, for a token of no sequence."""
     if fmt != "thd":
         batch, tokens = as_bshd(x, fmt).shape[:2]
         b = torch.arange(batch, device=x.device)[:, None].expand(batch, tokens)
@@ -167,9 +167,10 @@ def _places(x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: T
     starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)[:-1].long().clamp(0, x.shape[0])
     if cu_seqlens_padded is None:
         b = torch.searchsorted(starts, token, right=True) - 1
-    else:  # slots may be in any order; of several at one place, the last is the one that has tokens
-        order = (2 * starts + (cu_seqlens.diff() > 0)).argsort(stable=True)
-        b = order[(torch.searchsorted(starts[order], token, right=True) - 1).clamp(min=0)]
+    else:  # slots may be in any order, and an empty one inside of another
+        first_rows = torch.where(cu_seqlens.diff() > 0, starts, x.shape[0])
+        ordered, order = first_rows.sort(stable=True)
+        b = order[(torch.searchsorted(ordered, token, right=True) - 1).clamp(min=0)]
     b = b.clamp(min=0)
     return b, token - starts[b]
 

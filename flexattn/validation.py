@@ -442,11 +442,6 @@ def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
         if padded is not None:
             starts = next(read)
             _check_slots(f"{name}_padded", starts, lengths, tensor.shape[0])
-            if spec.fp8 is not None and starts[:-1] != sorted(starts[:-1]):
-                raise ValueError(
-                    f"{name}_padded is {starts}, whose slots are in another order than the sequences; accepted in FP8: starts that "
-                    "ascend (its scales and tiles are numbered by them)"
-                )
         for i, length in enumerate(lengths):
             if length > max_seqlen:
                 room = max_name if fmt == "thd" else f"the sequence dim of {fmt}"

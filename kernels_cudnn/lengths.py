@@ -129,9 +129,9 @@ def _places(side: Side) -> tuple[Tensor, Tensor]:
     if not side.has_gaps:
         sequence = torch.searchsorted(side.units[1:], position, right=True, out_int32=False)
         return position, sequence.clamp_(max=side.units.shape[0] - 2)
-    # of several that begin at one place, the last is the one that has tokens
-    order = (2 * side.units[:-1].long() + (side.lengths > 0)).argsort(stable=True)
-    sequence = torch.searchsorted(side.units[order], position, right=True, out_int32=False) - 1
+    # slots may be in any order, and an empty one inside of another
+    ordered, order = torch.where(side.lengths > 0, side.units[:-1], side.tokens).sort(stable=True)
+    sequence = torch.searchsorted(ordered, position, right=True, out_int32=False) - 1
     return position, order[sequence.clamp_(min=0)]
 
 

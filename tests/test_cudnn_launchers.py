@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
 import cudnn_emulator
+import test_slots
 from test_support import ROWS, Case, Row, make_case, on_h200, row_for
 
 from flexattn.dispatch import cudnn_backend, tape
@@ -199,6 +200,27 @@ def test_lengths_that_do_not_fit_stay_inside_the_tensors() -> None:
         assert out.isfinite().all()
         assert torch.equal(out.isfinite().all(-1).all(-1), torch.ones(70, dtype=torch.bool))
         cudnn_backend.backward(spec, x, out, lse, make_dout(inputs), None)
+
+
+@pytest.mark.parametrize("name", test_slots.LAYOUTS)
+def test_slots_in_any_order(name: str) -> None:
+    layout = test_slots.LAYOUTS[name]
+    (q, k, v), call, real = test_slots.arguments(layout, "cpu", torch.bfloat16)
+    del call["qkv_format"]
+    q, k, v = (t.detach().clone() for t in (q, k, v))
+    inputs = make_inputs("thd", lengths_q=[1], dtype=torch.bfloat16)._replace(q=q, k=k, v=v, **call)
+    spec, x = make_call(inputs, attn_mask_type="padding_causal", return_max_logit=False)
+    out, lse, _ = cudnn_backend.forward(spec, x)
+    dout = make_dout(inputs)
+    found = [out, lse, *cudnn_backend.backward(spec, x, out, lse, dout, None)]
+    exact, rounded = (
+        [*reference_attention(spec, x, dtype=dtype)[:2], *reference_gradients(spec, x, dout, dtype=dtype)]
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    for label, got, want, allowed in zip(("out", "lse", "dq", "dk", "dv"), found, exact, rounded, strict=False):
+        rows = got.T if label == "lse" else got
+        assert (rows[~real] == (-torch.inf if label == "lse" else 0)).all(), label
+        check_close(label, got, want, allowed, factor=GRADIENT_FACTOR if label.startswith("d") else 2.0)
 
 
 def test_a_gradient_of_lse_is_not_dropped() -> None:

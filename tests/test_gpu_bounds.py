@@ -104,8 +104,8 @@ def test_slots_in_any_order(
 
 @pytest.mark.parametrize("hopper", ["always", "never"])
 @pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("name", ["padded on the left"])
-def test_slots_in_fp8(name: str, granularity: Any, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", STARTS)
+def test_slots_in_any_order_in_fp8(name: str, granularity: Any, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     inputs, call, real = packed_call(name, 128, torch.bfloat16)
     call |= {"attn_mask_type": "padding_causal", "fp8_recipe": fp8.Recipe(granularity=granularity)}

@@ -109,7 +109,9 @@ def test_each_sequence_and_zeros_elsewhere(name: str, mask_type: str, backend: s
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("granularity", ["head", "block"])
-@pytest.mark.parametrize("name", ["in reverse", "any order", "padded on the left", "before the first, no starts"])
+@pytest.mark.parametrize(
+    "name", ["in reverse", "any order", "empty ones anywhere", "padded on the left", "before the first, no starts"]
+)
 def test_in_fp8(name: str, granularity: str, backend: str, device: str) -> None:
     """Also the transposed copies, in which sequences lie in an order of their own."""
     layout = LAYOUTS[name]
@@ -125,7 +127,9 @@ def test_in_fp8(name: str, granularity: str, backend: str, device: str) -> None:
         assert error < 0.12, (label, error)  # of numbers with three bits of mantissa
 
 
-@pytest.mark.parametrize("name", ["any order", "before the first, no starts", "behind the last, no starts"])
+@pytest.mark.parametrize(
+    "name", ["any order", "empty ones anywhere", "only empty ones", "before the first, no starts", "behind the last, no starts"]
+)
 def test_quantised_data(name: str, device: str) -> None:
     inputs, call, real = arguments(LAYOUTS[name], device, torch.bfloat16)
     padded = call.get("cu_seqlens_q_padded")
