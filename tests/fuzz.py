@@ -179,20 +179,22 @@ def _compare_gradient(
     eps = torch.finfo(torch.float64 if config.dtype is torch.float64 else torch.float32).eps
     steps = STEPS_OF_DOUBLE if config.dtype is torch.float64 else STEPS
     cancelled = (STEPS_OF_DOUBLE if config.dtype is torch.float64 else CANCELLED) * eps / (1.0 - config.dropout_p)
-    rounding = torch.where(ref.is_vague.any(), torch.inf, steps * torch.finfo(got.dtype).eps + cancelled + ref.largest * eps)
+    rounding = torch.where(ref.is_vague.any(), torch.inf, steps * torch.finfo(config.dtype).eps + cancelled + ref.largest * eps)
     wanted = ref.gradients[name]
     # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
-    # rounded, which plain torch does not do. Of one visible key out is v, and exact, unless dropout or a sink divides it.
+    # rounded, which plain torch does not do: where few rows are summed its luck is no budget. Of one visible key out is v, and
+    # exact, unless dropout or a sink divides it, and nothing else may be left of a gradient.
     of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
-    of_one_key = of_out if config.dropout_p or config.softmax_type != "vanilla" else 0.0
+    is_divided = config.dropout_p > 0.0 or config.softmax_type != "vanilla"
+    of_delta = (OUT_STEPS if is_divided else OUT_STEPS / 16.0) * of_out + SCORE_STEPS * eps
     if name in ("q", "k", "v"):
         queries = (
             sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
         )  # that a key sums over
-        rounded = (OUT_STEPS * of_one_key + SCORE_STEPS * eps) * config.head_dim_v**0.5 * problem.scale * max(1.0, queries) ** 0.5
+        rounded = of_delta * config.head_dim_v**0.5 * problem.scale * max(1.0, queries) ** 0.5
         least = torch.where(wanted.any(), rounded, max(rounded, NOTHING))
     else:  # sums of the gradients of many scores, which may cancel altogether
-        rounded = (of_one_key + SCORE_STEPS * eps) * config.head_dim_v**0.5
+        rounded = of_delta / 4.0 * config.head_dim_v**0.5
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
         least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + rounded) * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)

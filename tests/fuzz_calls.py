@@ -124,7 +124,7 @@ def draw_config(seed: int, where: Where) -> Config:
             score_mod = rng.choice(tuple(EXTREME_MODS))
     max_seqlen = "longest"
     if "thd" in (q_format, kv_format):
-        max_seqlen = rng.choice(["longest", "longest", "longer", "cut", "huge", "none"])
+        max_seqlen = rng.choice(["longest", "longest", "longer", "cut", "cut", "huge", "none"])
         if bias_type in ("pre_scale_bias", "post_scale_bias") and max_seqlen in ("huge", "none"):
             max_seqlen = "longer"
         if max_seqlen == "huge" and ("huge" in where.without or block_mask):
