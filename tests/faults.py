@@ -1,8 +1,10 @@
 """Mutation run: each fault of faults.json is put into a copy of the checkout, and the tests named beside it must fail.
 
-    python tests/faults.py --processes 2 --page docs/faults.md
+    python tests/faults.py --processes 2 --kept outcomes.json --page docs/faults.md
 
-A fault that no test kills is a hole in the tests, or changes no result; `survives_because` says why it is accepted.
+A fault that no test kills is a hole in the tests, or changes no result; `survives_because` says why it is accepted. With `--kept`,
+the tests that kill are written to a file as they are found, and a killed fault is not tried again while it, its file and the names
+of its tests are as they were. That those tests pass without the faults is tried for each page.
 """
 
 from __future__ import annotations
@@ -11,28 +13,35 @@ import argparse
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
+import importlib.util
 import json
+import multiprocessing
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).with_suffix(".json")
-
-LIMIT_S = 900  # for the tests of one fault
+PAGE = ROOT / "docs" / "faults.md"
+LIMIT_S = 300  # for the tests of one fault
+DIED = " (the process died of signal "
 
 INTRODUCTION = """# Faults that the tests find
 
 Made by `python tests/faults.py --page docs/faults.md`, which puts each fault into a copy of the checkout, one at a time, and runs
-the tests named for it in `tests/faults.json`, without a GPU. Listed is the first test that failed. A fault survives when none of
-them fails.
+the tests named for it in `tests/faults.json`, without a GPU. Listed is the first test that failed; it passes without the fault. A
+fault survives when none of them fails.
 
 """
 
@@ -53,8 +62,34 @@ class Outcome(NamedTuple):
     killed_by: str  # the first test that failed, "" for none
 
 
+class Kept:
+    """The tests that killed faults, in a file, each under a digest; without a file nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.killed_by: dict[str, str] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def add(self, key: str, killed_by: str) -> None:
+        with self.lock:
+            self.killed_by[key] = killed_by
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.killed_by, indent=1))
+
+
 def faults() -> list[Fault]:
     return [Fault(**entry) for entry in json.loads(LIST.read_text())]
+
+
+def test_files(tests: Sequence[str]) -> list[str]:
+    """The files that arguments of pytest name."""
+    return [path for path, _, _ in (test.partition("::") for test in tests) if path.endswith(".py")]
+
+
+def digest(checkout: Path, fault: Fault) -> str:
+    """Of an edit, of the file that it is in, and of the names of its tests."""
+    source = (checkout / fault.file).read_text()
+    return hashlib.sha256(json.dumps([fault.file, source, fault.old, fault.new, *fault.tests]).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -64,40 +99,74 @@ def injected(checkout: Path, fault: Fault) -> Iterator[None]:
     source = path.read_text()
     if source.count(fault.old) != 1:
         raise ValueError(f"{fault.file} has the text of {fault.says!r} {source.count(fault.old)} times; accepted: once")
-    path.write_text(source.replace(fault.old, fault.new))
+    compiled = Path(importlib.util.cache_from_source(str(path)))  # by size and second, which the edit may leave as they are
     try:
+        path.write_text(source.replace(fault.old, fault.new))
+        compiled.unlink(missing_ok=True)
         yield
     finally:
         path.write_text(source)
+        compiled.unlink(missing_ok=True)
 
 
-def first_failure(checkout: Path, tests: Sequence[str]) -> str:
-    """The first of the tests that fails in the checkout, "" for none. Raises RuntimeError where pytest ran no test."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    try:
-        ran = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return f"no test in {LIMIT_S} s: {tests[0]} hangs"
-    if ran.returncode == 0:
+def first_failure(checkout: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> str:
+    """The first of the tests that fails in the checkout, "" for none. Raises RuntimeError where pytest ran no test, or cannot."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = _SERVER.Process(target=_run_tests, args=(checkout, tests, output.name))
+        process.start()
+        process.join(limit_s)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise RuntimeError(f"pytest {' '.join(tests)} took more than {limit_s} s; name fewer tests")
+        text, ended_with = output.read(), process.exitcode or 0
+    if ended_with == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
-    if failed is None:
-        if ran.returncode < 0:
-            return f"{tests[0]} (the process died of signal {-ran.returncode})"
-        raise RuntimeError(f"pytest {' '.join(tests)} ended with {ran.returncode}:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
+    if ended_with < 0 and ended_with != -signal.SIGKILL:  # that one is the machine's, short of memory
+        return f"{tests[0]}{DIED}{-ended_with})"
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    if failed is None or ended_with != 1:
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {ended_with}:\n{text[-2000:]}")
     return failed[1]
 
 
-def judge(fault: Fault, checkouts: queue.Queue[Path]) -> Outcome:
-    """What the tests make of one fault, in a checkout of its own for as long."""
+# Each run of pytest is forked from a process that has imported what no fault is in, which takes as long as many a test.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["numpy", "pytest", "torch", "torch.fx.experimental.proxy_tensor", "triton", "triton.language"])
+
+
+def _run_tests(checkout: Path, tests: Sequence[str], output: str) -> None:
+    """pytest's main in a process of its own, on the modules of the checkout."""
+    with open(output, "w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(checkout)
+    os.environ["PYTHONPATH"] = str(checkout)
+    sys.path[:] = [str(checkout), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
+    import pytest
+
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+
+
+def judge(fault: Fault, checkouts: queue.Queue[Path], kept: Kept) -> Outcome | None:
+    """What the tests make of one fault, in a checkout of its own for as long; None where it cannot be put in, or no test runs."""
     checkout = checkouts.get()
+    begin = time.monotonic()
     try:
+        key = digest(checkout, fault)
+        if key in kept.killed_by:
+            return Outcome(fault, kept.killed_by[key])
         with injected(checkout, fault):
             outcome = Outcome(fault, first_failure(checkout, fault.tests))
+    except (RuntimeError, ValueError) as e:
+        print(f"BROKEN   {fault.file}: {fault.says}: {e}", flush=True)
+        return None
     finally:
         checkouts.put(checkout)
-    print(f"{'killed' if outcome.killed_by else 'SURVIVES':8} {fault.file}: {fault.says}  {outcome.killed_by}", flush=True)
+    if outcome.killed_by:
+        kept.add(key, outcome.killed_by)
+    verdict = f"{'killed' if outcome.killed_by else 'SURVIVES':8} {time.monotonic() - begin:4.0f} s"
+    print(f"{verdict} {fault.file}: {fault.says}  {outcome.killed_by}", flush=True)
     return outcome
 
 
@@ -126,14 +195,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", default="", help="faults whose file or text contains this")
+    parser.add_argument("--kept", type=Path, help="a file of outcomes, read first and written as they come")
     parser.add_argument("--page", type=Path, help="the page to write")
     arguments = parser.parse_args()
     chosen = [fault for fault in faults() if arguments.only in f"{fault.file} {fault.says}"]
+    kept = Kept(arguments.kept)
+    # Before torch and triton are imported, as tests/conftest.py sets them.
+    os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(arguments.processes) as pool:
         checkouts: queue.Queue[Path] = queue.Queue()
         for i in range(arguments.processes):
             checkouts.put(copied(Path(scratch) / str(i)))
-        outcomes = list(pool.map(functools.partial(judge, checkouts=checkouts), chosen))
+        judged = list(pool.map(functools.partial(judge, checkouts=checkouts, kept=kept), chosen))
+        outcomes = [outcome for outcome in judged if outcome is not None]
+        if len(outcomes) < len(chosen):
+            return 2
+        killers = sorted({outcome.killed_by.partition(DIED)[0] for outcome in outcomes if outcome.killed_by})
+        if arguments.page is not None and killers and (failed := first_failure(checkouts.get(), killers, 10 * LIMIT_S)):
+            print(f"{failed} fails without a fault, too")
+            return 2
     if arguments.page is not None:
         arguments.page.write_text(page(outcomes))
     alive = [outcome.fault for outcome in outcomes if not outcome.killed_by]

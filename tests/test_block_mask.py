@@ -213,6 +213,9 @@ def test_errors_name_what_does_not_fit(device: str) -> None:
     mask = flexattn.create_block_mask(causal(device), None, None, 64, 128, device, 32)
     with pytest.raises(ValueError, match=r"block_mask is for batch 1, 1 heads, 64 queries.*at least 100 queries"):
         flexattn.attention(q, q, q, block_mask=mask)
+    few_keys = flexattn.create_block_mask(causal(device), None, None, 128, 64, device, 32)
+    with pytest.raises(ValueError, match=r"128 queries and 64 keys; .* at least 100 queries and 100 keys"):
+        flexattn.attention(q, q, q, block_mask=few_keys)
     with pytest.raises(ValueError, match="one of the two"):
         flexattn.attention(q, q, q, block_mask=mask, mask_mod=causal(device))
     with pytest.raises(TypeError, match="block_mask is a int"):

@@ -108,6 +108,11 @@ def test_a_file_says_all_or_nothing(tmp_path: Path) -> None:
         assert store.find(tmp_path, text) is None
     head = json.loads(whole.split(b"\n")[1])
     assert head["text"] == text
+    path.write_bytes(whole)
+    store.keep(tmp_path, "another", BINARY)
+    [other] = set(tmp_path.iterdir()) - {path}
+    path.replace(other)
+    assert store.find(tmp_path, "another") is None, "a whole file for something else"
 
 
 def with_digest(content: bytes) -> bytes:

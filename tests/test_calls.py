@@ -20,7 +20,7 @@ from flexattn import calls
 from flexattn.dispatch import eager_backend, tape
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
-from flexattn.kernels_triton import launch
+from flexattn.kernels_triton import direct, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_seqlen")
 
@@ -212,8 +212,10 @@ def test_modes_transforms_subclasses_and_checks_have_no_key(keys: list[Any], mon
     for name in ("FLEXATTN_CHECK", "FLEXATTN_CANARY"):
         monkeypatch.setenv(name, "1")
         flexattn.attention(**call)
-        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
     assert keys == [None] * 6
+    for name in ("FLEXATTN_CHECK", "FLEXATTN_CANARY"):
+        monkeypatch.setenv(name, "0")
     assert torch.equal(flexattn.attention(**call), wanted)
     assert keys[-1] is not None
 
@@ -292,6 +294,18 @@ def test_gradients_are_those_of_an_ordinary_call() -> None:
         call["q"].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_backward_is_kept_for_the_strides_of_dout() -> None:
+    """A tape of it has them in its launches."""
+    call = base()
+    call["q"].requires_grad_()
+    first = torch.randn(flexattn.attention(**call).shape)
+    for dout in (first, first.transpose(1, 2).contiguous().transpose(1, 2)):
+        for _ in range(3):
+            flexattn.attention(**call).backward(dout)
+    (kept,) = [one for one in calls._calls.values() if one is not None]
+    assert len(kept.backwards) == 2
 
 
 @pytest.mark.parametrize("more", [{}, ALIBI, {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}], ids=["", "alibi", "dropout"])
@@ -537,6 +551,26 @@ def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -
     assert seen[0] == (begin + 16, x.data_ptr() + 24, begin, CONSTANT.data_ptr() + 8)
     assert seen[1] == (y.data_ptr() + 4,)
     assert seen[2][:2] == (x.data_ptr(), begin + 32)
+
+
+def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver, where kernels are launched; of a view with gaps torch makes them."""
+    seen: list[Any] = []
+    kernel = SimpleNamespace(
+        tensors_of=lambda arguments: list(arguments),
+        prepare=lambda programs, arguments: SimpleNamespace(launch=lambda stream, addresses: None),
+    )
+    monkeypatch.setattr(launch, "stream_of", lambda device: int)
+    monkeypatch.setattr(launch, "is_plain", lambda: True)
+    monkeypatch.setattr(direct, "set_to_zero", lambda stream, address, size: seen.append((address, size)))
+    recorder = tape._Recorder(())
+    with recorder:
+        made = torch.empty(3, 4)
+        made[1].zero_()
+        made[:, 1].zero_()
+        recorder.launched(kernel, 1, (made,))
+    (played,) = tape.Tape(recorder, [recorder.slot(made)], torch.device("cpu")).play((), ())
+    assert seen == [(played.data_ptr() + 16, 16)]
 
 
 def test_the_tensors_of_operands_come_first() -> None:

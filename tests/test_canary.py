@@ -72,6 +72,17 @@ def test_a_wrong_forward_is_replaced_and_said_to_be_wrong(monkeypatch, which):
     assert "not triton: the canary found it wrong" in str(flexattn.explain(q, k, v))
 
 
+def test_one_nan_is_wrong(monkeypatch):
+    def forward(spec: AttentionSpec, *args: Any) -> Any:
+        results = eager_backend.forward(spec, *args)
+        results[0].view(-1)[-1] = torch.nan
+        return results
+
+    monkeypatch.setattr(triton_backend, "forward", forward)
+    with pytest.warns(RuntimeWarning, match="forward will not run on triton: the canary found it wrong: out is off by inf"):
+        assert flexattn.attention(*qkv()).isfinite().all()
+
+
 def test_a_wrong_backward_is_found_before_the_forward_runs(monkeypatch):
     ran = spoil(monkeypatch, "backward", 1)
     q, k, v = qkv(requires_grad=True)

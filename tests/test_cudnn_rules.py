@@ -66,6 +66,45 @@ def test_known_bad_row(row: KnownBad) -> None:
         assert row.issue not in str(known_bad.known_bad(SPEC._replace(**affected), row.directions[0], version))
 
 
+PACKED = {"q_format": "thd", "kv_format": "thd", "padding": True}
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # in which direction, what, and a near miss
+    "takes no gradient of lse": ("backward", {"needs_lse_grad": True}, {}),
+    "deterministic backward needs memory": ("backward", {"deterministic": True}, {}),
+    "bias over packed sequences": (
+        "forward",
+        {**PACKED, "bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
+        {"padding": True, "bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
+    ),
+    "dropout over packed sequences": ("forward", {**PACKED, "dropout": True}, {"padding": True, "dropout": True}),
+    "adds a bias after the scale": (
+        "forward",
+        {"bias_type": "pre_scale_bias", "bias_dims": (True, True, True, True)},
+        {"bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
+    ),
+    "takes no dropout where a mask follows the bottom-right diagonal": (
+        "forward",
+        {"dropout": True, "band": Band(None, 0, True)},
+        {"dropout": True, "band": Band(None, 0, False)},
+    ),
+    "multiples of 8 up to 256": ("backward", {"head_dim_v": 264}, {"head_dim_v": 248}),
+    "no softcap": ("forward", {"softcap": True}, {}),
+    "no block masks": ("forward", {"block_size": (128, 128)}, {}),
+    "there is one key": ("forward", {"length_kv": 1}, {"length_kv": 2}),
+    "no max_logit beside a sink": (
+        "forward",
+        {"softmax_type": "learnable", "return_max_logit": True},
+        {"softmax_type": "learnable"},
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_the_rules_refuse(reason: str) -> None:
+    direction, refused, near = REFUSED[reason]
+    assert reason in str(cudnn_backend.rule_error(SPEC._replace(**refused), direction))
+    assert cudnn_backend.rule_error(SPEC._replace(**near), direction) is None
+
+
 def test_every_known_bad_row_has_a_case_and_a_public_source() -> None:
     assert len(KNOWN_BAD) == len(CASES)
     for row in KNOWN_BAD:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_check import checked_memory
 from test_score_mod_triton import HEADS, check, lengths, rand
 
 from flexattn import create_block_mask, mods
@@ -83,7 +84,8 @@ def test_blocks_past_the_end(tabulated: list[int], device: str) -> None:
     mask = create_block_mask(mods.causal(), None, None, length, length, device, BLOCK_SIZE=512)
     lists = block_lists(mask, 1, 1, length, length, mask.kv_indices.device)
     inputs: dict[str, Any] = {"lengths_q": [length], "lengths_kv": [length], "num_heads": 1, "num_heads_kv": 1}
-    check((t5(device)[0], mask.mask_mod), device, {"blocks": lists, "deterministic": True}, **inputs)
+    with checked_memory():
+        check((t5(device)[0], mask.mask_mod), device, {"blocks": lists, "deterministic": True}, **inputs)
     assert tabulated == [1, 1]
 
 

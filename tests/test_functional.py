@@ -224,6 +224,26 @@ def test_default_alibi_slopes():
     torch.testing.assert_close(slopes(1).tolist(), [2.0**-8])
 
 
+def test_each_row_of_a_padded_batch_has_its_own_slopes(backend, device):
+    inputs, lengths = make_inputs("bshd", lengths_q=(17, 5), padding=True, device=device), (17, 5)
+    slopes = torch.tensor([[0.5, 0.1, 0.02, 1.0], [0.03, 2.0, 0.7, 0.2]], device=device)
+    alibi = {"bias_type": "alibi", "backend": backend}
+    whole = flexattn.attention(**inputs._asdict(), attn_mask_type="padding", alibi_slopes=slopes, **alibi)
+    for b, length in enumerate(lengths):
+        alone = flexattn.attention(*(t[b : b + 1, :length] for t in inputs[:3]), alibi_slopes=slopes[b], **alibi)
+        torch.testing.assert_close(whole[b : b + 1, :length], alone, **LOOSE)
+
+
+@pytest.mark.parametrize("offset", [200.0, -200.0])
+def test_a_sink_far_from_the_scores(offset, backend, device):
+    q, k, v = make_inputs("bshd", lengths_q=(17,), device=device)[:3]
+    sink = {"softmax_type": "learnable", "softmax_offset": torch.full((4,), offset, device=device)}
+    (out, lse), (got, got_lse) = (flexattn.attention(q, k, v, return_lse=True, backend=backend, **more) for more in ({}, sink))
+    wanted = torch.logaddexp(lse, lse.new_tensor(offset))
+    torch.testing.assert_close(got_lse, wanted, **LOOSE)
+    torch.testing.assert_close(got, out * torch.exp(lse - wanted).mT[..., None], **LOOSE)
+
+
 def test_deterministic_follows_torch(monkeypatch):
     inputs = make_inputs("bshd", lengths_q=(5, 5))
     assert not flexattn.explain(*inputs[:3]).spec.deterministic

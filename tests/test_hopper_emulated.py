@@ -130,13 +130,17 @@ def test_slots_in_reverse(dim: int) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(
+    "band",
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (150, 70)}],
+    ids=str,
+)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-def test_dense(mask: str, dims: tuple[int, int]) -> None:
+def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
+    """Blocks that an edge cuts on either side alone, and whole ones."""
     for seed in (1, 7):
-        call = {"attn_mask_type": mask}
         inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
-        check(seed, call, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+        check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
 @without_gpu

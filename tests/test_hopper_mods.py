@@ -232,6 +232,14 @@ def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:
     check_emulated(4, features, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@without_gpu
+def test_emulated_keys_past_the_end_beside_very_negative_scores() -> None:
+    """What a key past the end would weigh is infinite; no row of dq has a part of it."""
+    bias = torch.full((1, 1, 1, 100), -200.0)
+    inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
+    check_emulated(6, {"bias_type": "post_scale_bias", "bias": bias}, **inputs)
+
+
 def test_block_masks_that_do_not_fit_are_refused() -> None:
     _, spec, x = make_case("cpu", {}, lengths_q=[256], lengths_kv=[256], num_heads=HEADS, num_heads_kv=2)
     for size, heads, direction in ((64, None, "forward"), (128, HEADS, "backward")):

@@ -46,8 +46,9 @@ MASKS: dict[str, tuple[Any, bool]] = {
     "window or document": (lambda device: mods.either(mods.sliding_window(4, 4), mods.document(ids(device, 60))), True),
     "by head": (lambda device: lambda b, h, i, j: (j * 2 <= i + 10 * h) | (j // 32 == 0), True),
     "counted from the end": (lambda device: shifted(torch.tensor([3, -9], device=device)), True),
+    "keys counted from the end": (lambda device: same_as_before(ids(device, 37, 80)), False),
     "past the tensor": (lambda device: mods.document(ids(device, 37)[:70]), True),
-    "remainder": (lambda device: lambda b, h, i, j: (i % 48 >= j % 48) & (j // 48 == i // 48), False),
+    "remainder": (lambda device: lambda b, h, i, j: (i % 40 >= j % 40) & (j // 40 == i // 40), False),
     "where": (lambda device: lambda b, h, i, j: torch.where(b == 0, i - j, (j - i).clamp(-20, 30)) >= 25, True),
     "not": (lambda device: lambda b, h, i, j: ~((i - j > 20) | (i != i)), False),
     # What leaves int64 comes back at its other end, so nothing is known of it.
@@ -77,10 +78,15 @@ def shifted(by: Tensor) -> Any:
     return lambda b, h, i, j: (i - j + by[b - 1]).abs() < 20
 
 
+def same_as_before(numbers: Tensor) -> Any:
+    return lambda b, h, i, j: numbers[i] == numbers[j - 20]
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_blocks, "BLOCK", BLOCK)
     monkeypatch.setattr(mask_blocks, "SHORTEST", 1)
+    monkeypatch.setattr(mask_blocks, "_CHUNK", 4)  # a row of blocks is looked at in more than one turn
 
 
 def problem_of(mask: Any, device: str, **call: Any) -> tuple[Problem, Tensor]:

@@ -113,6 +113,7 @@ SLICES: dict[str, tuple[Any, Any]] = {
     "last": (lambda t: t[-3:], [5, 6, 7]),
     "every other": (lambda t: t[1:7:2], [1, 3, 5]),
     "of a slice": (lambda t: t[2:][1:3], [3, 4]),
+    "of every other": (lambda t: t[1::2][1:3], [3, 5]),
     "none": (lambda t: t[5:5], []),
     "all": (lambda t: t[:], list(range(8))),
     "past the end": (lambda t: t[6:100], [6, 7]),

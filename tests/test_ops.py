@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexattn
 from flexattn import calls, ops
+from flexattn.dispatch import eager_backend
 from flexattn.dispatch.context import attention_backend
+from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import Operands
 from flexattn.testing import make_inputs
 
@@ -273,6 +275,23 @@ def test_gradients_of_lse_alone_and_of_out_alone_add_up():
     for total, a, b in zip(both, of_out, of_lse, strict=True):
         assert b.abs().max() > 0.01
         torch.testing.assert_close(total, a + b)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_backend_that_takes_no_gradient_of_lse_is_not_asked_for_one(is_kept, monkeypatch):
+    def support_error(spec, direction):
+        return "takes no gradient of lse" if spec.needs_lse_grad else None
+
+    monkeypatch.setattr(eager_backend, "support_error", support_error)
+    monkeypatch.setenv("FLEXATTN_CHECK", "0" if is_kept else "1")
+    select.cache_clear()
+    call = with_gradients(CALLS["bshd"])
+    for _ in range(3):
+        out, lse = flexattn.attention(**call, return_lse=True, backend="eager")
+        out.sum().backward(retain_graph=True)
+        with pytest.raises(flexattn.BackendError, match="takes no gradient of lse"):
+            lse.sum().backward()
+    select.cache_clear()
 
 
 def test_max_logit_is_not_differentiable():

@@ -189,6 +189,7 @@ INTEGER = {
     "shift": lambda i, j: (i * 3 - j) ** 2 % 13, "wide": lambda i, j: (i * 1000003 * (j + 5) * 77777) % 17,
     "abs": lambda i, j: (i - j).abs().neg().sign(), "clamp": lambda i, j: (i - j).clamp(-3, 4).maximum(j - 30).minimum(i),
     "bool": lambda i, j: (i > j).int() + (i == j) * 2 - (~(j > 3)).long(), "int8": lambda i, j: (i * 37 + j).to(torch.int8),
+    "signs": lambda i, j: (i - j) * (j - i + 3) % 7,
 }  # fmt: skip
 
 
@@ -350,6 +351,18 @@ def test_infinite_gradients_of_captures_are_not_hidden(device: str) -> None:
         gradients = triton_backend.backward(spec, x, out, lse, make_dout(given_inputs), None)
         assert gradients.dmod_tensors is not None
         assert not gradients.dmod_tensors[0][0].isfinite()
+
+
+def test_deterministic_gradients_of_captures_do_not_overflow(device: str) -> None:
+    """What each tile adds to one element is the same: as many such addends as there are use the range of the sum, and no more."""
+    t = torch.zeros((), device=device).requires_grad_()
+    given_inputs = make_inputs(lengths_q=lengths(70, 70), num_heads=8, num_heads_kv=8, device=device)
+    traced = trace_mods(lambda score, b, h, i, j: score + t, None, needs_grad=True)
+    spec, x = make_call(given_inputs, mods=traced, deterministic=True)
+    out, lse, _ = triton_backend.forward(spec, x)
+    gradients = triton_backend.backward(spec, x, out, lse, torch.zeros_like(out), torch.ones_like(lse))
+    assert gradients.dmod_tensors is not None
+    torch.testing.assert_close(gradients.dmod_tensors[0], torch.tensor(float(lse.numel()), device=device))
 
 
 def requests(make_mods: Any, sm: int, head_dim: int) -> list[CompileRequest]:

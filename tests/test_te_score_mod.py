@@ -11,7 +11,7 @@ from test_score_mod import HEADS, HEADS_KV
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.integrations.te_score_mod import TEScoreMod
+from flexattn.integrations.te_score_mod import GraphTensor, ScoreGraph, TEScoreMod
 from flexattn.score_mod import cache_info, clear_cache
 
 LIMIT = 2e-5  # of the largest value: fp32 against fp64
@@ -120,6 +120,15 @@ def test_new_values_are_no_new_trace(device: str) -> None:
         softcap = Softcap()
         run(TEScoreMod(softcap.forward, softcap.backward, {"cap": scalar(cap), "one": scalar(1.0)}), device, "eager")
     assert cache_info()["traces"] == 2  # the score and its gradient
+
+
+def test_nodes_are_those_of_cudnn() -> None:
+    """By hand, where an operand's sign or place matters."""
+    graph, x, y = ScoreGraph(()), GraphTensor(torch.tensor([-5.0, 5.0, -7.5])), GraphTensor(torch.tensor([3.0, -3.0, 2.0]))
+    assert graph.mod(input0=x, input1=y).value.tolist() == [-2.0, 2.0, -1.5]  # has the sign of the first
+    assert graph.add_square(a=x, b=y).value.tolist() == [4.0, 14.0, -3.5]
+    assert graph.sub(a=x, b=y).value.tolist() == [-8.0, 8.0, -9.5]
+    assert graph.binary_select(x, y, graph.cmp_lt(x, y)).value.tolist() == [-5.0, -3.0, -7.5]
 
 
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")  # as it names the nodes by text

@@ -59,6 +59,13 @@ def test_sdpa(active: None, layout: str, is_causal: bool) -> None:
         assert got.stride() == torch.empty_like(leaf).stride()
 
 
+def test_sdpas_causal_mask_begins_in_the_top_left_corner(active: None) -> None:
+    q, k, v = (t.detach() for t in qkv(2, 4, 7, 8, heads_kv=4))
+    out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q[:, :, :3], k, v, is_causal=True)
+    seen = torch.ones(3, 7, dtype=torch.bool).tril()
+    torch.testing.assert_close(out, ((q[:, :, :3] @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf)).softmax(-1) @ v)
+
+
 def test_sdpa_drops_the_same_weights_in_the_backward(active: None) -> None:
     leaves = qkv(1, 2, 9, 8, heads_kv=2)
     torch.manual_seed(0)
@@ -114,6 +121,7 @@ def test_keys_in_use_are_the_first_of_each_slot(active: None) -> None:
     used = torch.tensor([3, 7], dtype=torch.int32)
     out, *_ = torch.ops.aten._flash_attention_forward(q[:4], k, v, cu_q, cu_k, 2, 7, 0.0, False, False, seqused_k=used)
     torch.testing.assert_close(out[:2], flexattn.attention(q[None, :2], k[None, :3], v[None, :3])[0])
+    torch.testing.assert_close(out[2:4], flexattn.attention(q[None, 2:4], k[None, 5:], v[None, 5:])[0])
 
 
 def test_what_it_does_not_take_is_refused(active: None) -> None:

@@ -86,8 +86,9 @@ def test_dense_without_lengths(fmt: str, mask: str, sq: int, skv: int, device: s
 
 
 @pytest.mark.parametrize("bottom_right", [False, True])
-@pytest.mark.parametrize("window", [(0, 0), (20, 7), (-1, 9), (40, -1), (10**9, 10**9), (0, -1)], ids=str)
+@pytest.mark.parametrize("window", [(0, 0), (1, 1), (20, 7), (-1, 9), (40, -1), (10**9, 10**9), (0, -1)], ids=str)
 def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> None:
+    # (1, 1): the last key that a block's last query sees begins a block, and so does the last query that sees a block's last key
     call = {"window_size": window, "bottom_right_diagonal": bottom_right}
     check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
 
@@ -111,9 +112,10 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 1), (33, 3)], ids=str)
-def test_grouped_heads(heads: tuple[int, int], device: str) -> None:
-    # 12 and 11 query heads a key head: dk and dv come from more than one program, and the last one's share is smaller
+def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    # In half types 12 and 11 query heads a key head: dk and dv come from two programs, and the last one's share may be smaller.
     check(
         {"attn_mask_type": "padding_causal"},
         device,
@@ -121,6 +123,7 @@ def test_grouped_heads(heads: tuple[int, int], device: str) -> None:
         lengths_q=lengths(33, 7),
         num_heads=heads[0],
         num_heads_kv=heads[1],
+        dtype=dtype,
     )
 
 
