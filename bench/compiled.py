@@ -83,6 +83,8 @@ def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport]
             found.append(f"matrix instructions are {' and '.join(report.matrix_instructions) or 'none'}, not {expected} alone")
         if any("serialized" in warning for warning in report.warnings):
             found.append("ptxas serialized wgmma")
+        if report.undefined_registers:
+            found.append("ptxas made code that reads registers before it writes them")
     return list(dict.fromkeys(found))
 
 

@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.launch import WIDE, Launch
 from flexattn.kernels_triton.lowering import compile_source, source_of
+from flexattn.kernels_triton.sass_registers import undefined_registers
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
@@ -157,6 +158,8 @@ class CompileReport:
     idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and 3.7
         give their memory to what the partitions of a warp_specialize are handed, with no order between both writes: now and then,
         and often where processes share a GPU, a partition reads a count where it expects a row.
+    undefined_registers: uniform registers that some path reads and that nothing on it wrote; any is a defect of ptxas, and results
+        are garbage (`sass_registers` has the whole story).
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
     """
@@ -172,6 +175,7 @@ class CompileReport:
     compile_seconds: float
     exposed_exponentials: int = 0
     idle_barriers: int = 0
+    undefined_registers: tuple[str, ...] = ()
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -234,6 +238,7 @@ def compile_for(
         compile_seconds=seconds,
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
+        undefined_registers=undefined_registers(sass),
     )
 
 

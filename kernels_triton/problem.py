@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import Table, Tile, select_tile, split_head_dim
+from flexattn.kernels_triton.configs import MOST_ROWS_UNALIGNED, Table, Tile, select_tile, split_head_dim
 from flexattn.kernels_triton.launch import capability_of
 
 _MOST_ROWS = 256  # of any tile
@@ -240,8 +240,11 @@ class Problem:
         # an FP8 matrix instruction multiplies 32 at a time
         return split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
 
-    def tile(self, table: Table, capability: int | None = None) -> Tile:
-        """The committed tile for this problem, on its own device or on one of `capability`."""
+    def tile(self, table: Table, capability: int | None = None, others: Iterable[Tensor] = ()) -> Tile:
+        """The committed tile for this problem, on its own device or on one of `capability`.
+
+        others: what the kernel touches beside q, k and v; where it loads rows element by element, its tile may be smaller.
+        """
         capability = capability_of(self.device) if capability is None else capability
         tile = select_tile(
             table,
@@ -252,6 +255,8 @@ class Problem:
             is_open=self.window_left is None and self.window_right is None,
             length=max(self.longest_q, self.longest_kv),
         )
+        if capability // 10 == 9 and not _is_wide((self.q, self.k, self.v, *others)):
+            tile = _cut(tile, MOST_ROWS_UNALIGNED, MOST_ROWS_UNALIGNED)
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
@@ -391,6 +396,11 @@ def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
     strides = [stride for x in tensors for stride in _strides(x, x.dim() - 1)]
     sizes = (16, 8) if is_fp8 else (8,)
     return next((size for size in sizes if all(stride % size == 0 for stride in strides)), 1)
+
+
+def _is_wide(tensors: Sequence[Tensor]) -> bool:
+    """Whether kernels load the rows of all these tensors 4 bytes at a time or more: by their strides and their addresses."""
+    return tensors[0].element_size() >= 4 or (_alignment(tensors, False) > 1 and not any(x.data_ptr() % 16 for x in tensors))
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:

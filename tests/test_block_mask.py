@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compile_sound
 from test_score_mod_triton import HEADS, LOOP_SPILLS, check, lengths, rand
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -16,7 +17,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton import configs
 from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.forward import attention_forward
 from flexattn.kernels_triton.launch import recorded_launches
 from flexattn.kernels_triton.problem import BlockLists
@@ -247,7 +248,7 @@ def test_compiled_ahead_of_time(kernels: str) -> None:
             attention_forward(problem, out, lse, tile=tiles[0])
         else:
             attention_backward(problem, out, lse, out, None, *gradients, tile_dq=tiles[1], tile_dkdv=tiles[2])
-    for launch, report in zip(launches, compile_many([request_for(launch, 90) for launch in launches]), strict=True):
+    for launch, report in zip(launches, compile_sound([request_for(launch, 90) for launch in launches]), strict=True):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90]
         assert report.loop_spill_share <= LOOP_SPILLS, launch.kernel
         if "dkdv" not in launch.kernel.__name__:

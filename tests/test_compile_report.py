@@ -20,6 +20,7 @@ from flexattn.kernels_triton.compile_report import (
     compile_many,
 )
 from flexattn.kernels_triton.hopper import allocate_barriers
+from flexattn.kernels_triton.sass_registers import undefined_registers
 
 MATRIX_INSTRUCTIONS = {
     ("bf16", 80): "HMMA",
@@ -72,7 +73,7 @@ def test_reports_in_the_order_of_the_requests():
         assert report.instructions["LDGSTS"] > 0  # what an aligned stride makes possible
         assert 0 < report.registers <= 255
         assert report.stack_bytes == report.spill_store_bytes == report.spill_load_bytes == report.spill_instructions == 0
-        assert report.warnings == ()
+        assert report.warnings == report.undefined_registers == ()
         assert [loop for loop in report.loops if loop.get(instruction)]
         assert report.loop_spill_share == 0
         # sm_100 adds a few bytes of barriers to the tiles in flight
@@ -87,6 +88,56 @@ def test_exponentials_behind_a_wait_for_all_products_are_seen():
     exp = "        /*0a20*/                   MUFU.EX2 R12, R12 ;"
     assert _exposed_exponentials([exp, one_runs_on, exp, none_does, exp, exp]) == 2
     assert _exposed_exponentials([one_runs_on, exp, none_does]) == _exposed_exponentials([exp]) == 0
+
+
+def _sass(*lines: str) -> str:
+    """As nvdisasm prints instructions and labels."""
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(lines)
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "undefined"),
+    [
+        (("UMOV UR4, 0x1", "UIADD3 UR5, UR4, 0x2, URZ", "IMAD R2, R3, UR5, RZ", "EXIT"), ()),
+        (("UIADD3 UR4, UP0, UR4, 0x2, URZ", "EXIT"), ("UR4",)),
+        # written on one of two paths; on both; by the branch alone that always runs
+        (("@P0 BRA `(.L_x_0)", "UMOV UR4, 0x1", ".L_x_0:", "ISETP.GE.AND P0, PT, R2, UR4, PT", "EXIT"), ("UR4",)),
+        (
+            ("@P0 BRA `(.L_x_0)", "UMOV UR4, 0x1", "BRA `(.L_x_1)", ".L_x_0:", "UMOV UR4, URZ", ".L_x_1:", "MOV R2, UR4", "EXIT"),
+            (),
+        ),
+        (("BRA `(.L_x_0)", "STS [UR9], R2", ".L_x_0:", "EXIT"), ()),
+        # in a loop, by the turn before
+        ((".L_x_0:", "MUFU.RCP R2, UR4", "UMOV UR4, 0x1", "@P0 BRA `(.L_x_0)", "EXIT"), ("UR4",)),
+        (('BRX R2 -0x190 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", "EXIT", ".L_x_1:", "FADD R2, RZ, UR7", "EXIT"), ("UR7",)),
+        (("@!P0 EXIT", "VIADD R2, R3, UR8", "EXIT"), ("UR8",)),
+        # a function returns what it wrote; a call of a label is a jump
+        (("CALL.REL.NOINC `($div)", "STS [UR4], R2", "EXIT", "$div:", "UMOV UR4, 0x1", "RET.REL.NODEC R2 `(kernel)"), ()),
+        (("CALL.REL.NOINC `($div)", "EXIT", "$div:", "STS [UR4], R2", "RET.REL.NODEC R2 `(kernel)"), ("UR4",)),
+        (("CALL.REL.NOINC `(.L_x_0)", "STS [UR4], R2", ".L_x_0:", "STS [UR5], R2", "EXIT"), ("UR5",)),
+        # pairs, and descriptors: of both factors, of the second alone, in the upper half
+        (("ULDC.64 UR4, c[0x0][0x208]", "LDG.E R2, desc[UR4][R2.64]", "EXIT"), ()),
+        (("ULDC UR4, c[0x0][0x208]", "LDG.E R2, desc[UR4][R2.64]", "EXIT"), ("UR5",)),
+        (("ULDC.64 UR4, c[0x0][0x208]", "UMOV UR6, 0x1", "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24", "EXIT"), ("UR7",)),
+        (("UIADD3.64 UR6, URZ, 0x2, URZ", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4].tnspB, R24", "EXIT"), ()),
+        (("UIADD3.64 UR4, URZ, 0x2, URZ", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4].tnspB, R24", "EXIT"), ("UR6", "UR7")),
+        (("R2UR UR8, R4", "ULDC.64 UR6, c[0x0][0x208]", "UTMALDG.1D [UR8], [UR6]", "EXIT"), ("UR9", "UR10")),
+        (("ULDC.64 UR4, c[0x0][0x8]", "UIMAD.WIDE.U32 UR6, UP1, UR4, UR5, UR6", "EXIT"), ("UR6", "UR7")),
+        # a copy is no use; where it is used, that is said, also of one that was parked in an ordinary register
+        (("UMOV UR5, UR4", "UMOV UR5, 0x1", "STS [UR5], R2", "EXIT"), ()),
+        (("UMOV UR5, UR4", "STS [UR5], R2", "EXIT"), ("UR5",)),
+        (("MOV R14, UR4", "R2UR UR5, R14", "UMOV UR5, 0x1", "STS [UR5], R2", "EXIT"), ()),
+        (("MOV.SPILL R14, UR4", "R2UR.FILL UR5, R14", "EXIT"), ()),
+        (("IMAD.U32 R14, RZ, RZ, UR4", "R2UR UR5, R14", "STS [UR5], R2", "EXIT"), ("UR5",)),
+        (("MOV R14, UR4", "IADD3 R2, R14, R3, RZ", "EXIT"), ("R14",)),
+        (("UMOV UR73, UR4", "STS [R9], R2", "STS [UR73], R2", "EXIT"), ("UR73",)),  # sm_100 has as many
+        ((), ()),
+    ],
+)
+def test_uniform_registers_that_nothing_wrote_are_seen(code: tuple[str, ...], undefined: tuple[str, ...]) -> None:
+    assert undefined_registers(_sass(*code)) == undefined
 
 
 @gluon.jit

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
+import triton
+from compiled_kernels import compile_sound
 
 from flexattn.kernels_triton import configs
 from flexattn.kernels_triton.backward import attention_backward
@@ -15,8 +18,8 @@ from flexattn.kernels_triton.bias_gradient import bias_gradient
 from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileReport, CompileRequest, compile_many, request_for
 from flexattn.kernels_triton.configs import select_tile, split_head_dim
 from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import Launch, recorded_launches
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.problem import Meta, Problem
 
 SMS = (80, 89, 90, 100, 120)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
@@ -160,7 +163,7 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
 
 def check(cases: list[Case]) -> None:
     kernels = [(case, request) for case in cases for request in case.requests]
-    reports = compile_many([request for _, request in kernels])
+    reports = compile_sound([request for _, request in kernels])
     found = [text for (case, _), report in zip(kernels, reports, strict=True) for text in complaints(case, report)]
     assert not found, "\n".join(found)
 
@@ -173,6 +176,65 @@ def test_the_tiles_that_matter_most() -> None:
 @pytest.mark.parametrize("sm", SMS)
 def test_every_tile(sm: int) -> None:
     check([case for case in ALL if case.sm == sm])
+
+
+def _unaligned_launches(head_dims: tuple[int, int], dtype: torch.dtype, by: str) -> list[Launch]:
+    """Forward and backward on sm_90, of rows that are loaded element by element: for their strides or for their addresses."""
+    length, heads = 300, 4
+
+    def rows(dim: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        width = dim + 1 if by == "strides" else dim
+        flat = torch.zeros(2 * length * heads * width + 1, dtype=dtype)[0 if by == "strides" else 1 :]
+        return flat[: 2 * length * heads * width].view(2, length, heads, width)[..., :dim]
+
+    (q, k, dq, dk), (v, out, dout, dv) = ([rows(dim) for _ in range(4)] for dim in head_dims)
+    bias, lse = torch.zeros(1, heads, length, length), torch.zeros(2, heads, length)
+    with pretended_device(90, 132), recorded_launches() as launches:
+        for problem in (
+            Problem(q, k, v, softmax_scale=0.1, window_right=0),
+            Problem(q, k, v, softmax_scale=0.1, window_left=17, window_right=0, bias=bias),
+        ):
+            dbias = None if problem.bias is None else bias.clone()
+            attention_forward(problem, out, lse)
+            attention_backward(problem, out, lse, dout, None, dq, dk, dv, dbias)
+    return launches
+
+
+def _check_unaligned(head_dims: tuple[int, int], dtype: torch.dtype, by: str) -> None:
+    launches = _unaligned_launches(head_dims, dtype, by)
+    requests = [request_for(launch, 90) for launch in launches]
+    if by == "addresses":
+        requests = [dataclasses.replace(request, aligned=()) for request in requests]
+    names = {request.kernel for request in requests}
+    assert {"_attn_fwd_kernel", "_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dbias_kernel"} <= names
+    for request, report in zip(requests, compile_sound(requests), strict=True):
+        assert set(report.matrix_instructions) == {"HMMA"}, f"{request}: {report.matrix_instructions}"
+        assert report.loop_spill_share <= LOOP_SPILLS["full"], f"{request}: {report.loop_spill_share:.1%}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], request
+
+
+@pytest.mark.parametrize("by", ["strides", "addresses"])
+def test_rows_at_any_stride_or_address_are_not_multiplied_by_wgmma(by: str) -> None:
+    _check_unaligned((96, 96), torch.float16, by)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("by", ["strides", "addresses"])
+@pytest.mark.parametrize("head_dims", [(8, 8), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), *UNEVEN_HEAD_DIMS], ids=str)
+def test_every_tile_of_rows_at_any_stride_or_address(head_dims: tuple[int, int], by: str) -> None:
+    _check_unaligned(head_dims, torch.bfloat16, by)
+
+
+def test_the_defect_of_ptxas_is_seen() -> None:
+    """With a tile for wgmma such rows are what shows it; 12.8 is the release of ptxas that has it."""
+    launch = next(x for x in _unaligned_launches((96, 96), torch.float16, "strides") if x.kernel.fn.__name__ == "_attn_fwd_kernel")
+    tile = select_tile(configs.FORWARD, 90, 2, 192, is_loaded=False, is_open=False, length=300)
+    arguments = tuple(
+        x._replace(BLOCK_M=tile.block_m, BLOCK_N=tile.block_n) if isinstance(x, Meta) else x for x in launch.arguments
+    )
+    [report] = compile_many([request_for(launch._replace(tile=tile, arguments=arguments), 90)])
+    assert set(report.matrix_instructions) == {"HGMMA"}
+    assert bool(report.undefined_registers) == (triton.knobs.nvidia.ptxas.version == "12.8"), report.undefined_registers
 
 
 def test_head_dims_are_split_into_powers_of_two() -> None:
@@ -214,7 +276,7 @@ def test_a_bad_tile_is_found() -> None:
     """The gates of this file can fail: a forward tile that fits neither registers nor shared memory."""
     case = Case("forward", 90, torch.bfloat16, (256, 256), "plain")
     [launch] = _launches(case)
-    [report] = compile_many([request_for(launch._replace(tile=configs.Tile(128, 64, 4, 4)), 90)])
+    [report] = compile_sound([request_for(launch._replace(tile=configs.Tile(128, 64, 4, 4)), 90)])
     text = "\n".join(complaints(case, report))
     assert "shared memory" in text
     assert "spills" in text

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compile_sound
 from fp8_calls import E4M3, E5M2, check, make_fp8_call
 
 from flexattn.block_mask import block_lists, create_block_mask
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Operands, as_bshd, parse_format
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.launch import pretended_device, recorded_launches
 from flexattn.kernels_triton.quantize import transpose_tokens, unrotate
 from flexattn.score_mod import trace_mods
@@ -161,7 +162,7 @@ def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...], k
                         triton_backend.quantize(tensors, E4M3, granularity, rows, 0)
                 requests += [request_for(launch, sm) for launch in launches]
                 names += [(what, head_dim, sm) for _ in launches]
-    for name, report in zip(names, compile_many(requests), strict=True):
+    for name, report in zip(names, compile_sound(requests), strict=True):
         what, head_dim, sm = name
         rotates = what in ("rotated", "unrotate")
         spills = 0 if not rotates else 32 if sm in (90, 100) or head_dim <= 128 else 512

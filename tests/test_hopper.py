@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from compiled_kernels import compile_sound
 from conftest import FreshPython
 
 from flexattn.dispatch import triton_backend
@@ -19,7 +20,7 @@ from flexattn.kernels_triton import hopper_backward as backward_kernels
 from flexattn.kernels_triton import hopper_forward as forward_kernels
 from flexattn.kernels_triton import hopper_one_pass as one_pass_kernels
 from flexattn.kernels_triton import statistics
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.configs import (
     HOPPER_FEW_ROWS,
     HOPPER_FORWARD,
@@ -156,7 +157,7 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
     rows |= {f"{row.head_dim_qk}: {row.block_m}x{row.block_n}": row for row in HOPPER_FORWARD}
     rows |= {f"{head_dim}: few rows": select_hopper_tile(head_dim, head_dim, rows=1) for head_dim in HOPPER_FEW_ROWS}
     requests = [request_for(launches_of(rows[row], features, dtype)[kernel], 90) for kernel, row, features in cases]
-    for case, report in zip(cases, compile_many(requests), strict=True):
+    for case, report in zip(cases, compile_sound(requests), strict=True):
         spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in report.loops if "HGMMA" in loop]
         assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
         assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
@@ -184,7 +185,7 @@ def test_what_is_launched_beside_them_compiled() -> None:
     (row, *_) = (row for row in HOPPER_FORWARD if row.head_dim_qk == 128)
     launches = launches_of(row, "everything", others=True)
     assert {"_work_table_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
-    for name, report in zip(launches, compile_many([request_for(x, 90) for x in launches.values()]), strict=True):
+    for name, report in zip(launches, compile_sound([request_for(x, 90) for x in launches.values()]), strict=True):
         assert report.spill_store_bytes == report.stack_bytes == 0, f"{name}: {report}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import fp8_calls
 import pytest
 import torch
+from compiled_kernels import compile_sound
 from hopper_fp8_calls import (
     E4M3,
     E5M2,
@@ -30,7 +31,7 @@ from hopper_fp8_calls import (
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import hopper_fp8_one_pass, hopper_fp8_quantize
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
 from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, select_fp8_tile
 from flexattn.kernels_triton.hopper_fp8_quantize import dequantize, quantize
@@ -154,7 +155,7 @@ SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"
 
 def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
     requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
-    for case, report in zip(cases, compile_many(requests), strict=True):
+    for case, report in zip(cases, compile_sound(requests), strict=True):
         assert report.loop_spill_share <= SPILLS.get(case[:2], 0.0), f"{case}: {report}"
         assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
@@ -187,7 +188,7 @@ def test_statistics_that_quantise_compiled(head_dim: int) -> None:
     problem = Problem(q, q, q, softmax_scale=0.1, descales=descales, scale_rows=128, halves=(dout,), dout_is_to_come=True)
     with recorded_launches() as launches:
         tiled_statistics(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, None, 64)
-    (report,) = compile_many([request_for(launch, 90) for launch in launches])
+    (report,) = compile_sound([request_for(launch, 90) for launch in launches])
     assert report.spill_store_bytes == report.stack_bytes == 0, str(report)
     assert report.instructions["STG"] <= 16, str(report.instructions)  # 8 bytes of dout at a time; by the byte 32 and more
 
@@ -228,7 +229,7 @@ def test_every_row_compiled() -> None:
 def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_fp8_quantize, "INTERPRETED", False)  # which casts otherwise than a GPU does
     requests = [request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90) for dim in (64, 96, 128, 256)]
-    assert not any(report.spill_store_bytes for report in compile_many(requests))
+    assert not any(report.spill_store_bytes for report in compile_sound(requests))
 
 
 @pytest.mark.parametrize(

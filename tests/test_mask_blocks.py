@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compile_sound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_score_mod_triton import HEADS, check
@@ -17,7 +18,7 @@ from flexattn import mods
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.program import evaluate
 from flexattn.kernels_triton import mask_blocks
-from flexattn.kernels_triton.compile_report import compile_many, request_for
+from flexattn.kernels_triton.compile_report import request_for
 from flexattn.kernels_triton.launch import recorded_launches
 from flexattn.kernels_triton.problem import BlockLists, Problem
 from flexattn.score_mod import trace_mods
@@ -265,6 +266,6 @@ def test_compiled_ahead_of_time(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     with recorded_launches() as launches:
         mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "backward")
     assert len(launches) == {"causal document": 3, "natten": 2}[name]  # natten reads nothing
-    for report in compile_many([request_for(launch, sm) for launch in launches for sm in (80, 90, 100)]):
+    for report in compile_sound([request_for(launch, sm) for launch in launches for sm in (80, 90, 100)]):
         assert report.spill_store_bytes == 0
         assert report.shared_bytes < 48 * 1024

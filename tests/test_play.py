@@ -184,6 +184,7 @@ def report(**more: Any) -> CompileReport:
         ([report(loops=({"HGMMA": 10, "STL": 1, "FADD": 30},))], []),  # a few may be worth it: only time can tell
         ([report(instructions={"HMMA": 3})], ["matrix instructions are HMMA, not HGMMA alone"]),
         ([report(warnings=("Potential: wgmma serialized (C7510)",))], ["ptxas serialized wgmma"]),
+        ([report(undefined_registers=("UR4",))], ["ptxas made code that reads registers before it writes them"]),
         ("1 of 1 kernels do not compile\n\nTypeError: no", ["TypeError: no"]),
     ],
 )

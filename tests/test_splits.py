@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compile_sound
 from fp8_calls import make_fp8_call
 from test_hopper_emulated import HARMLESS, edited, without_gpu
 from torch import Tensor
@@ -21,7 +22,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton import forward as forward_kernels
 from flexattn.kernels_triton import hopper_forward, mask_blocks, splits
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, compile_many, request_for
+from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.configs import (
     HOPPER_FORWARD,
     SPLIT_FROM,
@@ -301,7 +302,7 @@ def test_compiled() -> None:
     """No spills in the loops, no wgmma serialised, and parts written and read several numbers at a time."""
     launches = [(90, launch) for dim in (128, 256) for launch in launches_of(hopper_forward.hopper_forward, 90, (dim, dim))]
     launches += [(sm, launches_of(forward_kernels.attention_forward, sm, (128, 128), **BOTTOM_RIGHT)[0]) for sm in (80, 90)]
-    reports = compile_many([request_for(launch, sm) for sm, launch in launches])
+    reports = compile_sound([request_for(launch, sm) for sm, launch in launches])
     for (sm, launch), report in zip(launches, reports, strict=True):
         assert report.loop_spill_share == 0, f"{launch.kernel.__name__}: {report}"
         assert report.idle_barriers == 0, f"{launch.kernel.__name__}: {report}"
@@ -323,7 +324,7 @@ def test_every_row_compiled(sm: int) -> None:
             launches += launches_of(forward_kernels.attention_forward, sm, dims, **band)
             if sm == 90:
                 launches += launches_of(hopper_forward.hopper_forward, sm, dims, **band)
-    for launch, report in zip(launches, compile_many([request_for(launch, sm) for launch in launches]), strict=True):
+    for launch, report in zip(launches, compile_sound([request_for(launch, sm) for launch in launches]), strict=True):
         # what decodes waits for memory; for 10.0, of which no tile has been timed, the compiler spills some
         assert report.loop_spill_share <= (0.04 if sm == 100 else 0.01), f"{launch.kernel.__name__}: {report}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
