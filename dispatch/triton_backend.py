@@ -511,16 +511,7 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """x, or a copy of it where its rows are not contiguous, or begin off multiples of 8 elements on a GPU.
+    """x, or a copy of it where the kernels do not take its rows."""
+    from flexattn.kernels_triton.problem import is_loadable
 
-    From such rows the compiler makes loads that it cannot pipeline, and ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the
-    matrix products of some of these kernels for sm_90: the second loop of a kernel reads uniform registers that only the first
-    one's preheader writes. Triton's interpreter, on a CPU, takes any strides.
-    """
-    if x.stride(-1) != 1:
-        return x.contiguous()
-    if x.device.type == "cpu" or not x.numel():
-        return x
-    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
-    is_aligned = (x.is_meta or x.data_ptr() % 16 == 0) and all(step % 8 == 0 for step in steps)
-    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)

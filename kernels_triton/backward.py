@@ -911,7 +911,7 @@ def attention_backward(
         return
     statistics, lse = new_statistics(x, lse)
 
-    tile = tile_dq or x.tile(DQ, others=(out, dout, dq))
+    tile = tile_dq or x.tile(DQ)
     meta = x.meta(tile, (out, dout, dq))
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
@@ -927,7 +927,7 @@ def attention_backward(
         torch.sum(dsink, 1, out=dsoftmax_offset)
 
     q_t, dout_t = transposed(x, "q"), transposed(x, "q", dout)
-    tile = tile_dkdv or x.tile(DKDV, others=(dout, dk, dv))
+    tile = tile_dkdv or x.tile(DKDV)
     # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
     # it does one: the shorter sums round less, and there they are what rounds most.
     num_splits = x.group_size if x.q.dtype is torch.float32 else triton.cdiv(x.group_size, 8)

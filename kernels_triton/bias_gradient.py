@@ -262,7 +262,7 @@ def bias_gradient(
     x = problem
     if x.bias is None:
         raise ValueError("bias_gradient needs a problem with a bias")
-    tile = tile or x.tile(BIAS_GRADIENT, others=(dout,))
+    tile = tile or x.tile(BIAS_GRADIENT)
     meta = x.meta(tile, (dout,))
     bias_b, bias_h, bias_q, bias_kv = x.bias.shape
     tiles = bias_b * bias_h * triton.cdiv(bias_q, tile.block_m) * triton.cdiv(bias_kv, tile.block_n)

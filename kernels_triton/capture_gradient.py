@@ -244,7 +244,7 @@ def capture_gradients(
     2**-(62 - log2(batch * heads * sq * skv)) of the largest one.
     """
     x = problem
-    tile = tile or x.tile(BIAS_GRADIENT, others=(dout,))
+    tile = tile or x.tile(BIAS_GRADIENT)
     meta = x.meta(tile, (dout,))
     programs = triton.cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
 

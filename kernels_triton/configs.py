@@ -50,11 +50,6 @@ SHORT = 1024
 """The one length that decides a kernel: a configuration is compiled at most twice, for what is longer and what is not."""
 
 
-MOST_ROWS_UNALIGNED = 32
-"""Of a tile on sm_90 whose rows are loaded one element of 2 bytes or less at a time: fewer than wgmma has, which ptxas miscompiles
-in such kernels (`sass_registers`)."""
-
-
 # By (compute capability, bytes of an element). A device takes the rows of the newest capability that is not newer than its own.
 # 8.6, 8.9 and 12.0 have 99 KiB of shared memory for a program, 8.0 has 163, 9.0 and 10.0 have 227.
 Table = dict[tuple[int, int], tuple[Row, ...]]

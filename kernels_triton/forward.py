@@ -478,7 +478,7 @@ def attention_forward(
         if max_logit is not None:
             max_logit.fill_(float("-inf"))
         return
-    tile = tile or x.tile(FORWARD, others=(out,))
+    tile = tile or x.tile(FORWARD)
     tiles, room = tiles_and_room(x, tile)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.configs import MOST_ROWS_UNALIGNED, Table, Tile, select_tile, split_head_dim
+from flexattn.kernels_triton.configs import Table, Tile, select_tile, split_head_dim
 from flexattn.kernels_triton.launch import capability_of
 
 _MOST_ROWS = 256  # of any tile
@@ -240,11 +240,8 @@ class Problem:
         # an FP8 matrix instruction multiplies 32 at a time
         return split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
 
-    def tile(self, table: Table, capability: int | None = None, others: Iterable[Tensor] = ()) -> Tile:
-        """The committed tile for this problem, on its own device or on one of `capability`.
-
-        others: what the kernel touches beside q, k and v; where it loads rows element by element, its tile may be smaller.
-        """
+    def tile(self, table: Table, capability: int | None = None) -> Tile:
+        """The committed tile for this problem, on its own device or on one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
         tile = select_tile(
             table,
@@ -255,8 +252,6 @@ class Problem:
             is_open=self.window_left is None and self.window_right is None,
             length=max(self.longest_q, self.longest_kv),
         )
-        if capability // 10 == 9 and not _is_wide((self.q, self.k, self.v, *others)):
-            tile = _cut(tile, MOST_ROWS_UNALIGNED, MOST_ROWS_UNALIGNED)
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
@@ -266,6 +261,12 @@ class Problem:
         qk0, qk1 = self._parts(self.q)
         v0, v1 = self._parts(self.v)
         tensors = (self.q, self.k, self.v, *others)
+        for name, x in zip(("q", "k", "v"), tensors, strict=False):
+            if not is_loadable(x):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted on a GPU: strides that are 1 for the "
+                    f"last dim and multiples of 8 for the others, and data at a multiple of 16 bytes; pass {name}.contiguous()"
+                )
         return Meta(
             IS_RAGGED_Q=self.q.dim() == 3,
             IS_RAGGED_KV=self.k.dim() == 3,
@@ -391,16 +392,25 @@ def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride()[:dims], strict=True))
 
 
+def is_loadable(x: Tensor) -> bool:
+    """Whether kernels take the rows of x: contiguous ones that, on a GPU, begin at multiples of 8 elements and of 16 bytes.
+
+    From others the compiler makes loads that it cannot pipeline, and ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the
+    matrix products of some of these kernels for sm_90 (`sass_registers`). Triton's interpreter, on a CPU, takes any strides.
+    """
+    if x.stride(-1) != 1:
+        return False
+    if x.device.type == "cpu" or not x.numel():
+        return True
+    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    return (x.is_meta or x.data_ptr() % 16 == 0) and all(step % 8 == 0 for step in steps)
+
+
 def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
     # 8 elements are 16 bytes of a half type, the widest load there is, and 16 of FP8
     strides = [stride for x in tensors for stride in _strides(x, x.dim() - 1)]
     sizes = (16, 8) if is_fp8 else (8,)
     return next((size for size in sizes if all(stride % size == 0 for stride in strides)), 1)
-
-
-def _is_wide(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels load the rows of all these tensors 4 bytes at a time or more: by their strides and their addresses."""
-    return tensors[0].element_size() >= 4 or (_alignment(tensors, False) > 1 and not any(x.data_ptr() % 16 for x in tensors))
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:

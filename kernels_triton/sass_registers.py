@@ -10,10 +10,10 @@ without a word, NaN, or "an illegal memory access". The PTX is right, ptxas -O1 
 same PTX rightly.
 
 All kernels in which it was found load rows element by element, for their strides or their addresses; Triton does not pipeline loads
-of fewer than 4 bytes. `Problem.tile` gives those no tile that wgmma multiplies. Where tiles are pipelined, a descriptor depends on
-the turn's buffer and none is computed in front of a loop but that of an operand of the whole kernel. What is left are the aligned
-tiles of one stage, backward alone; those of the tables have been compiled with bands, block masks and mods, and had none. The tests
-want none of any kernel that they compile (`compile_sound`).
+of fewer than 4 bytes. A `Problem` takes no such rows on a GPU. Where tiles are pipelined, a descriptor depends on the turn's buffer
+and none is computed in front of a loop but that of an operand of the whole kernel. What is left are the aligned tiles of one stage,
+backward alone; those of the tables have been compiled with bands, block masks and mods, and had none. The tests want none of any
+kernel that they compile (`compile_sound`).
 """
 
 from __future__ import annotations

@@ -138,6 +138,6 @@ def test_keys_of_no_queries_are_not_split(shape: tuple[int, ...], device: str) -
     assert splits_of(problem, 8, 1000) == (1, "there are no queries")
     assert number_of_splits(Problem(k[:, :1], k, k, 1.0), 8, 1000) > 1
     lse = torch.empty((*shape[:-3], H, shape[-3]), device=device)
-    parts = Parts.empty(3, lse, D)
+    parts = Parts.empty(3, lse, D, is_unbounded=False)
     assert parts.rows(lse).shape == (*shape[:-1], D)
     attention_forward(problem, torch.empty_like(q), lse, splits=3)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 import flexattn
 from flexattn.dispatch.triton_backend import _loadable
+from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.problem import Problem
 
 GPU = torch.cuda.is_available()
 
@@ -39,6 +41,12 @@ def test_heads_that_are_expanded_stay() -> None:
 def test_a_dim_of_one_has_no_stride() -> None:
     x = torch.empty_strided((1, 50, 1, 96), (97, 96, 13, 1), device="meta")
     assert _loadable(x) is x
+
+
+def test_a_launcher_takes_no_other_rows() -> None:
+    x = rows(97, "meta")
+    with pytest.raises(ValueError, match=r"q has shape \(2, 50, 3, 96\) and strides .*; accepted on a GPU: .*; pass q.contiguous"):
+        Problem(x, x, x, softmax_scale=0.1).meta(Tile(64, 64, 4, 1))
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU, and torch.cuda.is_available() is False")
