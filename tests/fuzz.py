@@ -179,7 +179,8 @@ def _compare_gradient(
     eps = torch.finfo(torch.float64 if config.dtype is torch.float64 else torch.float32).eps
     steps = STEPS_OF_DOUBLE if config.dtype is torch.float64 else STEPS
     cancelled = (STEPS_OF_DOUBLE if config.dtype is torch.float64 else CANCELLED) * eps / (1.0 - config.dropout_p)
-    rounding = torch.where(ref.is_vague.any(), torch.inf, steps * torch.finfo(config.dtype).eps + cancelled + ref.largest * eps)
+    coarsest = max(torch.finfo(dtype).eps for dtype in (config.dtype, got.dtype))  # out's, which delta is made of, and the result's
+    rounding = torch.where(ref.is_vague.any(), torch.inf, steps * coarsest + cancelled + ref.largest * eps)
     wanted = ref.gradients[name]
     # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
     # rounded, which plain torch does not do: where few rows are summed its luck is no budget. Of one visible key out is v, and
