@@ -41,7 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from flexattn.kernels_triton.launch import WIDE, Launch
+from flexattn.kernels_triton.launch import Launch
 from flexattn.kernels_triton.lowering import compile_source, source_of
 from flexattn.kernels_triton.sass_registers import undefined_registers
 
@@ -103,7 +103,7 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
             signature[name] = _type_of(value)
         else:
             constexprs[name] = _picklable(value)
-    aligned = [name for name in signature if name in WIDE]
+    aligned = [name for name in signature if name in launch.kernel.wide]
     return CompileRequest(
         function.__module__, function.__name__, signature, constexprs, sm, launch.tile.num_warps, launch.tile.num_stages, aligned
     )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from triton.experimental import gluon
 from flexattn.kernels_triton import interpreter, store
 from flexattn.kernels_triton.configs import INTERPRETER, Tile
 from flexattn.kernels_triton.direct import Direct
+from flexattn.kernels_triton.entry import fields_of, flat_function, flatten, is_group
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
@@ -32,19 +34,34 @@ WIDE = {
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """`triton.jit` for what is launched: compiled for no integer's value and for no small tensor's address.
+    """`triton.jit` for a function that is launched: compiled for no integer's value and for no small tensor's address.
 
     So a new length, batch size, stride or window never compiles it again. Strides come in units of `Meta.ALIGN` instead, and the
     wide tensors are still told apart by whether they begin at a multiple of 16 bytes.
+
+    function: `def _name_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr)`. `Arguments` is a NamedTuple whose fields
+        may be NamedTuples themselves (`entry`), and `launch` takes one in its place. Or a function of plain parameters.
     """
-    run_time = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty and p.name not in WIDE]
-    return triton.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+    return _launchable(function, triton.jit)
 
 
 def hopper_kernel(function: Callable[..., None]) -> Any:
     """The same in Gluon; what it reads and writes in tiles are descriptors, which are compiled for no address."""
-    run_time = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
-    return gluon.jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+    return _launchable(function, gluon.jit)
+
+
+def _launchable(function: Callable[..., None], jit: Callable[..., Any]) -> Any:
+    group, wide = None, WIDE if jit is triton.jit else set()
+    first = next(iter(inspect.signature(function).parameters))
+    if is_group(typing.get_type_hints(function).get(first)):
+        function, group = flat_function(function, jit)
+        wide = {field.name for field in fields_of(group) if field.is_wide}
+    parameters = inspect.signature(function).parameters.values()
+    run_time = [p.name for p in parameters if p.annotation is p.empty and p.name not in wide]
+    made = jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+    made.group = group  # of the first argument; None: its parameters are plain
+    made.wide = frozenset(wide)  # compiled for whether they begin at a multiple of 16 bytes
+    return made
 
 
 class Launch(NamedTuple):
@@ -187,6 +204,8 @@ def clear_kernels() -> None:
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Run `programs` programs of `kernel` on `device`; none for 0.
 
+    arguments: those of the kernel as it is written, the first a NamedTuple where it takes one.
+
     Triton compiles and launches a kernel the first time; from then on it is launched by the driver's own call.
 
     Raises ValueError for more programs than CUDA has room for.
@@ -198,6 +217,8 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
         )
     if programs == 0:
         return
+    if kernel.group is not None:
+        arguments = (*flatten(kernel.group, arguments[0]), *arguments[1:])
     recording = _thread.recording
     if recording is not None:
         recording.append(Launch(kernel, tile, arguments, programs))

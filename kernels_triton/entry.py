@@ -1,0 +1,101 @@
+"""Kernels whose arguments have names: the flat signature that Triton needs is made of the fields of a NamedTuple.
+
+Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple of 16, whatever `do_not_specialize` says (3.6 and
+3.7). So no kernel is launched with a tuple of its numbers. It is written as a function of named groups, and what is launched is a
+generated function with one parameter for each field, which puts the groups together and calls it. That leaves the machine code as
+it is: Triton takes tuples apart before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+
+class WidePointer:
+    """Annotates a field for a tensor that is read or written 16 bytes at a time: a kernel is compiled for its alignment."""
+
+
+class Field(NamedTuple):
+    """One parameter of the generated function."""
+
+    name: str  # the path of fields to it, joined by "_"
+    is_wide: bool
+
+
+def is_group(kind: Any) -> bool:
+    """Whether a field of this annotation is itself a group of fields."""
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def fields_of(group: type) -> tuple[Field, ...]:
+    """Returns the leaves of a NamedTuple class whose fields may be such classes themselves, depth first.
+
+    Raises TypeError where two leaves have one name.
+    """
+    found = tuple(_walk(group, ""))
+    names = [field.name for field in found]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise TypeError(f"{group.__name__} has several fields named {', '.join(twice)}; rename a field or its group")
+    return found
+
+
+def _walk(group: type, path: str) -> Iterator[Field]:
+    for name, kind in _hints(group).items():
+        if is_group(kind):
+            yield from _walk(kind, f"{path}{name}_")
+        else:
+            yield Field(f"{path}{name}", kind is WidePointer)
+
+
+def flatten(group: type, value: Any) -> list[Any]:
+    """Returns the values of the leaves of `value`, an instance of `group`, in the order of `fields_of`.
+
+    A group that the value leaves out, as None, gives None for each of its leaves.
+    """
+    flat: list[Any] = []
+    for name, kind in _hints(group).items():
+        part = None if value is None else getattr(value, name)
+        flat += flatten(kind, part) if is_group(kind) else [part]
+    return flat
+
+
+def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[Callable[..., None], type]:
+    """Returns (the flat function of a kernel, the class of its first argument).
+
+    body: the kernel as it is written: `args`, annotated with a NamedTuple class, and constants, annotated tl.constexpr.
+    jit: makes a device function of it: triton.jit or gluon.jit.
+    """
+    first, *constants = inspect.signature(body).parameters
+    group = typing.get_type_hints(body)[first]
+    flat = [field.name for field in fields_of(group)]
+    name = body.__name__
+    parameters = ", ".join([*flat, *(f"{constant}: tl.constexpr" for constant in constants)])
+    groups: dict[str, type] = {}
+    value = _construction(group, "", groups)
+    source = f"def {name}({parameters}):\n    body({', '.join([value, *constants])})\n"
+    file = f"<flexattn {body.__module__}.{name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # where inspect finds it
+    namespace: dict[str, Any] = {"tl": tl, "body": jit(body), "__name__": body.__module__, **groups}
+    exec(compile(source, file, "exec"), namespace)
+    return namespace[name], group
+
+
+def _construction(group: type, path: str, groups: dict[str, type]) -> str:
+    """The expression that makes a group of the flat parameters; its classes are noted in `groups` by name."""
+    groups[group.__name__] = group
+    parts = [
+        _construction(kind, f"{path}{name}_", groups) if is_group(kind) else f"{path}{name}" for name, kind in _hints(group).items()
+    ]
+    return f"{group.__name__}({', '.join(parts)})"
