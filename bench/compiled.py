@@ -16,8 +16,8 @@ from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.compile_report import CompileReport, CompileRequest
-    from flexattn.kernels_triton.configs import Tile
+    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, CompileRequest
+    from flexattn.kernels_triton.runtime.launch import Tile
 
 DUMPS = ("ttir", "ttgir", "llir", "ptx", "sass")
 LOOP_SPILLS = 0.1  # of the instructions of the loops with matrix products; with fewer a tile may still be the fastest
@@ -26,7 +26,7 @@ MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTC
 
 def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -> list[CompileRequest]:
     """What compiles the kernel as these launchers would launch it, whatever the lengths; two requests where dk and dv are apart."""
-    from flexattn.kernels_triton.compile_report import request_for
+    from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 
     small = workload.shortened(32)
     if workload.group_size > 1:
@@ -40,7 +40,7 @@ def reports(
     groups: Sequence[Sequence[CompileRequest]], advance: Callable[[int], object] = lambda n: None
 ) -> list[list[CompileReport] | str]:
     """For each group of requests its reports, or the compiler's message; `advance` hears of each batch's size."""
-    from flexattn.kernels_triton.compile_report import CompileError, compile_many
+    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, compile_many
 
     answers: list[list[CompileReport] | str] = []
     batch = 2 * (os.cpu_count() or 1)
@@ -56,7 +56,7 @@ def reports(
 
 
 def _alone(group: Sequence[CompileRequest]) -> list[CompileReport] | str:
-    from flexattn.kernels_triton.compile_report import CompileError, compile_many
+    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, compile_many
 
     try:
         return compile_many(group)
@@ -66,7 +66,7 @@ def _alone(group: Sequence[CompileRequest]) -> list[CompileReport] | str:
 
 def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport] | str) -> list[str]:
     """Why a tile is not worth running in half precision; none for a good one."""
-    from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT
+    from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT
 
     if isinstance(made, str):
         return [next((line for line in reversed(made.splitlines()) if line.strip()), "it does not compile")[:200]]
@@ -90,7 +90,7 @@ def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport]
 
 def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) -> list[Path]:
     """Writes the kernels' intermediate code, `<kernel>.<kind>` (and `<kernel>.1.<kind>` of a second launch), and says where."""
-    from flexattn.kernels_triton.compile_report import compile_many
+    from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -41,7 +41,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from flexattn import emulator
-    from flexattn.kernels_triton.launch import launch
+    from flexattn.kernels_triton.runtime.launch import launch
 
     reports: dict[str, Report] = {}
 
@@ -88,13 +88,17 @@ Prepared = tuple[tuple[ModuleType, ...], Callable[[], Results], Callable[[Result
 
 def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.bench.emulated_fp8 import prepare
-    from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward, hopper_fp8_one_pass
+    from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+    from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 
     return (hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_one_pass), *prepare(kernel, small, tensors)
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
-    from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass
+    from flexattn.kernels_triton.hopper import backward as hopper_backward
+    from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+    from flexattn.kernels_triton.hopper import forward as hopper_forward
 
     if kernel == "one-pass" and max(small.head_dim_qk, small.head_dim_v) > 128:
         raise ValueError(f"one-pass takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")

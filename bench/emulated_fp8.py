@@ -36,10 +36,12 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
 
     Raises ValueError for a workload that the kernel does not take.
     """
-    from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward, hopper_fp8_one_pass
-    from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
-    from flexattn.kernels_triton.hopper_fp8_quantize import quantize
-    from flexattn.kernels_triton.launch import pretended_device
+    from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+    from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
+    from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+    from flexattn.kernels_triton.hopper.quantize import quantize
+    from flexattn.kernels_triton.runtime.launch import pretended_device
 
     x, settings = bind_call(*tensors[:3], **arguments_of(workload, tensors))
     spec = ops.spec_to_run(x, settings)

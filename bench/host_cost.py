@@ -250,7 +250,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     import flexattn
     from flexattn import calls
     from flexattn.dispatch import options
-    from flexattn.kernels_triton import launch
+    from flexattn.kernels_triton.runtime import launch
 
     os.environ["FLEXATTN_HOPPER"] = "never"
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")

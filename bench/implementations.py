@@ -16,9 +16,8 @@ from flexattn.bench.inputs import SOFTCAP, Tensors, arguments_of, bias_of, mask_
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.configs import Tile
-    from flexattn.kernels_triton.launch import Launch
-    from flexattn.kernels_triton.problem import Problem
+    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.runtime.launch import Launch, Tile
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
 PORTABLE = "flexattn portable"
@@ -147,15 +146,15 @@ class Launchers(NamedTuple):
 
 
 def committed_launchers(tiles: Mapping[str, Tile]) -> Launchers:
-    from flexattn.kernels_triton.backward import attention_backward
-    from flexattn.kernels_triton.forward import attention_forward
+    from flexattn.kernels_triton.portable.backward import attention_backward
+    from flexattn.kernels_triton.portable.forward import attention_forward
 
     return Launchers(attention_forward, attention_backward, tiles)
 
 
 def problem_of(workload: Workload, tensors: Tensors) -> Problem:
     """The workload as the launchers take it; dense and packed alike."""
-    from flexattn.kernels_triton.problem import Problem
+    from flexattn.kernels_triton.common.problem import Problem
 
     band = band_of(workload)
     bias = bias_of(tensors, workload)
@@ -207,7 +206,7 @@ def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, d
 
 def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> list[Launch]:
     """The launches of `kernel` (None: of all) that preparing and timing would make; nothing runs."""
-    from flexattn.kernels_triton.launch import recorded_launches
+    from flexattn.kernels_triton.runtime.launch import recorded_launches
 
     with recorded_launches() as launches:
         prepared().timed()
@@ -216,7 +215,7 @@ def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> lis
 
 def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     """One kernel alone: the results are a whole call's; what is timed are its own launches, on what the others left for it."""
-    from flexattn.kernels_triton.launch import launch
+    from flexattn.kernels_triton.runtime.launch import launch
 
     whole = with_launchers(launchers, workload, tensors, direction)
     every = recorded(lambda: whole)
@@ -239,7 +238,7 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
 
 def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
     """What the tables have for a kernel, whatever the device."""
-    from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD, select_tile, split_head_dim
+    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, select_tile, split_head_dim
 
     band = band_of(workload)
     return select_tile(

@@ -16,7 +16,7 @@ NEEDED = ("triton", "numpy")  # modules that the playground says itself how to i
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flexattn.kernels_triton.configs import Tile
+    from flexattn.kernels_triton.runtime.launch import Tile
 
 
 def load(path: Path) -> ModuleType:
@@ -61,6 +61,7 @@ def launchers(kernel: str, path: Path | None, tiles: Mapping[str, Tile]) -> Laun
     for needed in (launcher, name):
         if not hasattr(module, needed):
             raise ValueError(
-                f"--kernel-file {path} has no {needed}; begin with a copy of kernels_triton/{direction}.py and keep its names"
+                f"--kernel-file {path} has no {needed}; begin with a copy of "
+                f"kernels_triton/portable/{direction}.py and keep its names"
             )
     return library._replace(**{direction: getattr(module, launcher)})

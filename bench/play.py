@@ -41,8 +41,8 @@ from flexattn.bench.tables import Table
 from flexattn.bench.tiles import FIELDS, tile_name, with_options
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.compile_report import CompileReport
-    from flexattn.kernels_triton.configs import Tile
+    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport
+    from flexattn.kernels_triton.runtime.launch import Tile
 
 DEFAULT_SHAPE = "sweep-d128-causal-s4096"
 DEFAULT_ARCH = 90
@@ -51,7 +51,7 @@ PASSED, WRONG, REFUSED = 0, 1, 2
 EPILOGUE = """examples:
   %(prog)s forward                                      the committed kernel and tile
   %(prog)s forward --shape llama3-8b-s8192 --block-m 128 --num-stages 2
-  %(prog)s forward --kernel-file my_forward.py --watch  your copy of kernels_triton/forward.py, on every save
+  %(prog)s forward --kernel-file my_forward.py --watch  your copy of kernels_triton/portable/forward.py, on every save
   %(prog)s dkdv --sweep --block-n 64 128                other tiles, and the row that the table should have
   %(prog)s forward --emulate --seeds 8                  the kernel for sm_90 in the emulator, under 8 schedules
   %(prog)s --emulate my_kernel.py:run                   your own Gluon kernel there: run(seed) returns a report
@@ -71,7 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several"
     )
-    parser.add_argument("--kernel-file", type=Path, metavar="FILE.py", help="your copy of kernels_triton/forward.py or backward.py")
+    parser.add_argument(
+        "--kernel-file", type=Path, metavar="FILE.py", help="your copy of kernels_triton/portable/forward.py or backward.py"
+    )
     tile = parser.add_argument_group("tile", "in place of the committed one's; a sweep takes several values of each")
     for name in FIELDS[:-1]:
         tile.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", metavar="N")
@@ -281,7 +283,7 @@ def error_table(errors: Sequence[Error]) -> str:
 
 
 def compile_table(made: dict[str, list[CompileReport] | str], arch: int) -> str:
-    from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT
+    from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT
 
     rows: list[tuple[str, list[str]]] = []
     for name, answer in made.items():
@@ -367,7 +369,7 @@ def standing(kernel_rows: Sequence[Row], rows: Sequence[Row]) -> str:
 def watch(arguments: Sequence[str], kernel_file: Path | None) -> int:
     """Runs `play` in a fresh process now and after each save, until interrupted; the status of the last run."""
     package = Path(flexattn.__file__).parent
-    files = [*(package / "kernels_triton").glob("*.py"), *([kernel_file] if kernel_file else [])]
+    files = [*(package / "kernels_triton").rglob("*.py"), *([kernel_file] if kernel_file else [])]
     seen: dict[Path, float] = {}
     status = PASSED
     try:

@@ -1,4 +1,4 @@
-"""Rows of data that a result file supports: tiles for `kernels_triton/configs.py`, preferences for `dispatch/heuristics.py`."""
+"""Rows that a result file supports: tiles for `kernels_triton/common/tiles.py`, preferences for `dispatch/heuristics.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flexattn.bench.tables import geometric_mean, is_ours
 from flexattn.bench.tiles import parse_tile, tile_name
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.configs import Row, Tile
+    from flexattn.kernels_triton.common.tiles import Row
+    from flexattn.kernels_triton.runtime.launch import Tile
 
 KINDS = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}  # heuristics.KINDS
 TIE = 0.02  # of the time: what runs of one tile differ by on one device; within it nothing is replaced
@@ -51,7 +52,7 @@ class Swept(NamedTuple):
 
 def slot_of(workload: Workload) -> str:
     """Which of a row's tiles the workload runs with, where the row has it."""
-    from flexattn.kernels_triton.configs import SHORT
+    from flexattn.kernels_triton.common.tiles import SHORT
 
     band = band_of(workload)
     if workload.score == "relative_bias":
@@ -65,7 +66,7 @@ def swept(record: Record) -> list[Swept]:
     """Of a sweep's record, each kernel, width and slot; nothing of another record."""
     import torch
 
-    from flexattn.kernels_triton.configs import split_head_dim
+    from flexattn.kernels_triton.common.tiles import split_head_dim
 
     times: dict[tuple[str, int, int, str], dict[Tile, dict[str, float]]] = {}
     for row in record.rows:
@@ -88,7 +89,7 @@ def swept(record: Record) -> list[Swept]:
 
 def tile_rows(name: str, record: Record) -> list[str]:
     """A line for each kernel and width that was swept: the row of `configs.py`, and what speaks for each of its tiles."""
-    from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD
+    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
 
     tables = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
     rows: dict[tuple[str, int, int, int], list[Swept]] = {}
@@ -194,5 +195,5 @@ def emit(records: Mapping[str, Record]) -> str:
             )
         tiles += of_tiles
         preferences += of_backends
-    text = ["kernels_triton/configs.py:", *tiles] if tiles else []
+    text = ["kernels_triton/common/tiles.py:", *tiles] if tiles else []
     return "\n".join([*text, *(["dispatch/heuristics.py:", *preferences] if preferences else [])])

@@ -149,7 +149,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
     from flexattn import ops
     from flexattn.dispatch import triton_backend
-    from flexattn.kernels_triton import direct, launch
+    from flexattn.kernels_triton.runtime import direct, launch
 
     triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
     ops._capability = lambda device: capability  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from flexattn.bench.run import line, progress
 from flexattn.bench.tiles import candidates, tile_name
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.configs import Tile
+    from flexattn.kernels_triton.runtime.launch import Tile
 
 
 def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:

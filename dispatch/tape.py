@@ -183,7 +183,7 @@ class Tape:
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
         self.can_play: Callable[[], bool] = lambda: True
         if has_launches:
-            from flexattn.kernels_triton import direct, launch
+            from flexattn.kernels_triton.runtime import direct, launch
 
             self.stream, self.can_play, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index

@@ -19,8 +19,8 @@ from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, 
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.problem import Problem
-    from flexattn.kernels_triton.splits import Splits
+    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.common.split_kv import Splits
 
 SUPPORT_IS_FINAL = True
 _PROCESSORS = 132  # of a GPU that is only asked about: an H200's
@@ -62,7 +62,7 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
             )
         return None
     if device_type == "cpu":
-        from flexattn.kernels_triton.interpreter import INTERPRETED
+        from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 
         if INTERPRETED:
             return None
@@ -88,7 +88,7 @@ def quantize(
     tensors: Sequence[Unquantized], dtype: torch.dtype, granularity: str, block_rows: int, margin: int
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """As `quantization.quantize`, for one tensor or for q, k and v together: (data of each, descale of each, all amax, flat)."""
-    from flexattn.kernels_triton.quantize import Source, quantize
+    from flexattn.kernels_triton.common.quantize import Source, quantize
 
     data = [t.x.new_empty(t.x.shape, dtype=dtype) for t in tensors]
     sources = [
@@ -109,15 +109,15 @@ def quantize(
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
-    from flexattn.kernels_triton.quantize import unrotate
+    from flexattn.kernels_triton.common.quantize import unrotate
 
     return unrotate(dq.contiguous(), dk.contiguous())
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    from flexattn.kernels_triton.diagonals import with_diagonals
-    from flexattn.kernels_triton.forward import attention_forward
-    from flexattn.kernels_triton.mask_blocks import with_mask_blocks
+    from flexattn.kernels_triton.mods.diagonals import with_diagonals
+    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
+    from flexattn.kernels_triton.portable.forward import attention_forward
 
     out, lse, max_logit = empty_outputs(spec, x)
     problem = with_diagonals(with_mask_blocks(_problem(spec, x), "forward"))
@@ -134,7 +134,7 @@ def _hopper_wish(spec: AttentionSpec) -> str:
     """FLEXATTN_HOPPER where there can be such kernels; Triton's interpreter does not run Gluon."""
     if spec.capability != (9, 0):
         return "never"
-    from flexattn.kernels_triton.interpreter import INTERPRETED
+    from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 
     return "never" if INTERPRETED else options.hopper()
 
@@ -145,7 +145,7 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
         return False
     if spec.fp8 is not None:
         return _hopper_fp8_forward(spec, wish, problem, out, lse)
-    from flexattn.kernels_triton import hopper_forward as hopper
+    from flexattn.kernels_triton.hopper import forward as hopper
 
     objection = hopper.objection(problem) if wish == "auto" else None
     if not _takes("sm_90", objection or hopper.refusal(problem, out)):
@@ -157,9 +157,9 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
 
 
 def _hopper_fp8_forward(spec: AttentionSpec, wish: str, problem: Problem, out: Tensor, lse: Tensor) -> bool:
-    from flexattn.kernels_triton import hopper_fp8_forward as hopper
-    from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
-    from flexattn.kernels_triton.hopper_fp8_quantize import quantize
+    from flexattn.kernels_triton.hopper import fp8_forward as hopper
+    from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+    from flexattn.kernels_triton.hopper.quantize import quantize
 
     if wish == "auto" and not hopper.is_faster(problem):
         return _takes("sm_90 FP8", "it was not measured to be faster")
@@ -201,8 +201,9 @@ def _hopper_kernels(
     spec: AttentionSpec, wish: str, problem: Problem, out: Tensor, dout: Tensor
 ) -> tuple[Callable[..., None], Problem] | None:
     """The backward of sm_90 for q, k and v in a half type, and the problem with the lists of blocks that it reads."""
-    from flexattn.kernels_triton import hopper_backward, hopper_one_pass
-    from flexattn.kernels_triton.mask_blocks import with_key_lists
+    from flexattn.kernels_triton.hopper import backward as hopper_backward
+    from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 
     reason = _NOT_REPEATED if spec.deterministic else hopper_one_pass.objection(problem) if wish == "auto" else None
     if _takes("sm_90 one pass", reason or hopper_one_pass.refusal(problem, out, dout)):
@@ -226,9 +227,9 @@ def _hopper_fp8_backward(
     doffset: Tensor | None,
 ) -> bool:
     """On the FP8 kernels, or on those of a half type after a pass that undoes the scales: all are faster than the portable ones."""
-    from flexattn.kernels_triton import hopper_fp8_backward
-    from flexattn.kernels_triton import hopper_fp8_one_pass as fp8
-    from flexattn.kernels_triton.mask_blocks import with_key_lists
+    from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+    from flexattn.kernels_triton.hopper import fp8_backward_fused as fp8
+    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 
     name = "sm_90 FP8 one pass"
     if spec.needs_bias_grad or (spec.mods is not None and any(spec.mods.is_reached)):
@@ -275,16 +276,16 @@ def _takes(family: str, objection: str | None) -> bool:
 
 
 def _portable_splits(problem: Problem) -> Splits:
-    from flexattn.kernels_triton.configs import FORWARD
-    from flexattn.kernels_triton.forward import tiles_and_room
-    from flexattn.kernels_triton.splits import splits_of
+    from flexattn.kernels_triton.common.split_kv import splits_of
+    from flexattn.kernels_triton.common.tiles import FORWARD
+    from flexattn.kernels_triton.portable.forward import tiles_and_room
 
     return splits_of(problem, *tiles_and_room(problem, problem.tile(FORWARD)))
 
 
 def _hopper_splits(problem: Problem) -> Splits:
-    from flexattn.kernels_triton.hopper_forward import heads_of_a_tile, tile_of, tiles_and_room
-    from flexattn.kernels_triton.splits import splits_of
+    from flexattn.kernels_triton.common.split_kv import splits_of
+    from flexattn.kernels_triton.hopper.forward import heads_of_a_tile, tile_of, tiles_and_room
 
     tile = tile_of(problem)
     return splits_of(problem, *tiles_and_room(problem, tile, heads_of_a_tile(problem, tile)))
@@ -297,7 +298,7 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
     """
     if direction == "backward" and spec.of_backward() is not spec:
         return None
-    from flexattn.kernels_triton.launch import pretended_device, recorded_launches
+    from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 
     capability, x = spec.capability or (0, 0), x.on_meta()
     considered = _Considered([], [])
@@ -328,10 +329,10 @@ def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernel
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_triton.backward import attention_backward
-    from flexattn.kernels_triton.diagonals import with_diagonals
-    from flexattn.kernels_triton.mask_blocks import with_key_lists, with_mask_blocks
-    from flexattn.kernels_triton.score_gradients import bias_and_capture_gradients
+    from flexattn.kernels_triton.mods.diagonals import with_diagonals
+    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
+    from flexattn.kernels_triton.portable.backward import attention_backward
+    from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
 
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
@@ -391,7 +392,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
 def can_be_taped() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
-    from flexattn.kernels_triton.interpreter import INTERPRETED
+    from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 
     return not INTERPRETED
 
@@ -402,14 +403,14 @@ def quantises_untaped(device: torch.device) -> bool:
 
 
 def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
-    from flexattn.kernels_triton.launch import watched_launches
+    from flexattn.kernels_triton.runtime.launch import watched_launches
 
     return watched_launches(watcher)
 
 
 def _problem(spec: AttentionSpec, x: Operands) -> Problem:
-    from flexattn.kernels_triton import launch
-    from flexattn.kernels_triton.problem import Problem
+    from flexattn.kernels_triton.common.problem import Problem
+    from flexattn.kernels_triton.runtime import launch
 
     launch.keep_in(options.kernel_directory())
     mods = {} if spec.mods is None else _mods(spec.mods, x)
@@ -447,7 +448,7 @@ def _problem(spec: AttentionSpec, x: Operands) -> Problem:
 
 def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
     """The source of what the kernels inline for a program, with q, k and v in a half type and many scores."""
-    from flexattn.kernels_triton.lowering import layouts, source_of
+    from flexattn.kernels_triton.mods.lowering import layouts, source_of
 
     mods, of_tables = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
     x = of_tables or mods
@@ -456,14 +457,14 @@ def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
 
 
 def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
-    from flexattn.kernels_triton.problem import BlockLists
+    from flexattn.kernels_triton.common.problem import BlockLists
 
     return BlockLists(*tensors, *block_size)  # type: ignore[call-arg, arg-type]  # eight tensors
 
 
 def _mods(program: Program, x: Operands) -> dict[str, Any]:
     """What the kernels inline, without tables and with them, and what that reads."""
-    from flexattn.kernels_triton.lowering import flatten, layouts
+    from flexattn.kernels_triton.mods.lowering import flatten, layouts
 
     found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
     mods, of_tables = _lowered(program, found, x.q.dtype is torch.float32)
@@ -473,7 +474,7 @@ def _mods(program: Program, x: Operands) -> dict[str, Any]:
 @functools.lru_cache(maxsize=256)
 def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
     """The program's graphs as Triton functions, for captures that lie in memory as `found` says; and such that read tables."""
-    from flexattn.kernels_triton.hoisting import hoist
+    from flexattn.kernels_triton.mods.hoisting import hoist
 
     graphs = (program.score, program.derivative, program.mask)
     hoisted = hoist(graphs, tabulates=True)
@@ -483,9 +484,9 @@ def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[A
 
 def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted: Any, of_distance: Any) -> Any:
     """hoisted: of the program's graphs. of_distance: what could be tabulated of them, for the one that makes the tables."""
-    from flexattn.kernels_triton import lowering
-    from flexattn.kernels_triton.intervals import lower_intervals
-    from flexattn.kernels_triton.problem import Mods
+    from flexattn.kernels_triton.common.problem import Mods
+    from flexattn.kernels_triton.mods import lowering
+    from flexattn.kernels_triton.mods.intervals import lower_intervals
 
     score, derivative, mask = hoisted.graphs
     num_tables = lowering.num_outputs(hoisted.of_distance)
@@ -512,6 +513,6 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
 
 def _loadable(x: Tensor) -> Tensor:
     """x, or a copy of it where the kernels do not take its rows."""
-    from flexattn.kernels_triton.problem import is_loadable
+    from flexattn.kernels_triton.common.problem import is_loadable
 
     return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)

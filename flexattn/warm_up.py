@@ -113,7 +113,7 @@ def _prepare(spec: AttentionSpec, direction: Direction, request: str, x: Operand
 
 def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:
     """The launches of a call, with nothing launched; one of each kernel. Raises ValueError where the Triton backend has none."""
-    from flexattn.kernels_triton import launch
+    from flexattn.kernels_triton.runtime import launch
 
     capability = spec.capability
     assert capability is not None
@@ -139,7 +139,7 @@ def build_missing(
     wanted: bool = True,
 ) -> int:
     """How many were not in the directory, and are now; a bar on stderr says how far that is."""
-    from flexattn.kernels_triton.build import build, missing
+    from flexattn.kernels_triton.ahead_of_time.build import build, missing
 
     architecture, where = 10 * capability[0] + capability[1], Path(directory) if directory is not None else None
     left = missing(launches, architecture, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexattn.kernels_triton.compile_report import CompileReport, CompileRequest, compile_many
+from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, CompileRequest, compile_many
 
 
 def compile_sound(requests: Sequence[CompileRequest]) -> list[CompileReport]:

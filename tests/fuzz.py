@@ -250,7 +250,8 @@ def settings(config: Config) -> Iterator[None]:
 
             stack.enter_context(mock.patch.multiple(eager_backend, BAND_ROWS=16, SCORE_BYTES=1 << 14))
         if config.where == INTERPRETED._replace(without=config.where.without):
-            from flexattn.kernels_triton import forward, mask_blocks
+            from flexattn.kernels_triton.mods import mask_blocks
+            from flexattn.kernels_triton.portable import forward
 
             def number_of_splits(*_: Any) -> int:
                 return config.splits

@@ -13,9 +13,11 @@ from fp8_sums import short_sums
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_forward, hopper_fp8_one_pass
-from flexattn.kernels_triton.hopper_fp8 import BLOCK, Scale, empty_transposed
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
+from flexattn.kernels_triton.hopper.fp8 import BLOCK, Scale, empty_transposed
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

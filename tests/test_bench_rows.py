@@ -15,8 +15,9 @@ from flexattn.bench.rows import Faster, contradictions, emit, faster_rows, swept
 from flexattn.bench.shapes import WORKLOADS, Workload, sweep
 from flexattn.dispatch import heuristics
 from flexattn.dispatch.spec import AttentionSpec, length_class
-from flexattn.kernels_triton import configs
-from flexattn.kernels_triton.configs import DKDV, DQ, FORWARD, Tile
+from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
+from flexattn.kernels_triton.runtime.launch import Tile
 
 RESULTS = ROOT / "bench" / "results"
 TILE_FILES = sorted(RESULTS.glob("tiles_*.json"))

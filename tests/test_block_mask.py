@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 import flexattn
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton import configs
-from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import recorded_launches
-from flexattn.kernels_triton.problem import BlockLists
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.problem import BlockLists
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import make_call, make_inputs
 

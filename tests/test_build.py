@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.bench import stub_driver
-from flexattn.kernels_triton import store
+from flexattn.kernels_triton.runtime import store
 
 needs_compiler = pytest.mark.skipif(
     stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler"
@@ -23,7 +23,7 @@ from flexattn.bench import stub_driver
 stub_driver.install()
 from triton.runtime.jit import JITFunction
 import flexattn
-from flexattn.kernels_triton import launch
+from flexattn.kernels_triton.runtime import launch
 
 def refuse(*_, **__):
     raise AssertionError("Triton was asked to compile")

@@ -20,7 +20,7 @@ from flexattn import calls
 from flexattn.dispatch import eager_backend, tape
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
-from flexattn.kernels_triton import direct, launch
+from flexattn.kernels_triton.runtime import direct, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_seqlen")
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import flexattn
 from flexattn import calls, fp8
 from flexattn.dispatch import eager_backend, triton_backend
-from flexattn.kernels_triton import direct, launch
+from flexattn.kernels_triton.runtime import direct, launch
 
 HEADS, HEADS_KV = 4, 2
 RECIPES = {

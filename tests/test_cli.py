@@ -298,7 +298,7 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
 )
 def test_explain_names_the_kernels(arguments: str, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from flexattn.kernels_triton import interpreter
+    from flexattn.kernels_triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
     text = explained(capsys, "--capability", "9.0", "--backend", "triton", *arguments.split())

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.compile_report import (
+from flexattn.kernels_triton.ahead_of_time.compile_report import (
     SHARED_MEMORY_LIMIT,
     CompileError,
     CompileRequest,
@@ -19,8 +19,8 @@ from flexattn.kernels_triton.compile_report import (
     compile_for,
     compile_many,
 )
-from flexattn.kernels_triton.hopper import allocate_barriers
-from flexattn.kernels_triton.sass_registers import undefined_registers
+from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
+from flexattn.kernels_triton.hopper.base import allocate_barriers
 
 MATRIX_INSTRUCTIONS = {
     ("bf16", 80): "HMMA",

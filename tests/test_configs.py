@@ -11,14 +11,20 @@ import torch
 import triton
 from compiled_kernels import compile_sound
 
-from flexattn.kernels_triton import configs
-from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.bias_gradient import bias_gradient
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileReport, CompileRequest, compile_many, request_for
-from flexattn.kernels_triton.configs import select_tile, split_head_dim
-from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import Launch, pretended_device, recorded_launches
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.ahead_of_time.compile_report import (
+    SHARED_MEMORY_LIMIT,
+    CompileReport,
+    CompileRequest,
+    compile_many,
+    request_for,
+)
+from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import select_tile, split_head_dim
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
+from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
 
 SMS = (80, 89, 90, 100, 120)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts

@@ -12,10 +12,10 @@ from test_score_mod_triton import HEADS, check, lengths, rand
 from flexattn import create_block_mask, mods
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton import diagonals
-from flexattn.kernels_triton.diagonals import with_diagonals
-from flexattn.kernels_triton.hoisting import hoist
-from flexattn.kernels_triton.lowering import layouts, num_outputs, source_of
+from flexattn.kernels_triton.mods import diagonals
+from flexattn.kernels_triton.mods.diagonals import with_diagonals
+from flexattn.kernels_triton.mods.hoisting import hoist
+from flexattn.kernels_triton.mods.lowering import layouts, num_outputs, source_of
 from flexattn.score_mod import mod_source, trace_mods
 from flexattn.testing import make_call, make_inputs
 

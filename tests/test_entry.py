@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.compile_report import compile_many, request_for
-from flexattn.kernels_triton.configs import Tile
-from flexattn.kernels_triton.entry import Field, WidePointer, fields_of, flatten
-from flexattn.kernels_triton.launch import kernel, launch, recorded_launches
+from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many, request_for
+from flexattn.kernels_triton.runtime.entry import Field, WidePointer, fields_of, flatten
+from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, recorded_launches
 
 TILE = Tile(16, 16, 1, 1)
 

@@ -13,9 +13,9 @@ from flexattn.block_mask import block_lists, create_block_mask
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Operands, as_bshd, parse_format
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.launch import pretended_device, recorded_launches
-from flexattn.kernels_triton.quantize import transpose_tokens, unrotate
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common.quantize import transpose_tokens, unrotate
+from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import Inputs, make_inputs
 

@@ -15,7 +15,7 @@ import flexattn
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.reference import Differentiable, Sequences, attend, lse_view, slice_block, token_view
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
-from flexattn.kernels_triton.launch import kernel_cache_info
+from flexattn.kernels_triton.runtime.launch import kernel_cache_info
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,

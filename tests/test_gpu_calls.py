@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn import calls, fp8
-from flexattn.kernels_triton import launch
+from flexattn.kernels_triton.runtime import launch
 from flexattn.testing import make_inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")

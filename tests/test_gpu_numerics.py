@@ -11,7 +11,7 @@ from test_large_logits import CASES, call_of, features_of, run
 
 from flexattn import attention, fp8
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton.launch import capability_of
+from flexattn.kernels_triton.runtime.launch import capability_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90

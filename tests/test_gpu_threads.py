@@ -16,7 +16,7 @@ import flexattn
 from flexattn import calls, doctor
 from flexattn.dispatch import canary, context
 from flexattn.dispatch.select import forget_rejections
-from flexattn.kernels_triton.launch import clear_kernels
+from flexattn.kernels_triton.runtime.launch import clear_kernels
 
 THREADS, ROUNDS = 8, 12
 SHAPES = ((2048, 128), (512, 64), (333, 128), (200, 72))

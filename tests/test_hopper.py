@@ -16,22 +16,22 @@ from conftest import FreshPython
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
-from flexattn.kernels_triton import hopper_backward as backward_kernels
-from flexattn.kernels_triton import hopper_forward as forward_kernels
-from flexattn.kernels_triton import hopper_one_pass as one_pass_kernels
-from flexattn.kernels_triton import statistics
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.configs import (
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import preprocess as statistics
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import (
     HOPPER_FEW_ROWS,
     HOPPER_FORWARD,
     HopperTile,
     select_hopper_backward_tile,
     select_hopper_tile,
 )
-from flexattn.kernels_triton.hopper import batch_steps, batch_steps_of, descriptor_error
-from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
-from flexattn.kernels_triton.problem import Problem
-from flexattn.kernels_triton.ragged import work_table, zero_padding
+from flexattn.kernels_triton.common.work_table import work_table, zero_padding
+from flexattn.kernels_triton.hopper import backward as backward_kernels
+from flexattn.kernels_triton.hopper import backward_fused as one_pass_kernels
+from flexattn.kernels_triton.hopper import forward as forward_kernels
+from flexattn.kernels_triton.hopper.base import batch_steps, batch_steps_of, descriptor_error
+from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

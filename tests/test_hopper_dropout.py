@@ -23,11 +23,13 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.philox import dropout_keep
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass
-from flexattn.kernels_triton.compile_report import request_for
-from flexattn.kernels_triton.hopper_dropout import drawn_weights, dropout_state, kept
-from flexattn.kernels_triton.launch import Launch, recorded_launches
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

@@ -19,8 +19,10 @@ from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
-from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass
-from flexattn.kernels_triton.configs import HOPPER_FORWARD, HopperTile
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

@@ -30,14 +30,15 @@ from hopper_fp8_calls import (
 
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
-from flexattn.kernels_triton import hopper_fp8_one_pass, hopper_fp8_quantize
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.hopper_fp8 import Scale, empty_transposed
-from flexattn.kernels_triton.hopper_fp8_forward import hopper_fp8_forward, select_fp8_tile
-from flexattn.kernels_triton.hopper_fp8_quantize import dequantize, quantize
-from flexattn.kernels_triton.launch import Launch, capability_of, recorded_launches
-from flexattn.kernels_triton.problem import Problem
-from flexattn.kernels_triton.statistics import tiled_statistics
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
+from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward, select_fp8_tile
+from flexattn.kernels_triton.hopper.quantize import dequantize, quantize
+from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
 
 

@@ -28,14 +28,12 @@ from flexattn import emulator, mods
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
-from flexattn.kernels_triton import (
-    hopper_backward,
-    hopper_forward,
-    hopper_fp8_backward,
-    hopper_fp8_forward,
-    hopper_fp8_one_pass,
-    hopper_one_pass,
-)
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.score_mod import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
 

@@ -21,14 +21,15 @@ from test_hopper_mods import HEADS, LOOP_SPILLS, make_case
 from flexattn import emulator
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton import hopper_fp8_backward, hopper_fp8_one_pass
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.diagonals import with_diagonals
-from flexattn.kernels_triton.hopper_fp8 import Scale
-from flexattn.kernels_triton.hopper_fp8_backward import FP8_BACKWARD, Fp8BackwardTile
-from flexattn.kernels_triton.launch import Launch, recorded_launches
-from flexattn.kernels_triton.mask_blocks import with_key_lists, with_mask_blocks
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper.fp8 import Scale
+from flexattn.kernels_triton.hopper.fp8_backward import FP8_BACKWARD, Fp8BackwardTile
+from flexattn.kernels_triton.mods.diagonals import with_diagonals
+from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]

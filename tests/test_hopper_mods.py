@@ -21,10 +21,13 @@ from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import diagonals, hopper_backward, hopper_forward, hopper_one_pass
-from flexattn.kernels_triton.compile_report import request_for
-from flexattn.kernels_triton.diagonals import with_diagonals
-from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.mods import diagonals
+from flexattn.kernels_triton.mods.diagonals import with_diagonals
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,

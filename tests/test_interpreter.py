@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from flexattn.kernels_triton.interpreter import INTERPRETED, right_arithmetic
+from flexattn.kernels_triton.runtime.interpreter import INTERPRETED, right_arithmetic
 
 SMALL_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 # What follows a bf16 value's 16 bits in fp32: exact, just below, at and just above a tie, and just below the next value.
@@ -410,7 +410,7 @@ FRESH_SCRIPT = """
 import torch
 import triton
 import triton.language as tl
-from flexattn.kernels_triton.interpreter import right_arithmetic
+from flexattn.kernels_triton.runtime.interpreter import right_arithmetic
 
 @triton.jit
 def total_kernel(x_ptr, out_ptr, n, SIZE: tl.constexpr):

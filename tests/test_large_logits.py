@@ -19,17 +19,15 @@ from flexattn import attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands
-from flexattn.kernels_triton import (
-    hopper_backward,
-    hopper_forward,
-    hopper_fp8_backward,
-    hopper_fp8_forward,
-    hopper_fp8_one_pass,
-    hopper_one_pass,
-)
-from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.score_mod import trace_mods
 from flexattn.testing import Inputs, make_call, make_inputs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn.bench import stub_driver
-from flexattn.kernels_triton import launch
+from flexattn.kernels_triton.runtime import launch
 
 COMPARE = """
 import os, threading
@@ -18,7 +18,8 @@ from flexattn.bench import stub_driver
 library = stub_driver.install()
 import flexattn
 from flexattn import calls
-from flexattn.kernels_triton import diagonals, launch, store
+from flexattn.kernels_triton.mods import diagonals
+from flexattn.kernels_triton.runtime import launch, store
 from flexattn.testing import make_inputs
 
 # No memory is freed, so that each tensor has an address of its own, as those of a tape have.

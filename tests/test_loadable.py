@@ -8,8 +8,8 @@ from torch import Tensor
 
 import flexattn
 from flexattn.dispatch.triton_backend import _loadable
-from flexattn.kernels_triton.configs import Tile
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.runtime.launch import Tile
 
 GPU = torch.cuda.is_available()
 

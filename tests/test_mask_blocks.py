@@ -17,10 +17,10 @@ import flexattn
 from flexattn import mods
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.program import evaluate
-from flexattn.kernels_triton import mask_blocks
-from flexattn.kernels_triton.compile_report import request_for
-from flexattn.kernels_triton.launch import recorded_launches
-from flexattn.kernels_triton.problem import BlockLists, Problem
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common.problem import BlockLists, Problem
+from flexattn.kernels_triton.mods import mask_blocks
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import make_call, make_inputs
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from memory_check import checked_memory
 
-from flexattn.kernels_triton.interpreter import INTERPRETED
+from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer checks kernels that are compiled")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.kernels_triton.lowering_ops import INT64, bounds_of
+from flexattn.kernels_triton.mods.lowering_ops import INT64, bounds_of
 from flexattn.mod_bands import implied_band
 from flexattn.score_mod import trace_mods
 

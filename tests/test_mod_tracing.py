@@ -344,7 +344,7 @@ assert after[0] - before[0] < 100 * 500, (before, after)  # a graph takes 8 KB
 
 def test_the_source_of_a_function_goes_with_it() -> None:
     pytest.importorskip("triton")
-    from flexattn.kernels_triton.lowering import compile_source
+    from flexattn.kernels_triton.mods.lowering import compile_source
 
     source = "@triton.jit\ndef of_a_test(x):\n    return x + 1\n"
     function = compile_source("of_a_test", source)

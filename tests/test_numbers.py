@@ -12,7 +12,7 @@ import torch
 from flexattn import attention, calls, testing
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import LARGEST_WINDOW, make_band
-from flexattn.kernels_triton import problem as problems
+from flexattn.kernels_triton.common import problem as problems
 
 BACKENDS = ["eager", "triton"]
 

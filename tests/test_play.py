@@ -24,13 +24,13 @@ from flexattn.bench.measure import Ceilings, Samples
 from flexattn.bench.record import Row
 from flexattn.bench.shapes import WORKLOADS
 from flexattn.bench.tiles import SPACE, candidates, parse_tile, tile_name, with_options
-from flexattn.kernels_triton.compile_report import CompileReport
-from flexattn.kernels_triton.configs import Tile
+from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport
+from flexattn.kernels_triton.runtime.launch import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the playground times; this is what it does without")
 
 SHAPE = "sweep-d64-causal-s512"
-FORWARD = (ROOT / "kernels_triton" / "forward.py").read_text("utf-8")
+FORWARD = (ROOT / "kernels_triton" / "portable" / "forward.py").read_text("utf-8")
 RESCALED = "v0, acc0 * decay[:, None]"
 
 
@@ -106,7 +106,7 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
         "forward 32x32x4x1": "measured",
         "forward 32x64x4x1": "wrong",
     }
-    assert "kernels_triton/configs.py:" in capsys.readouterr().out
+    assert "kernels_triton/common/tiles.py:" in capsys.readouterr().out
 
 
 def test_what_does_not_run_says_why(own_file: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +128,8 @@ def test_what_does_not_run_says_why(own_file: Callable[[str, str], Path], capsys
         (["--shape", "sweep-d64-full-s512", SHAPE.replace("64", "128"), "--sweep"], "several head dims"),
         (["--dump", "ptx,elf"], "--dump elf; accepted: ttir,"),
         (["--kernel-file", "no_such.py"], "no_such.py: there is no such file"),
-        (["--kernel-file", "bench/tiles.py"], "has no attention_forward; begin with a copy of kernels_triton/forward.py"),
-        (["--kernel-file", "kernels_triton/configs.py"], "has no attention_forward"),
+        (["--kernel-file", "bench/tiles.py"], "has no attention_forward; begin with a copy of kernels_triton/portable/forward.py"),
+        (["--kernel-file", "kernels_triton/common/tiles.py"], "has no attention_forward"),
         (["--kernel-file", "README.md"], "accepted: a Python file"),
     ],
 )

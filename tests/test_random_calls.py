@@ -17,8 +17,11 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.emulator import Report
 from flexattn.functional import bind_call
-from flexattn.kernels_triton import hopper_backward, hopper_forward, hopper_one_pass, mask_blocks
-from flexattn.kernels_triton.launch import pretended_device
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.mods import mask_blocks
+from flexattn.kernels_triton.runtime.launch import pretended_device
 
 WHERE = Where("triton", "cpu", HALF, (64, 128, 128, 40, 96, 192, 256), (270, 300), 2, frozenset(FEATURES))
 FEW, MANY = 6, 100

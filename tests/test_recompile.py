@@ -16,11 +16,11 @@ class NoGpu:
 
 driver.set_active(NoGpu())
 
-from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.configs import Tile
-from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import recorded_launches
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.kernels_triton.common.problem import Problem
 
 HEADS, D = 6, 72  # a head dim of which 16 is no divisor: strides are then not always multiples of 16
 TILE = Tile(64, 64, 4, 1)

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.dispatch.program import OPS
-from flexattn.kernels_triton import configs, lowering
-from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.capture_gradient import capture_gradients
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, CompileRequest, request_for
-from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, CompileRequest, request_for
+from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.mods import lowering
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
+from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -424,10 +425,10 @@ driver.set_active(NoGpu())
 from flexattn import create_block_mask
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import eager_backend, triton_backend
-from flexattn.kernels_triton.backward import attention_backward
-from flexattn.kernels_triton.configs import Tile
-from flexattn.kernels_triton.forward import attention_forward
-from flexattn.kernels_triton.launch import recorded_launches
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import make_call, make_inputs
 

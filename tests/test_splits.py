@@ -20,10 +20,10 @@ import flexattn
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton import forward as forward_kernels
-from flexattn.kernels_triton import hopper_forward, mask_blocks, splits
-from flexattn.kernels_triton.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.configs import (
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import split_kv as splits
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import (
     HOPPER_FORWARD,
     SPLIT_FROM,
     SPLIT_KEYS,
@@ -32,8 +32,10 @@ from flexattn.kernels_triton.configs import (
     HopperTile,
     select_hopper_tile,
 )
-from flexattn.kernels_triton.launch import Launch, capability_of, pretended_device, recorded_launches
-from flexattn.kernels_triton.problem import Problem
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.mods import mask_blocks
+from flexattn.kernels_triton.portable import forward as forward_kernels
+from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.score_mod import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs, reference_attention, reference_gradients
 

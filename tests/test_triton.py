@@ -10,11 +10,11 @@ import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients, as_bshd
-from flexattn.kernels_triton import backward as backward_kernels
-from flexattn.kernels_triton import forward as forward_kernels
-from flexattn.kernels_triton import problem
-from flexattn.kernels_triton.configs import Tile
-from flexattn.kernels_triton.statistics import new_statistics, row_statistics
+from flexattn.kernels_triton.common import problem
+from flexattn.kernels_triton.common.preprocess import new_statistics, row_statistics
+from flexattn.kernels_triton.portable import backward as backward_kernels
+from flexattn.kernels_triton.portable import forward as forward_kernels
+from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

@@ -1,0 +1,404 @@
+"""Compile Triton kernels for a GPU that need not be there, and read what the compiler made.
+
+    request = CompileRequest("flexattn.kernels_triton.portable.forward", "_attn_fwd_kernel",
+                             signature={"q_ptr": "*bf16", "seqlen": "i32"}, constexprs={"BLOCK_M": 128},
+                             sm=90, num_warps=8, num_stages=2)
+    [report] = compile_many([request])
+
+`compile_many` compiles in processes of its own, so that it works in one whose kernels are interpreted (TRITON_INTERPRET=1), where
+they cannot be compiled. `python -m flexattn.kernels_triton.ahead_of_time.compile_report` is that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton._utils import type_canonicalisation_dict
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction
+
+from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
+from flexattn.kernels_triton.mods.lowering import compile_source, source_of
+from flexattn.kernels_triton.runtime.launch import Launch
+
+SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
+Capabilities", technical specifications per compute capability, "Maximum amount of shared memory per thread block"."""
+
+PTXAS_LOG = "ptxas.log"
+PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+PTXAS_WARNING = re.compile(r"warning|\(C75\d\d\)")
+SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
+
+SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
+SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
+SASS_BRANCH = re.compile(r"\bBRA\b.*`\(\.(L_x_\d+)\)")
+
+
+class CompileError(RuntimeError):
+    """Kernels that do not compile: each one's request and the compiler's message."""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A kernel by name and what it is specialised on: picklable, so that it can go to another process.
+
+    module, kernel: where the @triton.jit function is; the module must be importable in a new process.
+    signature: Triton's type of each argument that is no constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>" a
+        host tensor descriptor (in Gluon with its layout's repr: "tensordesc<bf16[128,64],NVMMASharedLayout(...)>"); a tuple of
+        types for an argument that is a tuple.
+    constexprs: the value of each constexpr argument, anything that pickles; a dtype by its name in the language, "tl.bfloat16".
+    sm: compute capability, 90 for 9.0.
+    aligned: pointers and integers to take as divisible by 16; None: every pointer.
+    """
+
+    module: str
+    kernel: str
+    signature: Mapping[str, Any]
+    constexprs: Mapping[str, Any]
+    sm: int
+    num_warps: int
+    num_stages: int
+    aligned: Sequence[str] | None = None
+
+    def __str__(self) -> str:
+        constants = ", ".join(f"{name}={value!r}" for name, value in self.constexprs.items())
+        return (
+            f"{self.module}:{self.kernel} for sm_{self.sm}, num_warps={self.num_warps}, num_stages={self.num_stages}, {constants}"
+        )
+
+
+def request_for(launch: Launch, sm: int) -> CompileRequest:
+    """What compiles the kernel of a recorded launch for `sm`, specialised as the launch is for tensors at multiples of 16 bytes."""
+    function = launch.kernel.fn
+    signature, constexprs = {}, {}
+    parameters = inspect.signature(function).parameters
+    for name, value in zip(launch.kernel.arg_names, launch.arguments, strict=True):
+        is_constant = "constexpr" in str(parameters[name].annotation)
+        if not is_constant and (isinstance(value, (torch.Tensor, TensorDescriptor)) or type(value) in (int, float, tuple)):
+            signature[name] = _type_of(value)
+        else:
+            constexprs[name] = _picklable(value)
+    aligned = [name for name in signature if name in launch.kernel.wide]
+    return CompileRequest(
+        function.__module__, function.__name__, signature, constexprs, sm, launch.tile.num_warps, launch.tile.num_stages, aligned
+    )
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return type_canonicalisation_dict[str(dtype).removeprefix("torch.")]
+
+
+def _type_of(value: Any) -> Any:
+    """Triton's type of an argument; of the captures of a mod, a tuple, one of each."""
+    if isinstance(value, torch.Tensor):
+        return f"*{_type_name(value.dtype)}"
+    if isinstance(value, TensorDescriptor):
+        block = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_type_name(value.base.dtype)}[{block}],{value.layout!r}>"
+    if isinstance(value, tuple):
+        return tuple(map(_type_of, value))
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if value < 2**31 else "i64"
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """A generated Triton function: its name and source, which another process can compile."""
+
+    name: str
+    source: str
+
+
+def _picklable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        parts = map(_picklable, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return _Generated(value.__name__, source_of(value)) if hasattr(value, "fn") else value
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What the compiler made of one kernel.
+
+    registers: 32-bit registers per thread at entry (a warp-specialised kernel moves them later), from the cubin.
+    stack_bytes: local memory per thread for spills and for arrays that found no registers, from the cubin.
+    spill_store_bytes, spill_load_bytes: bytes per thread that ptxas spilled, each spill counted once wherever it is in a loop.
+    shared_bytes: shared memory per block; to compare with SHARED_MEMORY_LIMIT.
+    instructions: how often each SASS operation stands in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static, not
+        executed, counts.
+    loops: the same for each innermost loop, in the order of the code.
+    exposed_exponentials: those of exp2 in innermost loops that stand behind a wait for all products (wgmma's) and so run under none
+        of this warpgroup's: ptxas moves such a wait up to the start of its basic block.
+    idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and 3.7
+        give their memory to what the partitions of a warp_specialize are handed, with no order between both writes: now and then,
+        and often where processes share a GPU, a partition reads a count where it expects a row.
+    undefined_registers: uniform registers that some path reads and that nothing on it wrote; any is a defect of ptxas, and results
+        are garbage (`sass_registers` has the whole story).
+    warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
+    compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int] = field(repr=False)
+    loops: tuple[dict[str, int], ...] = field(repr=False)
+    warnings: tuple[str, ...]
+    compile_seconds: float
+    exposed_exponentials: int = 0
+    idle_barriers: int = 0
+    undefined_registers: tuple[str, ...] = ()
+
+    @property
+    def matrix_instructions(self) -> dict[str, int]:
+        """The tensor core operations: HMMA and QMMA (fp8), on sm_90 HGMMA and QGMMA (wgmma), on 100 UTCHMMA and UTCQMMA."""
+        return {name: count for name, count in self.instructions.items() if name.endswith("MMA")}
+
+    @property
+    def spill_instructions(self) -> int:
+        """Stores to and loads from local memory in the code."""
+        return _spills(self.instructions)
+
+    @property
+    def loop_spill_share(self) -> float:
+        """Stores to and loads from local memory, as a share of the instructions of the innermost loops with matrix products."""
+        products = [loop for loop in self.loops if any(name.endswith("MMA") or name == "FFMA" for name in loop)]
+        return sum(map(_spills, products)) / max(1, sum(sum(loop.values()) for loop in products))
+
+
+def compile_for(
+    kernel: JITFunction[Any],
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    sm: int,
+    num_warps: int,
+    num_stages: int,
+    aligned: Sequence[str] | None = None,
+) -> CompileReport:
+    """Compile `kernel` in this process, whose kernels must not be interpreted; the arguments are those of `CompileRequest`.
+
+    Raises TypeError for an interpreted kernel, ValueError where signature and constexprs do not name each argument once or
+    aligned names another, and what Triton raises for a kernel that does not compile.
+    """
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(
+            f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
+        )
+    source = _source(kernel, signature, constexprs, aligned)
+    target, options = GPUTarget("cuda", sm, 32), {"num_warps": num_warps, "num_stages": num_stages}
+    start = time.perf_counter()
+    compiled, ptxas_log = _compile(source, target, options)
+    seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin))
+        sass = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin))
+    entry = re.search(rf"Function {compiled.metadata.name}:\s+REG:(\d+) STACK:(\d+)", usage)
+    if entry is None:
+        raise RuntimeError(f"cuobjdump does not report {compiled.metadata.name}: {usage}")
+    stores, loads = zip(*PTXAS_SPILLS.findall(ptxas_log), strict=True)  # one pair per function of the kernel
+    return CompileReport(
+        registers=int(entry[1]),
+        stack_bytes=int(entry[2]),
+        spill_store_bytes=sum(map(int, stores)),
+        spill_load_bytes=sum(map(int, loads)),
+        shared_bytes=compiled.metadata.shared,
+        instructions=dict(Counter(SASS_OPERATION.findall(sass))),
+        loops=_innermost_loops(sass),
+        warnings=tuple(line for line in ptxas_log.splitlines() if PTXAS_WARNING.search(line)),
+        compile_seconds=seconds,
+        exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
+        idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
+        undefined_registers=undefined_registers(sass),
+    )
+
+
+def _idle_barriers(ttgir: str) -> int:
+    """How many allocations have no use, themselves or by an index, but initialisations of barriers."""
+    if "ttng.init_barrier" not in ttgir:
+        return 0
+    lines = ttgir.splitlines()
+
+    def uses(name: str) -> list[str]:
+        return [line for line in lines if re.search(rf"{re.escape(name)}(?!\w)", line.partition(" = ")[2] or line)]
+
+    idle = 0
+    for name in re.findall(r"^\s*(%\w+) = ttg.local_alloc :", ttgir, re.MULTILINE):
+        found = uses(name)
+        for index in re.findall(r"(%\w+) = ttg.memdesc_index ", "\n".join(found)):
+            found = [line for line in found if f"{index} = " not in line] + uses(index)
+        idle += bool(found) and all("ttng.init_barrier" in line for line in found)
+    return idle
+
+
+def compiled_from(request: CompileRequest) -> CompiledKernel:
+    """The kernel, in this process, whose kernels must not be interpreted."""
+    kernel = getattr(importlib.import_module(request.module), request.kernel)
+    constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
+    source = _source(kernel, request.signature, constexprs, request.aligned)
+    options = {"num_warps": request.num_warps, "num_stages": request.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)  # type: ignore[no-any-return]
+
+
+def _source(
+    kernel: JITFunction[Any], signature: Mapping[str, str], constexprs: Mapping[str, Any], aligned: Sequence[str] | None
+) -> ASTSource:
+    names = kernel.arg_names
+    if wrong := (set(signature) ^ set(constexprs) ^ set(names)) | (set(aligned or ()) - set(signature)):
+        raise ValueError(
+            f"signature and constexprs together must name each argument of {kernel.__name__} once, and aligned some of those in "
+            f"signature; wrong or missing: {', '.join(sorted(wrong))}"
+        )
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [name for name in names if types[name].startswith("*")] if aligned is None else aligned
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return language(  # attrs in the arguments' order, which is part of Triton's cache key
+        fn=kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constexprs.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
+    )
+
+
+def _spills(instructions: Mapping[str, int]) -> int:
+    return instructions.get("STL", 0) + instructions.get("LDL", 0)
+
+
+def _innermost_loop_lines(sass: str) -> list[list[str]]:
+    """What stands between each branch back and the label it goes to, where no other such stretch lies inside."""
+    lines = sass.splitlines()
+    labels = {found[1]: n for n, line in enumerate(lines) if (found := SASS_LABEL.match(line))}
+    branches = ((n, SASS_BRANCH.search(line)) for n, line in enumerate(lines))
+    loops = [(labels[found[1]], n) for n, found in branches if found and labels.get(found[1], n) < n]
+    innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return [lines[a : b + 1] for a, b in innermost]
+
+
+def _innermost_loops(sass: str) -> tuple[dict[str, int], ...]:
+    return tuple(dict(Counter(SASS_OPERATION.findall("\n".join(lines)))) for lines in _innermost_loop_lines(sass))
+
+
+def _exposed_exponentials(loop: list[str]) -> int:
+    first = next((n for n, line in enumerate(loop) if SASS_WAIT_FOR_ALL.search(line)), len(loop))
+    return sum("MUFU.EX2" in line for line in loop[first:])
+
+
+def _compile(source: ASTSource, target: GPUTarget, options: dict[str, int]) -> tuple[CompiledKernel, str]:
+    """The kernel, and what ptxas said when it was made, which is kept beside it in Triton's cache."""
+    for always in (False, True):  # a kernel may be in the cache without the log
+        log = io.StringIO()
+        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+            triton.knobs.nvidia.dump_ptxas_log = True
+            triton.knobs.compilation.always_compile = always
+            compiled = triton.compile(source, target=target, options=options)
+        cache = get_cache_manager(compiled.hash)
+        if PTXAS_SPILLS.search(log.getvalue()):
+            cache.put(log.getvalue(), PTXAS_LOG, binary=False)
+        if path := cache.get_file(PTXAS_LOG):
+            return compiled, Path(path).read_text()
+    raise RuntimeError(f"triton {triton.__version__} does not print what ptxas says; {__name__} must learn where it goes")
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def compile_many(requests: Sequence[CompileRequest], workers: int | None = None) -> list[CompileReport]:
+    """Compile `requests`, `workers` at a time (all cores by default), and return their reports in the same order.
+
+    Raises CompileError once all are tried if any failed. Triton's cache on disk (TRITON_CACHE_DIR) makes repeats cheap.
+    """
+    if not requests:
+        return []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    with tempfile.TemporaryDirectory() as folder:
+        job, answer = Path(folder, "job"), Path(folder, "answer")
+        job.write_bytes(pickle.dumps((workers or os.cpu_count(), list(requests))))
+        done = subprocess.run([sys.executable, "-m", __name__, job, answer], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise CompileError(f"the compiling process ended with {done.returncode}: {done.stderr[-4000:]}")
+        answers = pickle.loads(answer.read_bytes())
+    if failures := [f"{request}\n{answer}" for request, answer in zip(requests, answers, strict=True) if isinstance(answer, str)]:
+        raise CompileError(
+            f"{len(failures)} of {len(requests)} kernels do not compile\n\n" + "\n\n".join([*failures, done.stderr[-4000:]])
+        )
+    return answers
+
+
+def main(job: str, answer: str) -> None:
+    workers, requests = pickle.loads(Path(job).read_bytes())
+    # Forked, so that torch and triton are imported once.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        futures = [pool.submit(_answer, request) for request in requests]
+        answers = [_outcome(future) for future in futures]
+    Path(answer).write_bytes(pickle.dumps(answers))
+
+
+def _answer(request: CompileRequest) -> CompileReport | str:
+    """The report, or the message of what went wrong."""
+    try:
+        kernel = getattr(importlib.import_module(request.module), request.kernel)
+        constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
+        return compile_for(
+            kernel, request.signature, constexprs, request.sm, request.num_warps, request.num_stages, request.aligned
+        )
+    except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others' reports
+        return "\nin which\n".join(f"{type(e).__name__}: {e}" for e in _with_causes(error))
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it came from: Triton's says no more than where, for each function that was being inlined."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _outcome(future: Future[CompileReport | str]) -> CompileReport | str:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return "a compiling process died on this kernel or on one that was compiled beside it"
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_constant, value))
+    if isinstance(value, _Generated):
+        return compile_source(value.name, value.source)
+    return getattr(tl, value.removeprefix("tl.")) if isinstance(value, str) and value.startswith("tl.") else value
+
+
+if __name__ == "__main__":
+    # By its full name: what is unpickled must be the classes of the module, not those of __main__.
+    importlib.import_module("flexattn.kernels_triton.ahead_of_time.compile_report").main(*sys.argv[1:])

@@ -1,0 +1,231 @@
+"""What the backward knows of each query before it computes a score, lse in units of log2 and delta, by one small kernel.
+
+It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.common.large_rows import LargeRows, large_rows
+from flexattn.kernels_triton.common.primitives import (
+    load_large,
+    load_sequence,
+    load_tile,
+    make_row_statistics,
+    packed_start,
+    row_pointer,
+    row_steps,
+    sink_probability,
+    statistics_row,
+    store_tile,
+)
+from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
+from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+
+_TILE = Tile(128, 64, 8, 1)
+_TILE_OF_FP8 = _TILE._replace(block_m=32)  # for wide heads, where a tile that is held would leave room for few programs
+
+
+@triton.jit
+def statistics_tile(b, h, num_heads, place_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
+    # The first tile of a sequence, with this `packed_start`, and head. Each sequence begins a tile of its own, and tile 0 is that
+    # of no query.
+    if META.IS_RAGGED_Q:
+        return 1 + h * tiles + (place_q + b * SIZE) // SIZE
+    else:
+        return 1 + (b * num_heads + h) * tiles
+
+
+@triton.jit
+def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
+    dout0 = load_tile(pointer, offsets, first, len_q, META.BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    dout1 = dout0
+    if META.V1 > 0:
+        dout1 = load_tile(pointer, offsets, first, len_q, META.BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+    return dout0, dout1
+
+
+@kernel
+def _attn_bwd_statistics_kernel(
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    dout8_ptr,  # or None; else dout in FP8, to be written
+    stride_do8b,
+    stride_do8s,
+    stride_do8h,
+    descale_dout_ptr,  # of it, to be written: [b, h, blocks], contiguous
+    range_scale,  # the largest value of its dtype
+    lse_ptr,  # of unbounded logits the rest of it, as `large_rows` has it, with what comes next; else that is None
+    large_ptr,
+    large_lse_ptr,
+    dlse_ptr,  # or None: 0
+    softmax_offset_ptr,
+    descales,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    lse_log2_ptr,  # from `statistics_row` on: lse in units of log2, +inf for a row that sees nothing
+    delta_ptr,  # sum(out * dout) - dlse
+    tiles_ptr,  # or, with SIZE > 0, [tiles, 2, SIZE]: -lse in units of log2 (-inf too for a row that is none), and -delta
+    dsink_ptr,  # [h, b * blocks], or None: what each block of queries adds to the gradient of softmax_offset
+    batch,
+    num_heads,
+    num_tokens_q,
+    max_seqlen_q,
+    tiles,
+    ROWS: tl.constexpr,  # of a program, META.BLOCK_M at a time
+    SIZE: tl.constexpr,
+    META: tl.constexpr,
+):
+    blocks = tl.cdiv(max_seqlen_q, ROWS)
+    block = tl.program_id(0) % blocks
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start_q, len_q = load_sequence(
+        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+    )
+    first_row = block * ROWS
+    if SIZE > 0:  # noqa: SIM102  # this is known when it is compiled, that at run time
+        if tl.program_id(0) == 0:
+            none = tl.arange(0, SIZE)
+            tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
+            tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
+    if first_row >= len_q:
+        if dout8_ptr is not None:
+            tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, 1.0)
+        if dsink_ptr is not None:
+            tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
+        return
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    dout_base = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    scale, descale = 1.0, 1.0
+    if dout8_ptr is not None:
+        largest = tl.zeros([BLOCK_M], tl.float32)
+        for row in range(0, ROWS, BLOCK_M):
+            dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first_row + row, len_q, META)
+            largest = tl.maximum(largest, largest_of_rows(dout0.to(tl.float32)))
+            if META.V1 > 0:
+                largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
+        scale = scale_of(tl.max(largest, 0), range_scale)
+        descale = tl.div_rn(1.0, scale)
+        tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, descale)
+    dsink = 0.0
+    for row in range(0, ROWS, BLOCK_M):
+        first = first_row + row
+        rows = first + tl.arange(0, BLOCK_M)
+        dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first, len_q, META)
+        if dout8_ptr is not None:  # what the products read is what delta must be of
+            DTYPE: tl.constexpr = dout8_ptr.dtype.element_ty
+            pointer = row_pointer(dout8_ptr, b, h, start_q + first, stride_do8b, stride_do8s, stride_do8h, META)
+            offsets = row_steps(stride_do8s, BLOCK_M, META)[1]
+            small0 = to_fp8(dout0.to(tl.float32), scale, DTYPE)
+            store_tile(pointer, small0, offsets, first, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V)
+            dout0 = small0.to(tl.float32) * descale
+            if META.V1 > 0:
+                small1 = to_fp8(dout1.to(tl.float32), scale, DTYPE)
+                store_tile(pointer, small1, offsets, first, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V)
+                dout1 = small1.to(tl.float32) * descale
+        out = (out_ptr, stride_ob, stride_os, stride_oh)
+        lse_log2, delta = make_row_statistics(
+            dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first, descales, META
+        )
+        if SIZE > 0:
+            place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+            tile = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) + rows // SIZE
+            pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
+            in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
+            tl.store(pointers, -lse_log2, mask=in_tiles)
+            tl.store(pointers + SIZE, -delta, mask=in_tiles)
+        else:
+            own = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+            tl.store(lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
+            tl.store(delta_ptr + own + rows, delta, mask=rows < len_q)
+        if dsink_ptr is not None:
+            large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+            p_sink = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
+            dsink -= tl.sum(p_sink * delta, 0)
+    if dsink_ptr is not None:
+        tl.store(dsink_ptr + (h * batch + b) * blocks + block, dsink)
+
+
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of queries, for the portable kernels: lse_log2, delta, p_scale, each fp32 [rows]; and of `LargeRows` is_any and lse."""
+
+
+def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
+    """(room for `row_statistics`, or the dq kernel, to fill, what is left of lse)."""
+    x = problem
+    num_tokens_q = x.q.shape[-3]
+    rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * triton.cdiv(num_tokens_q, 4) * 4)
+    lse_log2, delta, p_scale = torch.empty((3, rows), dtype=torch.float32, device=x.device)
+    rest, is_any, own_lse = large_rows(x, lse)
+    return (lse_log2, delta, p_scale, is_any, own_lse), rest
+
+
+def row_statistics(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None
+) -> Statistics:
+    """`new_statistics` with lse_log2 and delta written; and the gradient of softmax_offset, unless that is None.
+
+    What the kernels for the gradients of a bias and of captures read, where no dq kernel of `backward` runs; half types only.
+    """
+    statistics, rest = new_statistics(problem, lse)
+    _launch(problem, out, LargeRows(rest, *statistics[3:]), dout, dlse, dsoftmax_offset, (*statistics[:2], None, 0, 0))
+    return statistics
+
+
+def tiled_statistics(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None, size: int
+) -> tuple[Tensor, int, LargeRows]:
+    """The same, negated, in tiles of `size` queries: (fp32 [all tiles * 2 * size], the tiles of a head, `large_rows`)."""
+    x = problem
+    num_tokens_q = x.q.shape[-3]
+    # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
+    tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
+    num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
+    statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
+    large = large_rows(x, lse)
+    _launch(x, out, large, dout, dlse, dsoftmax_offset, (None, None, statistics, tiles, size))
+    return statistics, tiles, large
+
+
+def _launch(
+    x: Problem,
+    out: Tensor,
+    large: LargeRows,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dsoftmax_offset: Tensor | None,
+    target: tuple[Tensor | None, Tensor | None, Tensor | None, int, int],
+) -> None:
+    quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
+    if quantises:
+        assert x.scale_rows == _TILE.block_m  # a program makes one scale
+        dout, tile = x.halves[0], _TILE if x.v.shape[-1] <= 64 else _TILE_OF_FP8
+    meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
+    if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
+        meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
+    blocks = triton.cdiv(x.longest_q, _TILE.block_m)
+    dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
+    *places, tiles, size = target
+    arguments = (
+        *(out, *row_strides(out, meta)),
+        *(dout, *row_strides(dout, meta)),
+        *((dout8, *row_strides(dout8, meta), x.descales[3], LARGEST[dout8.dtype]) if quantises else (None, 0, 0, 0, None, 0.0)),
+        *(*large, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
+        *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, _TILE.block_m, size, meta),
+    )
+    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
+    if dsoftmax_offset is not None and dsink is not None:
+        torch.sum(dsink, 1, out=dsoftmax_offset)

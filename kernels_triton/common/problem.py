@@ -1,0 +1,419 @@
+"""One attention problem as the kernels see it: tensors in, a band, lengths; and what of it a kernel is compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.kernels_triton.common.tiles import Table, select_tile, split_head_dim
+from flexattn.kernels_triton.runtime.launch import Tile, capability_of
+
+_MOST_ROWS = 256  # of any tile
+_OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
+_LARGE_SOFTCAP = 256.0  # times the 5e-7 that `tanh_in_half` is off by: a rounding of fp16, which a logit must not be moved by
+
+
+class Mods(NamedTuple):
+    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last.
+
+    Those of a tile find behind the captures what `of_head` gives.
+    """
+
+    score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
+    gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
+    accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
+    mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
+    of_head: Any = None  # (b, h) -> a tuple of what the others read once for a head; None: nothing
+    of_distance: Any = None  # (b, h, distance) -> a tuple of what `diagonals` can tabulate; None: nothing, or it is tabulated
+    distance_depends_on: tuple[bool, bool] = (True, True)  # whether it differs by (b, h)
+    num_tables: int = 0
+    mask_of_block: Any = None  # what asks the mask of blocks, and of a block what that reads, as `intervals.BlockTest` has them
+    ranges_of_q_block: Any = None
+    ranges_of_kv_block: Any = None
+    num_ranges_of_block: tuple[int, int] = (0, 0)
+    mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
+    score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
+    reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
+
+
+class BlockLists(NamedTuple):
+    """A block mask: for each block of queries the blocks of keys that it sees, and the other way round, int32, contiguous.
+
+    Counts are [b | 1, h | 1, rows], indices [b | 1, h | 1, rows, columns], of which the first `count` are valid and ascending. A
+    block in the full lists is seen whole, one in the others as far as the mask_mod says; in neither, not at all.
+    """
+
+    kv_num_blocks: Tensor | None  # None: not made, as a backward in one pass reads the others alone
+    kv_indices: Tensor | None
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    q_num_blocks: Tensor | None  # the other way round, which only a backward reads
+    q_indices: Tensor | None
+    full_q_num_blocks: Tensor | None
+    full_q_indices: Tensor | None
+    block_size_q: int
+    block_size_kv: int
+    is_cut: bool = False  # no block in them is past the end or out of the problem's band
+
+    @property
+    def heads(self) -> int:
+        """That have lists of their own, or 1."""
+        counts = self.q_num_blocks if self.kv_num_blocks is None else self.kv_num_blocks
+        assert counts is not None
+        return counts.shape[1]
+
+    def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
+        tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
+        counts, indices = (self.q_num_blocks, self.q_indices) if blocks == "q" else (self.kv_num_blocks, self.kv_indices)
+        assert counts is not None
+        assert indices is not None
+        batch, heads, rows = counts.shape
+        return (*tensors, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, indices.shape[-1])
+
+    def kinds(self) -> Tensor:
+        """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        assert self.kv_indices is not None
+        columns = self.kv_indices.shape[-1]
+        kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
+        place = torch.arange(columns, device=kinds.device)
+        for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
+            assert counts is not None
+            kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
+        return kinds[..., :columns].contiguous()
+
+
+class Meta(NamedTuple):
+    """What a kernel is compiled for. A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it."""
+
+    IS_RAGGED_Q: bool
+    IS_RAGGED_KV: bool
+    HAS_LENGTHS: bool
+    HAS_GAPS_Q: bool
+    HAS_GAPS_KV: bool
+    IS_GROUPED: bool  # several query heads share a key head
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_PRE_SCALE_BIAS: bool
+    HAS_POST_SCALE_BIAS: bool
+    IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    IS_UNBOUNDED: bool  # logits may be of any size, whatever q and k are
+    IS_FP8: bool  # q, k, v and dout; p and ds become it
+    HAS_BLOCK_SCALES: bool
+    SCALE_ROWS: int  # of a block of rows with a scale of its own
+    HAS_EXACT_TANH: bool  # for the softcap, `primitives.tanh`
+    NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
+    HAS_SINK: bool
+    HAS_OFFSET: bool
+    HAS_DROPOUT: bool
+    HAS_SCORE_MOD: bool
+    HAS_MASK_MOD: bool
+    BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
+    BLOCK_SIZE_KV: int
+    LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
+    HEAD_DIM_QK: int
+    HEAD_DIM_V: int
+    QK0: int  # head dims are taken in one or two parts, each a power of two
+    QK1: int
+    V0: int
+    V1: int
+    ALIGN: int  # all strides are multiples of this many elements
+    WIDE_STRIDES: bool  # the rows of one tile may lie 2**31 elements or more apart
+    PRECISION: str  # of a dot product of two fp32 tiles
+    BLOCK_M: int
+    BLOCK_N: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The inputs of one attention call, in any layout that is a strided view.
+
+    q is [b, sq, h, d_qk], k [b, skv, h_kv, d_qk] and v [b, skv, h_kv, d_v] (views: any strides but a contiguous last dim), or
+    [total, h, d] with `cu_seqlens_*` saying where each sequence lies; q may be of one kind and k, v of the other. The rest is
+    as in `flexattn.attention`, with one band instead of a mask type: query i sees key j iff
+    -window_left <= j - i - shift <= window_right, None leaving a side open, shift = len_kv - len_q with `bottom_right` else 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax_scale: float
+    window_left: int | None = None
+    window_right: int | None = None
+    bottom_right: bool = False
+    bias: Tensor | None = None  # [b | 1, h | 1, sq | 1, skv | 1]
+    bias_is_pre_scale: bool = False
+    alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h], contiguous
+    softcap: float = 0.0
+    has_sink: bool = False
+    softmax_offset: Tensor | None = None  # [h], contiguous; None with a sink: 0
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None  # int64 [2]
+    cu_seqlens_q: Tensor | None = None  # int32 [b + 1]; None: each sequence is as long as its dim
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
+    max_seqlen_kv: int = 0
+    mods: Mods | None = None
+    mods_of_tables: Mods | None = None  # the same mods, reading tables; None: there is nothing to tabulate
+    captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
+    block_mask: BlockLists | None = None
+    # Of q, k and v, and for a backward dout, in FP8: what they are to be multiplied with, fp32 [b | 1, h | 1, blocks | 1].
+    descales: tuple[Tensor, ...] = ()
+    scale_rows: int = 0  # of a block; 0: there is one
+    halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
+    # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
+    # fp32, and a large lse (`large_rows`), are made good.
+    is_part: bool = False
+    dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of halves[0]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.q.element_size() == 1
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else self.q.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def num_heads_kv(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_heads_kv
+
+    # At most all tokens, whatever was asked for; at least 1, so that there is always a block to zero the padding.
+    @property
+    def longest_q(self) -> int:
+        return max(1, min(self.max_seqlen_q, self.q.shape[0]) if self.q.dim() == 3 else self.q.shape[1])
+
+    @property
+    def longest_kv(self) -> int:
+        return max(1, min(self.max_seqlen_kv, self.k.shape[0]) if self.k.dim() == 3 else self.k.shape[1])
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether more tiles than the scores' lie beside them."""
+        return self.bias is not None or self.dropout_p > 0 or (self.mods is not None and self.mods.reads_tiles)
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether a logit is more than a scaled score in a band."""
+        given = (self.bias, self.alibi_slopes, self.mods, self.block_mask)
+        return self.softcap > 0 or any(x is not None for x in given)
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether logits may be of any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
+        return self.bias is not None or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def without_block_mask(self) -> Problem:
+        """Where that only leaves out what the mask_mod hides, it means the same."""
+        return dataclasses.replace(self, block_mask=None)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) as the kernels take it: 0 for an open side, which they are compiled for."""
+        return tuple(min(side, _OPEN) if side is not None else 0 for side in (self.window_left, self.window_right))
+
+    @property
+    def head_dims(self) -> int:
+        """d_qk + d_v as the tiles hold them: what registers and shared memory go with."""
+        return sum(self._parts(self.q)) + sum(self._parts(self.v))
+
+    def _parts(self, x: Tensor) -> tuple[int, int]:
+        # an FP8 matrix instruction multiplies 32 at a time
+        return split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
+
+    def tile(self, table: Table, capability: int | None = None) -> Tile:
+        """The committed tile for this problem, on its own device or on one of `capability`."""
+        capability = capability_of(self.device) if capability is None else capability
+        tile = select_tile(
+            table,
+            capability,
+            self.q.element_size(),
+            self.head_dims,
+            is_loaded=self.is_loaded,
+            is_open=self.window_left is None and self.window_right is None,
+            length=max(self.longest_q, self.longest_kv),
+        )
+        if self.has_block_scales:
+            tile = _cut(tile, self.scale_rows, self.scale_rows)
+        return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
+
+    def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
+        """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
+        qk0, qk1 = self._parts(self.q)
+        v0, v1 = self._parts(self.v)
+        tensors = (self.q, self.k, self.v, *others)
+        for name, x in zip(("q", "k", "v"), tensors, strict=False):
+            if not is_loadable(x):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted on a GPU: strides that are 1 for the "
+                    f"last dim and multiples of 8 for the others, and data at a multiple of 16 bytes; pass {name}.contiguous()"
+                )
+        return Meta(
+            IS_RAGGED_Q=self.q.dim() == 3,
+            IS_RAGGED_KV=self.k.dim() == 3,
+            HAS_LENGTHS=self.cu_seqlens_q is not None,
+            HAS_GAPS_Q=self.cu_seqlens_q_padded is not None,
+            HAS_GAPS_KV=self.cu_seqlens_kv_padded is not None,
+            IS_GROUPED=self.group_size > 1,
+            HAS_LEFT=self.window_left is not None,
+            HAS_RIGHT=self.window_right is not None,
+            IS_FP8=self.is_fp8,
+            HAS_BLOCK_SCALES=self.has_block_scales,
+            SCALE_ROWS=self.scale_rows,
+            **self.score_meta(),
+            HAS_SINK=self.has_sink,
+            HAS_OFFSET=self.softmax_offset is not None,
+            HAS_DROPOUT=self.dropout_p > 0,
+            NORMALIZES=self.q.dtype is torch.float32 and not self.is_part,
+            HEAD_DIM_QK=self.q.shape[-1],
+            HEAD_DIM_V=self.v.shape[-1],
+            QK0=qk0,
+            QK1=qk1,
+            V0=v0,
+            V1=v1,
+            ALIGN=_alignment(tensors, self.is_fp8),
+            WIDE_STRIDES=any(abs(x.stride(-3)) * _MOST_ROWS >= 2**31 for x in tensors),
+            PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+        )
+
+    def score_meta(self) -> dict[str, Any]:
+        """The part of `Meta` that says how a score becomes a logit, and what beside the band hides it."""
+        return {
+            "HAS_PRE_SCALE_BIAS": self.bias is not None and self.bias_is_pre_scale,
+            "HAS_POST_SCALE_BIAS": self.bias is not None and not self.bias_is_pre_scale,
+            "IS_BIAS_CONTIGUOUS": self.bias is not None and _strides(self.bias, 4)[3] == 1,
+            "HAS_ALIBI": self.alibi_slopes is not None,
+            "HAS_SOFTCAP": self.softcap > 0,
+            "IS_UNBOUNDED": self.is_unbounded,
+            "HAS_EXACT_TANH": self.q.dtype is torch.float32 or self.softcap > _LARGE_SOFTCAP,
+            "HAS_SCORE_MOD": self.mods is not None and self.mods.score is not None,
+            "HAS_MASK_MOD": self.mods is not None and self.mods.mask is not None,
+            "BLOCK_SIZE_Q": 0 if self.block_mask is None else self.block_mask.block_size_q,
+            "BLOCK_SIZE_KV": 0 if self.block_mask is None else self.block_mask.block_size_kv,
+            "LISTS_ARE_CUT": self.block_mask is not None and self.block_mask.is_cut,
+        }
+
+    def score_arguments(self) -> tuple[Any, ...]:
+        """What a kernel reads for that: bias, its strides, ALiBi slopes, their batch stride, softcap, captures."""
+        bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
+        slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
+        return (self.bias, *bias_strides, self.alibi_slopes, slopes_stride, float(self.softcap), self.captures)
+
+    def dropout_arguments(self) -> tuple[Any, ...]:
+        """The state of the random numbers, from what on one keeps its weight (32 bits, as an int32), what is kept times this."""
+        dropped = round(self.dropout_p * 2**16)  # of 2**16
+        return self.rng_state, (dropped - 2**16 if dropped >= 2**15 else dropped) << 16, 2**16 / (2**16 - dropped)
+
+    @property
+    def has_block_scales(self) -> bool:
+        return any(descale.shape[2] > 1 for descale in self.descales)
+
+    def scale_arguments(self) -> tuple[Any, ...] | None:
+        """Of each descale the tensor and its strides by block, batch and head, for `read_size`; None where there is none."""
+        if not self.descales:
+            return None
+        return tuple(value for t in self.descales for value in (t, *(2 * _strides(t, 3)[dim] + 3 for dim in (2, 0, 1))))
+
+    def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
+        """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""
+        return (None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)
+
+    def arguments(self, meta: Meta, blocks: Literal["kv", "q", "kinds"] = "kv") -> tuple[Any, ...]:
+        """The arguments that every kernel begins with, in this order.
+
+        blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
+        """
+        bias, stride_b, stride_h, stride_m, stride_n, slopes, slopes_stride, softcap, captures = self.score_arguments()
+        rng_state, threshold, keep_scale = self.dropout_arguments()
+        return (
+            self.q,
+            self.k,
+            self.v,
+            bias,
+            slopes,
+            self.softmax_offset,
+            rng_state,
+            self.cu_seqlens_q,
+            self.cu_seqlens_kv,
+            self.cu_seqlens_q_padded,
+            self.cu_seqlens_kv_padded,
+            float(self.softmax_scale),
+            softcap,
+            keep_scale,
+            threshold,
+            self.batch,
+            self.num_heads,
+            self.group_size,
+            self.q.shape[-3],
+            self.k.shape[-3],
+            self.longest_q,
+            self.longest_kv,
+            *self.window,
+            int(self.bottom_right),
+            *(stride_b, stride_h, stride_m, stride_n),
+            slopes_stride,
+            *row_strides(self.q, meta),
+            *row_strides(self.k, meta),
+            *row_strides(self.v, meta),
+            captures,
+            self.scale_arguments(),
+            *self.list_arguments(blocks),
+        )
+
+
+def row_strides(x: Tensor, meta: Meta) -> tuple[int, int, int]:
+    """(batch, sequence, head) strides in units of meta.ALIGN; the batch stride of [total, h, d] is 0."""
+    stride_b, stride_s, stride_h = (0, *_strides(x, 2)) if x.dim() == 3 else _strides(x, 3)
+    return stride_b // meta.ALIGN, stride_s // meta.ALIGN, stride_h // meta.ALIGN
+
+
+def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride()[:dims], strict=True))
+
+
+def is_loadable(x: Tensor) -> bool:
+    """Whether kernels take the rows of x: contiguous ones that, on a GPU, begin at multiples of 8 elements and of 16 bytes.
+
+    From others the compiler makes loads that it cannot pipeline, and ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the
+    matrix products of some of these kernels for sm_90 (`sass_registers`). Triton's interpreter, on a CPU, takes any strides.
+    """
+    if x.stride(-1) != 1:
+        return False
+    if x.device.type == "cpu" or not x.numel():
+        return True
+    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    return (x.is_meta or x.data_ptr() % 16 == 0) and all(step % 8 == 0 for step in steps)
+
+
+def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
+    # 8 elements are 16 bytes of a half type, the widest load there is, and 16 of FP8
+    strides = [stride for x in tensors for stride in _strides(x, x.dim() - 1)]
+    sizes = (16, 8) if is_fp8 else (8,)
+    return next((size for size in sizes if all(stride % size == 0 for stride in strides)), 1)
+
+
+def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:
+    """The tile with sides that divide those of a block: at most the largest power of two in each."""
+    block_m, block_n = (min(side, size & -size) for side, size in ((tile.block_m, block_q), (tile.block_n, block_kv)))
+    return tile._replace(block_m=block_m, block_n=block_n)

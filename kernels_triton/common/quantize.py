@@ -1,0 +1,616 @@
+"""To FP8: amax, scale, rotation and cast of q, k and v together; and copies of FP8 tensors with the tokens innermost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.common.primitives import (
+    load_padding,
+    load_sequence,
+    load_tile,
+    packed_start,
+    row_pointer,
+    row_steps,
+    store_tile,
+    transposed_column,
+)
+from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.runtime.launch import Tile, capability_of, kernel, launch
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST_SCALE = tl.constexpr(2.0**120)
+SMALLEST_SCALE = tl.constexpr(2.0**-120)
+GOLDEN = tl.constexpr(0x9E3779B1)
+
+_TILE = Tile(64, 32, 4, 1)
+_ELEMENTS = 8192  # of a tile that is held at once
+_TILES = 2  # of a program that only finds the amax or only casts
+_ROTATED_ROWS = 256  # of a program, which makes the rotation's matrix once
+_COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition takes
+
+
+class _Meta(NamedTuple):
+    """What the pass over a tensor is compiled for; the names that `primitives` read are `Meta`'s."""
+
+    HAS_LENGTHS: bool
+    IS_RAGGED: bool
+    HAS_GAPS: bool
+    ALIGN: int
+    WIDE_STRIDES: bool
+    HEAD_DIM: int
+    W0: int  # of the one to four parts that the head dim is taken in; 0 for none
+    W1: int
+    W2: int
+    W3: int
+    ROWS: int  # of a tile
+    ITEM_ROWS: int  # of a program
+    BY_BLOCK: bool  # each ITEM_ROWS have a scale
+    ROTATION: int  # how many channels are mixed; 0: none
+
+
+@triton.jit
+def hadamard_tile(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    # Hadamard matrices of SIZE down the diagonal, times sqrt(SIZE).
+    i = tl.arange(0, ROWS)
+    both = i[:, None] & i[None, :] & (SIZE - 1)
+    both ^= both >> 4
+    parity = tl.full([], 0x6996, tl.int32) >> (both & 15)
+    matrix = tl.where((parity & 1) == 1, -1.0, 1.0)
+    if SIZE < ROWS:
+        matrix = tl.where((i // SIZE)[:, None] == (i // SIZE)[None, :], matrix, 0.0)
+    return matrix
+
+
+@triton.jit
+def rotation_signs(FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    # Of channels FIRST .. FIRST + WIDTH: a fixed hash, for without them a constant row would become one outlier.
+    i = FIRST + tl.arange(0, WIDTH)
+    return tl.where((((i.to(tl.int64) * GOLDEN) >> 15) & 1) == 1, -1.0, 1.0)
+
+
+@triton.jit
+def mix_parts(x0, x1, x2, x3, SIZE: tl.constexpr):
+    # What is left of a Hadamard matrix of SIZE when each part of 64 channels has been multiplied with one.
+    if SIZE > 64:
+        x0, x1 = x0 + x1, x0 - x1
+    if SIZE > 128:
+        x2, x3 = x2 + x3, x2 - x3
+        x0, x2 = x0 + x2, x0 - x2
+        x1, x3 = x1 + x3, x1 - x3
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _rotation(FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, META: tl.constexpr):
+    # What a part is multiplied with, where it is rotated; else anything. Signs are exact in every dtype, so the products are too.
+    if META.ROTATION > 0 and WIDTH > 0:
+        matrix = hadamard_tile(WIDTH, min(META.ROTATION, WIDTH))
+        return (rotation_signs(FIRST, WIDTH)[:, None] * matrix).to(DTYPE)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _rotations(DTYPE: tl.constexpr, META: tl.constexpr):
+    matrix0 = _rotation(0, META.W0, DTYPE, META)
+    matrix1 = _rotation(META.W0, META.W1, DTYPE, META)
+    matrix2 = _rotation(META.W0 + META.W1, META.W2, DTYPE, META)
+    matrix3 = _rotation(META.W0 + META.W1 + META.W2, META.W3, DTYPE, META)
+    return matrix0, matrix1, matrix2, matrix3
+
+
+@triton.jit
+def _load_part(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    if WIDTH > 0:
+        x = load_tile(pointer, offsets, row, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
+        if META.ROTATION > 0:
+            return tl.dot(x, matrix, input_precision="tf32x3")  # of fp32 all but the last bits count
+        else:
+            return x.to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _load_rows(pointer, offsets, row, length, matrices, META: tl.constexpr):
+    # In fp32, 0 past `length`.
+    matrix0, matrix1, matrix2, matrix3 = matrices
+    x0 = _load_part(pointer, offsets, row, length, matrix0, 0, META.W0, META)
+    x1 = _load_part(pointer, offsets, row, length, matrix1, META.W0, META.W1, META)
+    x2 = _load_part(pointer, offsets, row, length, matrix2, META.W0 + META.W1, META.W2, META)
+    x3 = _load_part(pointer, offsets, row, length, matrix3, META.W0 + META.W1 + META.W2, META.W3, META)
+    if META.ROTATION > 0:
+        x0, x1, x2, x3 = mix_parts(x0, x1, x2, x3, META.ROTATION)
+        inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.full([], META.ROTATION, tl.float32)))
+        return x0 * inverse_root, x1 * inverse_root, x2 * inverse_root, x3 * inverse_root
+    else:
+        return x0, x1, x2, x3
+
+
+@triton.jit
+def largest_of_rows(x):
+    # Of the finite magnitudes in each row.
+    x = tl.abs(x)
+    return tl.max(tl.where(x < float("inf"), x, 0.0), 1)
+
+
+@triton.jit
+def _largest_of_parts(largest, parts, META: tl.constexpr):
+    x0, x1, x2, x3 = parts
+    largest = tl.maximum(largest, largest_of_rows(x0))
+    if META.W1 > 0:
+        largest = tl.maximum(largest, largest_of_rows(x1))
+    if META.W2 > 0:
+        largest = tl.maximum(largest, largest_of_rows(x2))
+    if META.W3 > 0:
+        largest = tl.maximum(largest, largest_of_rows(x3))
+    return largest
+
+
+@triton.jit
+def to_fp8(x, scale, DTYPE: tl.constexpr):
+    # Of fp32; what is not finite becomes NaN, the rest saturates.
+    return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(DTYPE)
+
+
+@triton.jit
+def _store_part(pointer, offsets, row, slot, x, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    if WIDTH > 0:
+        y = to_fp8(x, scale, pointer.dtype.element_ty)
+        store_tile(pointer, y, offsets, row, slot, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
+
+
+@triton.jit
+def _store_rows(pointer, offsets, row, slot, parts, scale, META: tl.constexpr):
+    x0, x1, x2, x3 = parts
+    _store_part(pointer, offsets, row, slot, x0, scale, 0, META.W0, META)
+    _store_part(pointer, offsets, row, slot, x1, scale, META.W0, META.W1, META)
+    _store_part(pointer, offsets, row, slot, x2, scale, META.W0 + META.W1, META.W2, META)
+    _store_part(pointer, offsets, row, slot, x3, scale, META.W0 + META.W1 + META.W2, META.W3, META)
+
+
+@triton.jit
+def scale_of(amax, range_scale):
+    scale = tl.maximum(tl.div_rn(range_scale, tl.where(amax > 0.0, amax, 1.0)), SMALLEST_SCALE)
+    return tl.where((amax > 0.0) & (scale <= LARGEST_SCALE), scale, 1.0)
+
+
+@triton.jit
+def _tile_of(tile, lengths, META: tl.constexpr):
+    # (sequence, block of it). In [total, h, d] those of a sequence begin at tile n // ITEM_ROWS + b, with n tokens before it: as
+    # many as it can need, wherever its slot is.
+    cu_seqlens_ptr, _, batch, num_tokens, max_seqlen = lengths
+    if META.IS_RAGGED:
+        b = tile * 0
+        after = tile * 0 + batch
+        while after - b > 1:
+            middle = (b + after) // 2
+            before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + middle), 0), num_tokens)
+            is_before = before // META.ITEM_ROWS + middle <= tile
+            b = tl.where(is_before, middle, b)
+            after = tl.where(is_before, after, middle)
+        before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
+        return b, tile - before // META.ITEM_ROWS - b
+    else:
+        blocks = tl.cdiv(max_seqlen, META.ITEM_ROWS)
+        return tile // blocks, tile % blocks
+
+
+@triton.jit
+def _quantize_item(
+    item, num_heads, x, data, scaling, amaxes, lengths, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr
+):
+    # ITEM_ROWS rows of a head.
+    ROWS: tl.constexpr = META.ROWS
+    x_ptr, stride_xb, stride_xs, stride_xh = x
+    data_ptr, stride_db, stride_ds, stride_dh = data
+    scale_ptr, history_ptr, range_scale = scaling
+    amax_ptr, descale_ptr, stride_ab, stride_ah, num_blocks = amaxes
+    cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
+    h = item % num_heads
+    b, block = _tile_of(item // num_heads, lengths, META)
+    place = (cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen)
+    start, length = load_sequence(*place, META.IS_RAGGED, META.HAS_GAPS, META)
+    front, slot = -start, length
+    if not META.HAS_GAPS:  # which are 0 already
+        front, slot = load_padding(*place, start, length, META.IS_RAGGED, META.HAS_GAPS, META)
+    first = block * META.ITEM_ROWS
+    if (block == 0) | ((block > 0) & (first < slot)):
+        group = b * stride_ab + h * stride_ah
+        if META.BY_BLOCK:
+            group += block
+        x_base = row_pointer(x_ptr, b, h, start + first, stride_xb, stride_xs, stride_xh, META)
+        x_step, x_offsets = row_steps(stride_xs, ROWS, META)
+        matrices = _rotations(x_ptr.dtype.element_ty, META)
+        largest = tl.zeros([ROWS], tl.float32)
+        if FINDS_AMAX and (META.BY_BLOCK or not CASTS):
+            for row in range(0, META.ITEM_ROWS, ROWS):
+                parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
+                largest = _largest_of_parts(largest, parts, META)
+        if CASTS:
+            if scale_ptr is not None:
+                scale = tl.load(scale_ptr + group)
+            elif META.BY_BLOCK:
+                amax = tl.max(largest, 0)
+                scale = scale_of(amax, range_scale)
+                tl.store(amax_ptr + group, amax, mask=block < num_blocks)
+            else:
+                scale = scale_of(tl.load(amax_ptr + group), range_scale)
+            if META.BY_BLOCK:
+                tl.store(descale_ptr + group, tl.div_rn(1.0, scale), mask=block < num_blocks)
+                if block == 0:  # what no row belongs to
+                    for other in range(tl.maximum(1, tl.cdiv(length, META.ITEM_ROWS)), num_blocks):
+                        tl.store(amax_ptr + group + other, 0.0)
+                        tl.store(descale_ptr + group + other, 1.0)
+            elif block == 0:
+                tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
+            data_base = row_pointer(data_ptr, b, h, start + first, stride_db, stride_ds, stride_dh, META)
+            data_step, data_offsets = row_steps(stride_ds, ROWS, META)
+            for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
+                parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
+                _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
+                if FINDS_AMAX and not META.BY_BLOCK:
+                    largest = _largest_of_parts(largest, parts, META)
+            if META.IS_RAGGED and not META.HAS_GAPS:  # what is before the first sequence
+                for row in range(tl.where(block == 0, -start, front), front, ROWS):
+                    parts = _load_rows(x_base + row * x_step, x_offsets, length, length, matrices, META)
+                    _store_rows(data_base + row * data_step, data_offsets, row, front, parts, scale, META)
+        if FINDS_AMAX and not META.BY_BLOCK:
+            # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
+            bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
+            tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+            if history_ptr is not None:
+                tl.atomic_max((history_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+
+
+@kernel
+def _quantize_kernel(
+    q_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    q8_ptr,
+    stride_q8b,
+    stride_q8s,
+    stride_q8h,
+    scale_q_ptr,  # or None: from the amax; so k's and v's
+    history_q_ptr,  # its first row, by heads as scale_q_ptr, takes the amax too; or None
+    amax_q_ptr,  # 0 before, unless each block has one
+    descale_q_ptr,
+    stride_amax_qb,
+    stride_amax_qh,
+    num_blocks_q,
+    num_heads_q,
+    items_q,
+    k_ptr,  # or None: q alone
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    k8_ptr,
+    stride_k8b,
+    stride_k8s,
+    stride_k8h,
+    scale_k_ptr,
+    history_k_ptr,
+    amax_k_ptr,
+    descale_k_ptr,
+    stride_amax_kb,
+    stride_amax_kh,
+    num_blocks_k,
+    num_heads_k,
+    items_k,
+    v_ptr,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    v8_ptr,
+    stride_v8b,
+    stride_v8s,
+    stride_v8h,
+    scale_v_ptr,
+    history_v_ptr,
+    amax_v_ptr,
+    descale_v_ptr,
+    stride_amax_vb,
+    stride_amax_vh,
+    num_blocks_v,
+    num_heads_v,
+    items_v,
+    cu_seqlens_q_ptr,
+    cu_seqlens_q_padded_ptr,
+    batch_q,
+    num_tokens_q,
+    max_seqlen_q,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_kv_padded_ptr,
+    batch_kv,
+    num_tokens_kv,
+    max_seqlen_kv,
+    range_scale,  # the dtype's largest value * 2**-margin
+    FINDS_AMAX: tl.constexpr,
+    CASTS: tl.constexpr,
+    Q_META: tl.constexpr,
+    K_META: tl.constexpr,
+    V_META: tl.constexpr,
+):
+    item = tl.program_id(0)
+    if not CASTS:  # backwards: what the amax is found of last is cast first, and may be in L2 yet
+        item = tl.num_programs(0) - 1 - item
+    if item < items_q:
+        lengths_q = (cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch_q, num_tokens_q, max_seqlen_q)
+        q = (q_ptr, stride_qb, stride_qs, stride_qh)
+        q8 = (q8_ptr, stride_q8b, stride_q8s, stride_q8h)
+        scaling_q = (scale_q_ptr, history_q_ptr, range_scale)
+        of_q = (amax_q_ptr, descale_q_ptr, stride_amax_qb, stride_amax_qh, num_blocks_q)
+        _quantize_item(item, num_heads_q, q, q8, scaling_q, of_q, lengths_q, FINDS_AMAX, CASTS, Q_META)
+    elif k_ptr is not None:
+        lengths_kv = (cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch_kv, num_tokens_kv, max_seqlen_kv)
+        item -= items_q
+        if item < items_k:
+            k = (k_ptr, stride_kb, stride_ks, stride_kh)
+            k8 = (k8_ptr, stride_k8b, stride_k8s, stride_k8h)
+            scaling_k = (scale_k_ptr, history_k_ptr, range_scale)
+            of_k = (amax_k_ptr, descale_k_ptr, stride_amax_kb, stride_amax_kh, num_blocks_k)
+            _quantize_item(item, num_heads_k, k, k8, scaling_k, of_k, lengths_kv, FINDS_AMAX, CASTS, K_META)
+        else:
+            v = (v_ptr, stride_vb, stride_vs, stride_vh)
+            v8 = (v8_ptr, stride_v8b, stride_v8s, stride_v8h)
+            scaling_v = (scale_v_ptr, history_v_ptr, range_scale)
+            of_v = (amax_v_ptr, descale_v_ptr, stride_amax_vb, stride_amax_vh, num_blocks_v)
+            _quantize_item(item - items_k, num_heads_v, v, v8, scaling_v, of_v, lengths_kv, FINDS_AMAX, CASTS, V_META)
+
+
+class Source(NamedTuple):
+    """A tensor to quantise, and where to."""
+
+    x: Tensor  # [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim
+    data: Tensor  # in FP8, likewise
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+    max_seqlen: int
+    scale: Tensor | None  # fp32 [h | 1]; None: from the amax
+    history: Tensor | None  # fp32 [n, h | 1], contiguous: its first row becomes the larger of it and the amax
+    sizes: tuple[int, int, int]  # [b | 1, h | 1, blocks | 1]: what has a scale of its own
+    rotation: bool = False
+
+    @property
+    def batch(self) -> int:
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def longest(self) -> int:
+        return max(1, self.max_seqlen if self.x.dim() == 3 else self.x.shape[1])
+
+    @property
+    def num_scales(self) -> int:
+        b, h, blocks = self.sizes
+        return b * h * blocks
+
+    def meta(self, block_rows: int, tiles: int) -> _Meta:
+        x, data, head_dim = self.x, self.data, self.x.shape[-1]
+        strides = [
+            (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+        ]
+        widths = _widths(head_dim, self.rotation)
+        rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
+        return _Meta(
+            HAS_LENGTHS=self.cu_seqlens is not None,
+            IS_RAGGED=x.dim() == 3,
+            HAS_GAPS=self.cu_seqlens_padded is not None,
+            ALIGN=16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1,
+            WIDE_STRIDES=any(abs(t.stride(-3)) * max(rows, block_rows) >= 2**31 for t in (x, data)),
+            HEAD_DIM=head_dim,
+            W0=widths[0],
+            W1=widths[1],
+            W2=widths[2],
+            W3=widths[3],
+            ROWS=rows,
+            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else tiles * rows),
+            BY_BLOCK=block_rows > 0,
+            ROTATION=head_dim & -head_dim if self.rotation else 0,
+        )
+
+    def items(self, meta: _Meta) -> int:
+        if meta.IS_RAGGED:
+            return int((self.x.shape[0] // meta.ITEM_ROWS + self.batch) * self.x.shape[-2])
+        return int(self.batch * triton.cdiv(self.longest, meta.ITEM_ROWS) * self.x.shape[-2])
+
+
+def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[list[Tensor], Tensor]:
+    """Write each source's x * scale into its data; returns its descales, fp32 of `sizes`, and all sources' amax, flat.
+
+    sources: q, k and v, of which k and v have one side's lengths; or one tensor. All have scales, or none has.
+    block_rows: above 0 each block of that many rows has a scale.
+
+    One launch finds all amax and one casts; where the scales are known, or a block's own, one does both. NaN and infinity become
+    NaN and count for no amax; rows beyond a sequence's end are 0.
+    """
+    first = sources[0]
+    descales = [s.x.new_empty(s.sizes, dtype=torch.float32) for s in sources]
+    counts = [s.num_scales for s in sources]
+    amax = first.x.new_zeros(sum(counts), dtype=torch.float32)
+    if first.batch == 0:
+        for source, descale in zip(sources, descales, strict=True):
+            source.data.zero_()
+            descale.fill_(1.0)
+        return descales, amax
+    for source in sources:
+        if source.cu_seqlens_padded is not None:  # slots may be in any order, so no program knows the gaps beside its own
+            source.data.zero_()
+    is_known = first.scale is not None
+    metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
+    items = [s.items(meta) for s, meta in zip(sources, metas, strict=True)]
+    arguments: list[Any] = []
+    for n, (s, meta) in enumerate(zip(sources, metas, strict=True)):
+        arguments += (s.x, *row_strides(s.x, meta), s.data, *row_strides(s.data, meta))
+        arguments += (s.scale, s.history, amax[sum(counts[:n]) :], descales[n])
+        arguments += (*_strides(s.sizes), s.sizes[2], s.x.shape[-2], items[n])
+    size = len(arguments) // len(sources)
+    arguments += [None, 0, 0, 0, None, 0, 0, 0, None, None, None, None, *(0,) * (size - 12)] * (3 - len(sources))
+    for s in (sources[0], sources[-1]):
+        arguments += (s.cu_seqlens, s.cu_seqlens_padded, s.batch, s.x.shape[-3], s.longest)
+    arguments.append(LARGEST[first.data.dtype] * 2.0**-margin)
+    tile = _rotation_tile(first.x) if first.rotation else _TILE
+    metas += [metas[0]] * (3 - len(sources))
+    for finds_and_casts in ((True, True),) if block_rows or is_known else ((True, False), (False, True)):
+        launch(_quantize_kernel, sum(items), first.x.device, tile, (*arguments, *finds_and_casts, *metas))
+    return descales, amax
+
+
+def _rotation_tile(x: Tensor) -> Tile:
+    capability = capability_of(x.device)
+    in_registers = capability not in (90, 100)  # the operands of matrix instructions, rather than in shared memory
+    num_warps = 8 if x.element_size() > 2 or (in_registers and x.shape[-1] > 128) else 4
+    return Tile(64, 32, num_warps, 1 if capability >= 100 else 2)  # with two stages Triton 3.6 and 3.7 fail for sm_100
+
+
+def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:
+    """The parts, powers of two, that a head dim is taken in: 64 wide where it is rotated and they fit, else one or two."""
+    parts = [64] * (head_dim // 64) if rotation and head_dim % 64 == 0 else split_head_dim(head_dim)
+    return (*parts, 0, 0, 0)[:4]
+
+
+def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
+    """Of batch and head in a contiguous tensor of these sizes, 0 where it has one."""
+    return (sizes[1] * sizes[2] if sizes[0] > 1 else 0, sizes[2] if sizes[1] > 1 else 0)
+
+
+@triton.jit
+def _store_signed(pointer, offsets, row, num_rows, x, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    if WIDTH > 0:
+        y = x * rotation_signs(COLUMN, WIDTH)[None, :]
+        store_tile(pointer, y, offsets, row, num_rows, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
+
+
+@kernel
+def _unrotate_kernel(dq_ptr, out_q_ptr, rows_q, programs_q, dk_ptr, out_k_ptr, rows_k, META: tl.constexpr):
+    # The transpose: Hadamard matrices, which are symmetric, and then the signs.
+    is_q = tl.program_id(0) < programs_q
+    x_ptr = tl.where(is_q, dq_ptr, dk_ptr)
+    out_ptr = tl.where(is_q, out_q_ptr, out_k_ptr)
+    num_rows = tl.where(is_q, rows_q, rows_k)
+    begin = (tl.program_id(0) - tl.where(is_q, 0, programs_q)) * META.ITEM_ROWS
+    offsets = tl.arange(0, META.ROWS) * META.HEAD_DIM
+    matrix0 = hadamard_tile(META.W0, min(META.ROTATION, META.W0)).to(dq_ptr.dtype.element_ty)
+    matrix1 = matrix0
+    if META.W1 > 0 and META.W1 != META.W0:
+        matrix1 = hadamard_tile(META.W1, min(META.ROTATION, META.W1)).to(dq_ptr.dtype.element_ty)
+    matrices = (matrix0, matrix1, matrix0, matrix0)
+    for row in range(0, META.ITEM_ROWS, META.ROWS):
+        first = begin + row
+        base = tl.cast(first, tl.int64) * META.HEAD_DIM
+        x0, x1, x2, x3 = _load_rows(x_ptr + base, offsets, first, num_rows, matrices, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x0, 0, META.W0, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x1, META.W0, META.W1, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x2, META.W0 + META.W1, META.W2, META)
+        _store_signed(out_ptr + base, offsets, first, num_rows, x3, META.W0 + META.W1 + META.W2, META.W3, META)
+
+
+def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the q and k that `quantize` rotates, from those of the rotated: times the rotation's transpose.
+
+    Both are contiguous, with one head dim and dtype.
+    """
+    head_dim = dq.shape[-1]
+    widths = _widths(head_dim, True)
+    meta = _Meta(False, False, False, 8, False, head_dim, *widths, 64, _ROTATED_ROWS, False, head_dim & -head_dim)
+    out_q, out_k = torch.empty_like(dq), torch.empty_like(dk)
+    rows_q, rows_k = dq.numel() // head_dim, dk.numel() // head_dim
+    programs_q, programs_k = (triton.cdiv(rows, _ROTATED_ROWS) for rows in (rows_q, rows_k))
+    arguments = (dq, out_q, rows_q, programs_q, dk, out_k, rows_k, meta)
+    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _rotation_tile(dq), arguments)
+    return out_q, out_k
+
+
+@triton.jit
+def _transpose_part(
+    out_base, stride_od, column, pointer, offsets, first, length, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr
+):
+    d = COLUMN + tl.arange(0, WIDTH)
+    x = load_tile(pointer, offsets, first, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
+    inside = (d < META.HEAD_DIM)[:, None] & (first + tl.arange(0, META.ROWS) // 16 * 16 < length)[None, :]
+    tl.store(out_base + d.to(tl.int64)[:, None] * stride_od * 16 + column[None, :], tl.trans(x), mask=inside)
+
+
+@kernel
+def _transpose_kernel(
+    x_ptr,
+    stride_xb,
+    stride_xs,
+    stride_xh,
+    cu_seqlens_ptr,
+    cu_seqlens_padded_ptr,
+    batch,
+    num_heads,
+    num_tokens,
+    max_seqlen,
+    out_ptr,  # [b, h, d, columns] or [h, d, columns]
+    stride_ob,  # in units of 16
+    stride_oh,
+    stride_od,
+    META: tl.constexpr,
+):
+    ROWS: tl.constexpr = META.ROWS
+    blocks = tl.cdiv(max_seqlen, ROWS)
+    first = tl.program_id(0) % blocks * ROWS
+    h = tl.program_id(0) // blocks % num_heads
+    b = tl.program_id(0) // blocks // num_heads
+    start, length = load_sequence(
+        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
+    )
+    if first >= length:
+        return
+    pointer = row_pointer(x_ptr, b, h, start + first, stride_xb, stride_xs, stride_xh, META)
+    _, offsets = row_steps(stride_xs, ROWS, META)
+    place = packed_start(cu_seqlens_ptr, b, start, num_tokens, META.HAS_GAPS)
+    column = transposed_column(place, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
+    out_base = out_ptr + (tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh) * 16
+    _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.W0, META)
+    if META.W1 > 0:
+        _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, META.W0, META.W1, META)
+
+
+def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int) -> Tensor:
+    """A copy of FP8 x, [b, s, h, d] or [total, h, d], with the tokens innermost: [b, h, d, columns] or [h, d, columns].
+
+    Every row begins at a multiple of 16 bytes, and so does every sequence within its row, where `transposed_column` says; zeros
+    fill its last 16 bytes, and what lies between sequences beyond that is not written.
+    """
+    ragged = x.dim() == 3
+    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
+    tokens, heads, head_dim = x.shape[-3:]
+    columns = triton.cdiv(tokens + (16 * batch if ragged else 0), 16) * 16
+    out = x.new_empty((*(() if ragged else (batch,)), heads, head_dim, columns))
+    strides = [(0 if size == 1 else stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
+    rows = _COLUMNS.block_m
+    lies = (cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * rows >= 2**31, head_dim)
+    meta = _Meta(*lies, *_widths(head_dim, False), ROWS=rows, ITEM_ROWS=rows, BY_BLOCK=False, ROTATION=0)
+    longest = max(1, max_seqlen if ragged else tokens)
+    lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, tokens, longest)
+    strides_out = (0 if ragged else out.stride(0) // 16, out.stride(-3) // 16, out.stride(-2) // 16)
+    programs = triton.cdiv(longest, _COLUMNS.block_m) * heads * batch
+    launch(_transpose_kernel, programs, x.device, _COLUMNS, (x, *row_strides(x, meta), *lengths, out, *strides_out, meta))
+    return out
+
+
+def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None = None) -> tuple[Any, int, int, int]:
+    """What a kernel takes of a transposed copy: the tensor and its strides by batch, head and channel, in units of 16.
+
+    x: what lies as the problem's tensor of that name does, and is copied in its place. Nothing where the problem is not FP8.
+    """
+    if not problem.is_fp8:
+        return None, 0, 0, 0
+    p = problem
+    x = getattr(p, name) if x is None else x
+    of_q = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q)
+    lengths = of_q if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
+    copy = transpose_tokens(x, *lengths)
+    return copy, 0 if copy.dim() == 3 else copy.stride(0) // 16, copy.stride(-3) // 16, copy.stride(-2) // 16

@@ -1,0 +1,172 @@
+"""The keys of few queries, split between programs: how many splits there are, where each leaves its part, and what combines them.
+
+One program for all keys of a tile leaves most of a device idle where there are few tiles. So each tile's blocks of keys are shared
+out among several programs (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023), and each leaves, in fp32, out and lse as if there
+were no other keys. How many there are depends on shapes and the device alone, and the parts are added in their order: results
+repeat to the bit. A softmax's sink is the first split's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.common.primitives import LN2, LOG2E, row_pointer
+from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES
+from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+
+_TILE = Tile(16, 128, 4, 1)  # splits at a time
+
+
+class Splits(NamedTuple):
+    """In how many parts the keys of a tile are taken, and why: "" for more queries than are ever split."""
+
+    count: int
+    why: str
+
+
+def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
+    """Of a problem with so many tiles, on a device with room for `programs` programs."""
+    keys = most_keys(problem)
+    if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
+        return 1
+    return max(1, min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST))
+
+
+def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
+    """What `number_of_splits` says, with the reason."""
+    count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
+    if problem.longest_q > SPLIT_QUERIES:
+        return Splits(count, "")
+    if problem.q.shape[-3] == 0:
+        return Splits(count, "there are no queries")
+    if keys < SPLIT_FROM:
+        return Splits(count, f"SPLIT_FROM is {SPLIT_FROM}, and a tile sees at most {keys} keys")
+    return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")
+
+
+def most_keys(problem: Problem) -> int:
+    """That a tile of all queries may see, by the band."""
+    x = problem
+    keys = x.longest_kv
+    if x.window_right is not None:
+        if not x.bottom_right:
+            keys = min(keys, x.longest_q + x.window_right)
+        if x.window_left is not None:
+            keys = min(keys, x.longest_q + x.window_left + x.window_right)
+    return max(0, keys)
+
+
+class Parts(NamedTuple):
+    """What the splits leave, with rows in the order of lse."""
+
+    out: Tensor  # fp32 [splits, rows, width], of which the first columns are v's
+    lse: Tensor  # fp32 [1 or 2, splits, rows]: of unbounded logits what its rounding lost comes second (`primitives.log_of_sum`)
+
+    @classmethod
+    def empty(cls, splits: int, lse: Tensor, width: int, is_unbounded: bool) -> Parts:
+        rows = lse.numel()
+        return cls(lse.new_empty((splits, rows, width)), lse.new_empty((1 + is_unbounded, splits, rows)))
+
+    def rows(self, lse: Tensor) -> Tensor:
+        """The first split's out as [b, s, h, width] or [total, h, width]."""
+        return self.out[0].view(*lse.shape, self.out.shape[-1]).transpose(-2, -3)
+
+
+@triton.jit
+def share_of_split(count, split, num_splits):
+    # Of `count` blocks a split's first, and the next split's first. The last splits may have none.
+    share = tl.cdiv(count, num_splits)
+    first = tl.minimum(split * share, count)
+    return first, tl.minimum(first + share, count)
+
+
+@triton.jit
+def range_of_split(begin, full_begin, full_end, end, split, num_splits, STEP: tl.constexpr):
+    # Of what `visible_range` says a split's share.
+    first, last = share_of_split(tl.cdiv(end - begin, STEP), split, num_splits)
+    last = begin + last * STEP
+    begin += first * STEP
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), last)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), last)
+    return begin, full_begin, full_end, tl.minimum(end, last)
+
+
+@triton.jit
+def part_row(split, batch, num_heads, num_tokens_q, META: tl.constexpr):
+    # The first row of a split's part.
+    num_rows = tl.cast(num_heads if META.IS_RAGGED_Q else batch * num_heads, tl.int64) * num_tokens_q
+    return split * num_rows
+
+
+@triton.jit
+def _log_weight(lse, origin, splits, part_lse_ptr, row, num_rows, num_splits, META: tl.constexpr):
+    # Of splits with such an lse, relative to `origin`
+    relative = lse - origin
+    if META.IS_UNBOUNDED:  # of padding neither number is written
+        pointers = part_lse_ptr + (num_splits + splits).to(tl.int64) * num_rows + row
+        relative += tl.load(pointers, mask=lse > float("-inf"), other=0.0)
+    return relative
+
+
+@kernel
+def _combine_splits_kernel(
+    parts_ptr,
+    part_lse_ptr,
+    num_rows,
+    num_splits,
+    num_heads,
+    num_tokens_q,
+    out_ptr,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    lse_ptr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a part's row
+    COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    META: tl.constexpr,
+):
+    AT_ONCE: tl.constexpr = META.BLOCK_M
+    row = tl.program_id(0)
+    token = row % num_tokens_q
+    h = row // num_tokens_q % num_heads
+    b = row // num_tokens_q // num_heads  # 0 of packed sequences
+    splits = tl.arange(0, MOST)
+    lse_of_splits = tl.load(part_lse_ptr + splits.to(tl.int64) * num_rows + row, mask=splits < num_splits, other=float("-inf"))
+    place = (part_lse_ptr, row, num_rows, num_splits)
+    largest = tl.max(lse_of_splits, 0)
+    origin = tl.where(largest == float("-inf"), 0.0, largest)  # of a row that sees nothing: exp2(-inf - 0) is 0
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, origin, splits, *place, META) * LOG2E), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    columns = tl.arange(0, COLUMNS)
+    out = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, num_splits, AT_ONCE):
+        some = first + tl.arange(0, AT_ONCE)
+        is_split = some < num_splits
+        rows = some.to(tl.int64) * num_rows + row
+        lse_of_some = tl.load(part_lse_ptr + rows, mask=is_split, other=float("-inf"))
+        weights = tl.exp2(_log_weight(lse_of_some, origin, some, *place, META) * LOG2E)
+        inside = is_split[:, None] & (columns < HEAD_DIM)[None, :]
+        part = tl.load(parts_ptr + (rows * WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
+        out += tl.sum(part * weights[:, None], 0)
+    pointer = row_pointer(out_ptr, b, h, token, stride_ob, stride_os, stride_oh, META)
+    tl.store(pointer + columns, (out / total).to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
+    tl.store(lse_ptr + row, largest + tl.log2(total) * LN2)
+
+
+def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
+    """Write out, laid out as q with v's head dim, and lse from the parts, in every row that these have."""
+    splits, rows, width = parts.out.shape
+    head_dim = out.shape[-1]
+    meta = problem.meta(_TILE, (out,))
+    arguments = (
+        *(*parts, rows, splits, problem.num_heads, problem.q.shape[-3], out, *row_strides(out, meta), lse),
+        *(head_dim, width, triton.next_power_of_2(head_dim), SPLIT_MOST, meta),
+    )
+    launch(_combine_splits_kernel, rows, out.device, _TILE, arguments)

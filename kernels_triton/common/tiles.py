@@ -1,0 +1,460 @@
+"""Tile sizes as data, per compute capability, element size and head dim. No autotuner: what is here is what runs.
+
+Every row is compiled ahead of time for its architecture, and held to its shared memory, its spills and the matrix instructions
+expected of it: the ones that matter most in every test run, all of them with `pytest -m exhaustive`. The fp16 and bf16 rows of 9.0
+were chosen among several on an NVIDIA H200, by times at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json has
+the last of them); no other row has been timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from flexattn.kernels_triton.runtime.launch import INTERPRETER, Tile
+
+
+def split_head_dim(head_dim: int, smallest: int = 16) -> tuple[int, int]:
+    """The widths, powers of two and at least `smallest`, of the one or two parts a head dim is taken in; the second may be 0.
+
+    96 = 64 + 32, 80 = 64 + 16, 192 = 128 + 64; where two parts would be as wide as the next power of two, one part is it.
+    """
+    first = smallest
+    while first * 2 <= head_dim:
+        first *= 2
+    if head_dim <= first:
+        return first, 0
+    second = smallest
+    while second < head_dim - first:
+        second *= 2
+    return (2 * first, 0) if second == first else (first, second)
+
+
+class Row(NamedTuple):
+    head_dims: int  # the largest d_qk + d_v, as the tiles hold them, that this row serves
+    tile: Tile
+    loaded: Tile  # with a bias or dropout, whose tiles are beside the scores in registers and shared memory
+    # Where another is measured to be faster, or does without spills, and nothing is loaded:
+    open: Tile | None = None  # with a band open on both sides: no block is cut, so that larger ones waste nothing
+    short: Tile | None = None  # for at most SHORT queries and keys: two small programs hide what one waits for at its ends
+
+
+SHORT = 1024
+"""The one length that decides a kernel: a configuration is compiled at most twice, for what is longer and what is not."""
+
+
+# By (compute capability, bytes of an element). A device takes the rows of the newest capability that is not newer than its own.
+# 8.6, 8.9 and 12.0 have 99 KiB of shared memory for a program, 8.0 has 163, 9.0 and 10.0 have 227.
+Table = dict[tuple[int, int], tuple[Row, ...]]
+
+_SMALL = (Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),)
+
+FORWARD: Table = {
+    (INTERPRETER, 2): _SMALL,
+    (INTERPRETER, 4): _SMALL,
+    (80, 2): (
+        Row(128, Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
+        Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+    ),
+    (86, 2): (
+        Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), open=Tile(128, 64, 8, 2)),
+        Row(256, Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+        Row(320, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+        Row(384, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(512, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+    ),
+    (90, 2): (
+        Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        Row(192, Tile(128, 64, 4, 3), Tile(64, 32, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3)),
+        Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
+        Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
+    ),
+    (100, 2): (
+        Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
+        Row(256, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+        Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+    ),
+    (80, 4): (
+        Row(128, Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+        Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(512, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    ),
+}
+
+DQ: Table = {
+    (INTERPRETER, 2): _SMALL,
+    (INTERPRETER, 4): _SMALL,
+    (80, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Row(256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        Row(512, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ),
+    (86, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Row(256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+        Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ),
+    (90, 2): (
+        Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), open=Tile(128, 64, 8, 3), short=Tile(64, 32, 4, 3)),
+        Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+    ),
+    (100, 2): (
+        Row(128, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+        Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+    ),
+    (80, 4): (
+        Row(128, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+        Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ),
+}
+
+DKDV: Table = {
+    (INTERPRETER, 2): _SMALL,
+    (INTERPRETER, 4): _SMALL,
+    (80, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        Row(256, Tile(32, 64, 4, 2), Tile(32, 64, 8, 1)),
+        Row(512, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ),
+    (86, 2): (
+        Row(128, Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
+        Row(256, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1)),
+        Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ),
+    (90, 2): (
+        Row(128, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), open=Tile(64, 64, 4, 3)),
+        Row(192, Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+        Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
+        Row(320, Tile(32, 128, 8, 3), Tile(32, 128, 8, 2, apart=True)),
+        Row(512, Tile(32, 128, 8, 2, apart=True), Tile(32, 128, 8, 2, apart=True), open=Tile(64, 128, 8, 1, apart=True)),
+    ),
+    # d 256: dk, dv and two tiles of scores are more than tensor memory has; tiles of 32 keys are multiplied in registers
+    (100, 2): (
+        Row(128, Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+        Row(256, Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+        Row(384, Tile(32, 64, 8, 2), Tile(32, 64, 8, 1)),
+        Row(512, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ),
+    (80, 4): (
+        Row(128, Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ),
+}
+
+for _table in (FORWARD, DQ, DKDV):
+    _table[120, 2] = _table[86, 2]
+    _table[INTERPRETER, 1] = _SMALL
+
+# FP8: PV, and in the backward each product, has an accumulator of its own beside the sum. The rows of 9.0 up to 256 have first the
+# fastest of a few on an NVIDIA H200, causal at 8192 (fp8_tiles_h200.json); no other has been timed.
+FORWARD[89, 1] = FORWARD[120, 1] = (
+    Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    Row(256, Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)),
+    Row(512, Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
+)
+FORWARD[90, 1] = (
+    Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    Row(256, Tile(64, 128, 4, 3), Tile(64, 64, 4, 2)),
+    Row(384, Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)),
+    Row(512, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2)),
+)
+FORWARD[100, 1] = (
+    Row(128, Tile(128, 64, 4, 2), Tile(128, 64, 8, 2)),
+    Row(256, Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
+    Row(512, Tile(64, 64, 8, 2), Tile(64, 64, 8, 1)),
+)
+DQ[89, 1] = DQ[120, 1] = (
+    Row(128, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+    Row(256, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+)
+DQ[90, 1] = (
+    Row(256, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+)
+DQ[100, 1] = (
+    Row(128, Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
+    Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+)
+DKDV[89, 1] = DKDV[120, 1] = (
+    Row(128, Tile(32, 64, 8, 2), Tile(32, 64, 8, 1)),
+    Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    Row(512, Tile(32, 32, 8, 1, apart=True), Tile(32, 32, 8, 1, apart=True)),
+)
+DKDV[90, 1] = (
+    Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    Row(192, Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)),
+    Row(256, Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
+    Row(512, Tile(64, 64, 8, 2, apart=True), Tile(32, 64, 8, 2, apart=True)),
+)
+DKDV[100, 1] = (
+    Row(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    Row(256, Tile(32, 64, 8, 2), Tile(32, 64, 8, 2)),
+    Row(512, Tile(32, 64, 8, 1, apart=True), Tile(32, 64, 8, 1, apart=True)),
+)
+
+BIAS_GRADIENT: Table = {
+    (INTERPRETER, 2): _SMALL,
+    (INTERPRETER, 4): _SMALL,
+    (80, 2): (
+        Row(256, Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+        Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    ),
+    (80, 4): (
+        Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(512, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ),
+    (INTERPRETER, 1): _SMALL,
+    (89, 1): (Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),),
+}
+
+
+def select_tile(
+    table: Table, capability: int, element_size: int, head_dims: int, *, is_loaded: bool, is_open: bool, length: int
+) -> Tile:
+    """The committed tile of a problem: its `head_dims`; whether it `is_loaded` with a bias or dropout; whether its
+    band `is_open` on both sides; and its longest sequence, of queries or keys."""
+    newest = max(sm for sm, size in table if size == element_size and sm <= capability)
+    row = next(row for row in table[newest, element_size] if head_dims <= row.head_dims)
+    if is_loaded:
+        return row.loaded
+    if is_open and row.open is not None:
+        return row.open
+    if length <= SHORT and row.short is not None:
+        return row.short
+    return row.tile
+
+
+NEVER = 2**31
+"""Longer than any sequence: measured to be slower, or not measured."""
+
+
+class HopperTile(NamedTuple):
+    """A row for the Gluon kernels of sm_90: it serves head dims up to `head_dim_qk` and `head_dim_v`, with zeros past their own."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_m: int  # 64 for each consumer warpgroup
+    block_n: int
+    num_stages: int  # of k and of v in shared memory
+    registers: int  # of a consumer's thread
+    q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
+    out_parts: int  # that out leaves in, one after the other through one buffer: 2 for want of shared memory
+    # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
+    # than `FORWARD` (bench/results/standard_h200.json and lengths_h200.json; 192/128 but for causal at 4096 in a run that was not
+    # kept).
+    open_from: int
+    causal_from: int  # open on the left
+    windowed_from: int
+    # By bench/results/modified_scores_h200.json (192/128 as 128):
+    modified_from: int  # with a softcap, ALiBi or mods, whatever the band
+    loaded_from: int  # with a bias or a block mask
+    flops_from: int  # of a call: with less to do, its large tiles leave much of the device idle
+    # By bench/results/forward_turns_h200.json, as is `out_parts`: through q's buffer instead, out was 1 to 7 % slower.
+    # Consumers, at the matrix unit: three are 3 to 6 % faster so. Four are faster in causal calls and slower in others.
+    takes_turns: bool = True
+    # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, up to 4 %
+    # slower without a band at 128.
+    is_lazy: bool = False
+
+
+HOPPER_FLOPS = 2**36
+"""Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
+
+HOPPER_FORWARD = (
+    HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 2048, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, takes_turns=False),
+    HopperTile(64, 64, 128, 128, 2, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
+    HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 2048, 1024, 1024, flops_from=2**31),
+    HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 256, 256, NEVER, NEVER, NEVER, flops_from=2**31),
+    HopperTile(192, 128, 128, 128, 2, 240, 1, 2, 512, 512, NEVER, 1024, 1024, flops_from=2**31),
+    HopperTile(256, 256, 128, 64, 2, 240, 1, 2, 256, 256, NEVER, 1024, 1024, flops_from=2**29, is_lazy=True),
+)
+
+HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {
+    64: {"block_m": 128, "block_n": 128, "num_stages": 3, "registers": 240, "q_stages": 2, "takes_turns": False, "is_lazy": False},
+}
+"""What changes in a row of this head dim of q and k where all queries of a tile's heads fit in `block_m` rows.
+
+Loading keys is all there is to do then, and rows without queries are only in the way: 64 sequences of 8192 keys take 252 us instead
+of 402 (bench/results/few_queries_h200.json).
+"""
+
+Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
+"""What decides a row beside the head dims: which of its `..._from` a call must reach."""
+
+HOPPER_BYTES = 2**23
+"""Of k and v, where few queries make loading them all there is to do: of less, both families take the 16 us of two launches."""
+
+# As `open_from` and the like, by a row's head dim of q and k (bench/results/dropout_h200.json, decode_h200.json and
+# splits_h200.json).
+HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}
+"""With dropout, forward and backward, whatever the band; a window and modified scores need their own length too."""
+HOPPER_SHARED_FROM = {64: 1024, 128: 1024, 192: 4096, 256: 8192}
+"""Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
+
+
+# Where the keys of few queries are split between programs (`splits.py`; bench/results/splits_h200.json).
+SPLIT_QUERIES = 128
+"""Of the longest sequence, at most: what has more was measured without a split."""
+SPLIT_FROM = 1024
+"""Keys; of fewer, combining the parts would cost what they save."""
+SPLIT_KEYS = 128
+"""At least, for each split: of 1024 keys of one sequence 8 splits take 16 us, 4 17 and one 21."""
+SPLIT_MOST = 128
+"""Splits of a tile, at most: the lse of all of them are in registers at once."""
+SPLIT_PROGRAMS = 2
+"""Programs of the portable kernel for each multiprocessor; those of sm_90 have one."""
+
+
+def select_hopper_tile(
+    head_dim_qk: int,
+    head_dim_v: int,
+    *,
+    is_modified: bool = False,
+    kind: Kind = "open",
+    length: int = NEVER - 1,
+    rows: int = NEVER,
+) -> HopperTile:
+    """Of the narrowest rows that serve the head dims, at most 256, the first that `length` tokens are enough for, or else the last.
+
+    Scores that are modified need a row with registers. Head dim 64 has a row for what is long, one for what is not, and a tile for
+    few `rows` of queries.
+    """
+    wide_enough = [
+        tile
+        for tile in HOPPER_FORWARD
+        if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
+    ]
+    narrowest = [tile for tile in wide_enough if tile[:2] == wide_enough[0][:2]]
+    tile = next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
+    few = HOPPER_FEW_ROWS.get(tile.head_dim_qk)
+    return tile if few is None or rows > few["block_m"] else tile._replace(**few)
+
+
+class HopperBackwardTile(NamedTuple):
+    """A row for the backward on sm_90, as `HopperTile`."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_n: int  # keys that dq takes at a time
+    v_stages: int  # of v in shared memory, for dq; of k there are two
+    block_m: int  # queries that dk and dv take at a time
+    splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
+    open_from: int  # as in `HopperTile`
+    causal_from: int
+    windowed_from: int
+    modified_from: int
+    loaded_from: int
+    flops_from: int = HOPPER_FLOPS
+
+    @property
+    def keys(self) -> int:
+        """Of a program of dk and dv."""
+        return 64 if self.splits_columns else 128
+
+
+HOPPER_BACKWARD = (
+    HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 2048, 8192, modified_from=2048, loaded_from=1024),
+    HopperBackwardTile(128, 128, 128, 1, 64, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(192, 128, 64, 2, 32, False, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
+    HopperBackwardTile(256, 256, 64, 1, 64, True, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
+)
+
+
+def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> HopperBackwardTile:
+    """As `select_hopper_tile`; for modified scores dq takes fewer keys at a time, which leaves them registers."""
+    tile = next(tile for tile in HOPPER_BACKWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
+    return tile._replace(block_n=64, v_stages=2) if is_modified and tile.block_n == 128 else tile
+
+
+class HopperOnePassTile(NamedTuple):
+    """A row for the backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v.
+
+    Percentages without a source are of bench/results/one_pass_orders_h200.json, at 16384 tokens.
+    """
+
+    head_dim: int
+    # Of a turn. With 128 instead of 64 it is 22 % faster at head dim 64; modified scores and dropout lack registers for that.
+    queries: int
+    # Whether the first product of a turn is dp and the last dq of the turn before, so that a warpgroup may be half a turn ahead of
+    # the other; else dq is the first, and dp comes behind dv. At 128 5 % faster without a mask, and 6 % slower with a causal one.
+    dp_first: bool
+    # Whether scores are begun in the turn before, under its last products: 5 % faster at 64 with a causal mask, and 5 to 13 %
+    # slower at 128 with dp first.
+    is_ahead: bool
+    # Whether the warpgroups take turns with what is between scores and p: 1 to 8 % faster at 64, 2 to 3 % at 128.
+    takes_turns: bool
+    # Tiles of dq in shared memory. With one instead of two a causal call at 128 is 4 to 6 % faster
+    # (bench/results/one_pass_ported_h200.json).
+    dq_stages: int
+    # With dp first, whether dv and dk are waited for at once. With 128 queries and scores that are ahead ptxas serialises the
+    # products for it.
+    dv_with_dk: bool = False
+    # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but where scores were the
+    # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
+    # slower at 128 (bench/results/hopper_turns_h200.json).
+    dout_apart: bool = False
+    # As in `HopperTile`, but faster than `HOPPER_BACKWARD` too (bench/results/lengths_h200.json).
+    open_from: int = NEVER
+    causal_from: int = NEVER
+    windowed_from: int = NEVER
+    modified_from: int = NEVER  # bench/results/one_pass_modified_h200.json
+    loaded_from: int = NEVER  # with a block mask; a bias was not measured
+    flops_from: int = HOPPER_FLOPS
+
+
+# The rows of a head dim in the order of `select_hopper_one_pass_tile`. A call with dropout has the length of its own band too.
+HOPPER_ONE_PASS = (
+    HopperOnePassTile(
+        64,
+        queries=128,
+        dp_first=True,
+        is_ahead=True,
+        takes_turns=True,
+        dq_stages=1,
+        open_from=1024,
+        causal_from=1024,
+        windowed_from=2048,
+    ),
+    HopperOnePassTile(
+        64,
+        queries=64,
+        dp_first=True,
+        is_ahead=True,
+        takes_turns=False,
+        dq_stages=2,
+        dv_with_dk=True,
+        dout_apart=True,
+        windowed_from=2048,
+        modified_from=1024,
+        loaded_from=1024,
+    ),
+    HopperOnePassTile(
+        128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dq_stages=2, dv_with_dk=True, open_from=512
+    ),
+    HopperOnePassTile(
+        128,
+        queries=64,
+        dp_first=False,
+        is_ahead=True,
+        takes_turns=True,
+        dq_stages=1,
+        causal_from=1024,
+        windowed_from=2048,
+        modified_from=1024,
+        loaded_from=1024,
+    ),
+)
+
+
+def select_hopper_one_pass_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open") -> HopperOnePassTile:
+    """Of the narrowest rows that serve the head dims, at most 128, the first that has a length for the kind, or else the last."""
+    rows = [tile for tile in HOPPER_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim]
+    narrowest = [tile for tile in rows if tile.head_dim == rows[0].head_dim]
+    return next((tile for tile in narrowest if getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])

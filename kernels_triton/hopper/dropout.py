@@ -1,0 +1,202 @@
+"""Dropout in the Gluon kernels for sm_90: what `primitives.dropout_keep` keeps, known where a product leaves its scores.
+
+One Philox call decides about eight neighbouring keys. A product leaves these with four threads where keys are its columns, with
+eight where they are its rows. So each thread makes the calls of its share, and shuffles hand them on: none is made twice.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.common.primitives import DROPOUT_ROUNDS
+
+_ROWS = gl.constexpr(64)
+# Philox4x32, as `tl.philox` has it
+_FACTOR0 = gl.constexpr(0xD2511F53)
+_FACTOR2 = gl.constexpr(0xCD9E8D57)
+_STEP0 = gl.constexpr(0x9E3779B9)
+_STEP1 = gl.constexpr(0xBB67AE85)
+
+
+# Calls are laid out as [rows, PACK, the rest]; along PACK a thread has all, and packs their eight bits each into one number. Which
+# rows and columns a thread has is what the accumulator of a product says, but for the lanes that would make a call twice: these
+# take another row or column.
+
+
+@gluon.constexpr_function
+def _calls(columns, keys_are_rows):
+    if keys_are_rows:  # [groups of eight keys, PACK, rest of the queries]
+        pack = min(4, columns // 16)
+        rest = columns // pack
+        registers = [[0, 0, 16 << n] for n in range(rest.bit_length() - 5)]
+        lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [0, 0, 1], [0, 0, 8]]
+        warps, shape = [[2, 0, 0], [4, 0, 0]], [8, pack, rest]
+    else:  # [queries, PACK, rest of the groups of eight keys]
+        pack = min(4, columns // 16)
+        rest = columns // 8 // pack
+        registers = [[0, 0, 2 << n] for n in range(rest.bit_length() - 2)]
+        lanes = [[8, 0, 0], [0, 0, 1], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+        warps, shape = [[16, 0, 0], [32, 0, 0]], [64, pack, rest]
+    registers += [[0, 1 << n, 0] for n in range(pack.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def _handed_on(calls, keys_are_rows, steps):
+    # Packed calls, [rows, rest], with the first of those lanes given back what they took. One at a time is a shuffle, two at once
+    # would go through shared memory.
+    _, _, rest = calls.shape
+    lanes = [[row, column] for row, _, column in calls.lane_bases]
+    registers = [[row, column] for row, pack, column in calls.reg_bases if pack == 0]
+    first = 2 if keys_are_rows else 0
+    for lane in range(first, first + steps):
+        registers.append(lanes[lane])
+        lanes[lane] = [0, 0]
+    registers.sort(key=lambda base: base[1] if base[1] else 1.5)
+    warps = [[row, column] for row, _, column in calls.warp_bases]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [calls.shape[0], rest])
+
+
+@gluon.constexpr_function
+def _weights(columns, keys_are_rows):
+    # Of the accumulator of a product: [groups, 8, PACK, rest] or [queries, PACK, rest, 4, 2].
+    pack = min(4, columns // 16)
+    packed = [[0, 0, 1 << n, 0] if keys_are_rows else [0, 1 << n, 0, 0, 0] for n in range(pack.bit_length() - 1)]
+    if keys_are_rows:
+        rest = columns // pack
+        registers = [[0, 0, 0, 1], [1, 0, 0, 0], *([0, 0, 0, 8 << n] for n in range(rest.bit_length() - 4))]
+        lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+        warps, shape = [[2, 0, 0, 0], [4, 0, 0, 0]], [8, 8, pack, rest]
+    else:
+        rest = columns // 8 // pack
+        registers = [[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], *([0, 0, 1 << n, 0, 0] for n in range(rest.bit_length() - 1))]
+        lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+        warps, shape = [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]], [64, pack, rest, 4, 2]
+    return gl.DistributedLinearLayout(registers + packed, lanes, warps, [], shape)
+
+
+@gluon.jit
+def _product(x, FACTOR: gl.constexpr):
+    # (lower, upper word), by one multiplication: as numbers of 64 bits the compiler makes it two.
+    assembly: gl.constexpr = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+    return gl.inline_asm_elementwise(assembly, "=r,=r,r,r", [x, FACTOR], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def _philox(key0, key1, c0, c1, c2, c3):
+    # Counters that differ along some dims alone have a size of 1 along the others, so that the first rounds are shared.
+    for _ in gl.static_range(DROPOUT_ROUNDS):
+        low0, high0 = _product(c0, _FACTOR0)
+        low2, high2 = _product(c2, _FACTOR2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
+        key0 += _STEP0
+        key1 += _STEP1
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def dropout_state(dropout, META: gl.constexpr):
+    # What the functions below draw from, whose head h is then the batch's first_head + h; without dropout nothing is read.
+    rng_state_ptr, dropout_threshold, keep_scale, first_head = dropout
+    if META.HAS_DROPOUT:
+        seed = gl.load(rng_state_ptr).to(gl.uint64)
+        offset = gl.load(rng_state_ptr + 1).to(gl.uint32)
+        return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset, dropout_threshold.to(gl.uint32), keep_scale, first_head
+    else:
+        return 0, 0, 0, 0, keep_scale, first_head
+
+
+@gluon.constexpr_function
+def _along(layout, dim):
+    for other in reversed(range(len(layout.shape))):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    # 0, 1, .. along one dim of a linear layout, whose others are 1.
+    x = gl.arange(0, LAYOUT.shape[DIM], layout=_along(LAYOUT, DIM))
+    RANK: gl.constexpr = len(LAYOUT.shape)
+    for other in gl.static_range(RANK):
+        if other != DIM:
+            x = gl.expand_dims(x, other)
+    return x
+
+
+@gluon.jit
+def _bits(word, threshold, FIRST: gl.constexpr):
+    # Whether its lower half keeps a weight, and the whole, of which the lower half changes nothing, another.
+    return gl.where(word << 16 >= threshold, 1 << FIRST, 0) | gl.where(word >= threshold, 2 << FIRST, 0)
+
+
+@gluon.jit
+def drawn_weights(
+    state, h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
+):
+    # Of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on: which weights are kept, in a few bits where `kept`
+    # needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from h on, in turn.
+    if META.HAS_DROPOUT:
+        key0, key1, offset, threshold, _, first_head = state
+        b_h = first_head + h
+        CALLS: gl.constexpr = _calls(COLUMNS, KEYS_ARE_ROWS)
+        WEIGHTS: gl.constexpr = _weights(COLUMNS, KEYS_ARE_ROWS)
+        pack = _places(1, CALLS)
+        rows = _places(0, CALLS)
+        columns = pack * CALLS.shape[2] + _places(2, CALLS)
+        if KEYS_ARE_ROWS:
+            group, i = keys // 8 + rows, queries + columns
+        else:
+            group, i = keys // 8 + columns, queries + rows // GROUP
+            if GROUP > 1:
+                b_h = b_h + rows % GROUP
+        w0, w1, w2, w3 = _philox(key0, key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), offset)
+        bits = _bits(w0, threshold, 0) | _bits(w1, threshold, 2) | _bits(w2, threshold, 4) | _bits(w3, threshold, 6)
+        packed = gl.sum(bits << 8 * pack, 1)  # [rows, REST]
+        packed = gl.convert_layout(packed, _handed_on(CALLS, KEYS_ARE_ROWS, 1))
+        if KEYS_ARE_ROWS:
+            packed = gl.convert_layout(packed, _handed_on(CALLS, KEYS_ARE_ROWS, 2))
+            return gl.convert_layout(packed, gl.SliceLayout(1, gl.SliceLayout(2, WEIGHTS)))
+        else:
+            return gl.convert_layout(packed, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, WEIGHTS))))
+    else:
+        return 0
+
+
+@gluon.jit
+def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+    # x with 0 for what is dropped.
+    if META.HAS_DROPOUT:
+        WEIGHTS: gl.constexpr = _weights(x.shape[1], KEYS_ARE_ROWS)
+        if KEYS_ARE_ROWS:
+            bits = drawn[:, None, :][:, :, None, :] >> _places(1, WEIGHTS)
+            mask = 1 << 8 * _places(2, WEIGHTS)
+        else:
+            bits = drawn[:, None, :][:, :, :, None][:, :, :, :, None] >> 2 * _places(3, WEIGHTS)
+            mask = 1 << 8 * _places(1, WEIGHTS) + _places(4, WEIGHTS)
+        bits, mask = gl.broadcast(bits, mask)
+        bits = gl.convert_layout(gl.reshape(bits, x.shape), x.type.layout)
+        mask = gl.convert_layout(gl.reshape(mask, x.shape), x.type.layout)
+        # Test and choice of one weight after the other: of 64 tests at once the compiler packs the outcomes into registers.
+        assembly: gl.constexpr = (
+            "{ .reg .pred p; .reg .b32 b; and.b32 b, $2, $3; setp.ne.b32 p, b, 0; selp.f32 $0, $1, 0f00000000, p; }"
+        )
+        return gl.inline_asm_elementwise(assembly, "=f,f,r,r", [x, bits, mask], dtype=gl.float32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@gluon.jit
+def kept_gradient(dp, drawn, state, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
+    # d loss / d weight, before the row's delta is taken from it.
+    return scaled(kept(dp, drawn, KEYS_ARE_ROWS, META), state, META)
+
+
+@gluon.jit
+def scaled(x, state, META: gl.constexpr):
+    # What was summed over kept weights, by what makes up for the others.
+    if META.HAS_DROPOUT:
+        x = x * state[4]
+    return x

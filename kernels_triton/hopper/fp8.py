@@ -1,0 +1,127 @@
+"""What the FP8 kernels for Hopper (sm_90) share: operands with their scales, transposed tiles, fp8 tiles packed by four.
+
+FP8 wgmma reads both operands along the dim that is summed over, so what a product with p or ds needs comes transposed: tiles of
+`BLOCK` tokens of one head, [d, BLOCK], which `hopper_fp8_quantize` writes. A tile has its tokens in an order of its own, in each
+group of 16 the tokens 2t, 2t + 1, 8 + 2t, 9 + 2t for t = 0 .. 3: so the accumulator of one product, packed by four, is the operand
+of the next as it stands, without a shuffle.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper.base import FP8_DTYPES
+
+BLOCK = gl.constexpr(128)
+"""Tokens of a transposed tile. What is past a sequence's end is 0 there."""
+
+P_SHIFT = gl.constexpr(8.0)
+"""p is scaled by 2 to this power: at most 256, it uses the range of e4m3, whose largest is 448 and smallest 2**-9."""
+P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
+
+
+class Scale(NamedTuple):
+    """What a tensor in FP8 is to be multiplied with: x is about x8 * descale."""
+
+    descale: Tensor  # fp32 [b, h, blocks], positive; h are that tensor's heads; a dim along which it does not vary may be 1
+    block_rows: int = 0  # tokens of a block, counted within each sequence; 0: one block for all
+
+    @property
+    def is_blockwise(self) -> bool:
+        return self.block_rows > 0 and self.descale.shape[-1] > 1
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, int, int, int]:
+        """(descale, strides of b, h and blocks, rows of a block) as the kernels take them."""
+        strides = (0 if size == 1 else stride for size, stride in zip(self.descale.shape, self.descale.stride(), strict=True))
+        return (self.descale, *strides, max(1, self.block_rows))  # type: ignore[return-value]
+
+
+def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple: int) -> str | None:
+    """None if the kernels take the scale of a tensor with so many heads, whose blocks must be multiples of so many rows."""
+    shape = scale.descale.shape
+    if scale.descale.dtype is not torch.float32 or len(shape) != 3:
+        dtype = str(scale.descale.dtype).removeprefix("torch.")
+        return f"descale_{name} is {dtype} of shape {tuple(shape)}, not fp32 [b, h, blocks]"
+    if shape[0] not in (1, problem.batch) or shape[1] not in (1, heads):
+        return f"descale_{name} has shape {tuple(shape)}, not [{problem.batch}, {heads}, blocks]"
+    if scale.is_blockwise and scale.block_rows % multiple:
+        return f"descale_{name} has blocks of {scale.block_rows} rows, no multiple of {multiple}"
+    return None
+
+
+def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
+    """How many transposed tiles one head has: those of a sequence begin at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
+    return num_tokens // BLOCK.value + batch if is_ragged else batch * triton.cdiv(num_tokens, BLOCK.value)
+
+
+def empty_transposed(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """[h, blocks, d, BLOCK] for x, [b, s, h, d] or [total, h, d] with so many sequences."""
+    return x.new_empty((x.shape[-2], transposed_blocks(batch, x.shape[-3], x.dim() == 3), x.shape[-1], BLOCK.value), dtype=dtype)
+
+
+def transposed_descriptor(x: Tensor, width: int, tokens: int) -> TensorDescriptor:
+    """Tiles of `width` columns of the head dim and `tokens` tokens of a transposed x, [h, blocks, d, BLOCK]."""
+    heads, blocks, head_dim, _ = x.shape
+    block = [1, width, tokens]
+    layout = gl.NVMMASharedLayout.get_default_for(block, FP8_DTYPES[x.dtype])
+    return TensorDescriptor(x, [heads * blocks, head_dim, BLOCK.value], [head_dim * BLOCK.value, BLOCK.value, 1], block, layout)
+
+
+@gluon.jit
+def first_transposed_block(b, place, num_tokens, IS_RAGGED: gl.constexpr):
+    # place: the sequence's `packed_start`
+    if IS_RAGGED:
+        return place // BLOCK + b
+    else:
+        return b * gl.cdiv(num_tokens, BLOCK)
+
+
+@gluon.jit
+def load_descale(scale, b, h, row):
+    # Of the block that `row` is in; of each of them where it is a tile of rows.
+    descale_ptr, stride_b, stride_h, stride_block, block_rows = scale
+    return gl.load(descale_ptr + b * stride_b + h * stride_h + row // block_rows * stride_block)
+
+
+@gluon.jit
+def compute_here(x):
+    # A use of fp32 x, so that it is not put off till after the next product, for which its operands' registers would be kept.
+    gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+def quads_assembly(to: str) -> str:
+    """PTX that makes "e4m3" or "e5m2" of four fp32 numbers, the first lowest; what is too large saturates."""
+    cvt = f"cvt.rn.satfinite.{to}x2.f32"
+    return "{ .reg .b16 a, b; " + f"{cvt} a, $2, $1; {cvt} b, $4, $3; " + "mov.b32 $0, {a, b}; }"
+
+
+_E4M3 = gl.constexpr(quads_assembly("e4m3"))
+_E5M2 = gl.constexpr(quads_assembly("e5m2"))
+
+
+# fp32 [ROWS, COLUMNS] -> int32 [ROWS, COLUMNS // 4], four fp8 each, in the order of the transposed tiles' tokens.
+@gluon.jit
+def pack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
+    x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    first, second = gl.split(gl.reshape(x, [ROWS, COLUMNS // 4, 2, 2]))
+    x0, x2 = gl.split(first)
+    x1, x3 = gl.split(second)
+    assembly: gl.constexpr = _E4M3 if gl.float8e4nv == DTYPE else _E5M2
+    return gl.inline_asm_elementwise(assembly, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+    low, high = x.to(gl.int16), (x >> 16).to(gl.int16)
+    even = gl.join(low.to(gl.int8), high.to(gl.int8))
+    odd = gl.join((low >> 8).to(gl.int8), (high >> 8).to(gl.int8))
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [ROWS, COLUMNS]).to(DTYPE, bitcast=True), LAYOUT)

@@ -1,0 +1,90 @@
+"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, exponent_origin
+from flexattn.kernels_triton.hopper.base import pack_pairs
+from flexattn.kernels_triton.hopper.dropout import kept
+
+_RISE = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which what is summed is not rescaled
+
+
+@gluon.constexpr_function
+def _rescale_assembly(count):
+    # A thread's part of acc by decay: of two rows in turn, two columns each. Nothing where no row of the warp decays.
+    lines = [
+        "{ .reg .pred p, q;",
+        f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.f32 q, ${2 * count + 2}, 0f3F800000;",
+        "or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra SAME;",
+    ]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + (i & 2)};" for i in range(count)]
+    return " ".join([*lines, "SAME: }"])
+
+
+@gluon.constexpr_function
+def _rescale_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def rescaled(acc, decay, META: gl.constexpr):
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if META.LAZY:
+        COUNT: gl.constexpr = META.V0 // 2  # of a thread
+        assembly: gl.constexpr = _rescale_assembly(COUNT)
+        constraints: gl.constexpr = _rescale_constraints(COUNT)
+        acc, decay = gl.broadcast(acc, decay)
+        return gl.inline_asm_elementwise(assembly, constraints, [acc, decay], dtype=gl.float32, is_pure=False, pack=COUNT)
+    else:
+        return acc * decay
+
+
+@gluon.jit
+def _row_maximum(s, COLUMNS: gl.constexpr):
+    # A thread's as a tree, for each step of a chain waits for the one before; then over the four threads that share a row.
+    parts = gl.reshape(s, [s.shape[0], COLUMNS // 32, 4, 4, 2])
+    own = gl.max(gl.max(gl.max(parts, 4), 2), 1)
+    return gl.convert_layout(gl.max(own, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def sums_of_threads(p, COLUMNS: gl.constexpr):
+    # [rows, 4]: what each of the four threads that share a row has of it, so that these exchange nothing until the end
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def for_threads(x, sums):
+    # x of rows, to go with `sums_of_threads`
+    return gl.convert_layout(x, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@gluon.jit
+def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
+    # (the weights as pairs, the rows' maximum and sum, what is summed already is to be multiplied with). The maximum is in units of
+    # log2, but of unbounded logits exact.
+    if META.IS_UNBOUNDED:
+        new_max = _row_maximum(qk, META.BLOCK_N)
+        if META.LAZY:
+            new_max = gl.where(new_max - row_max > _RISE * LN2, new_max, row_max)
+        else:
+            new_max = gl.maximum(row_max, new_max)
+        factor = exponent_factor(new_max)
+        origin = exponent_origin(new_max, factor, 0.0)
+        p = gl.exp2(gl.fma(qk, factor[:, None], -origin[:, None]))
+        decay = gl.exp2(exponent_origin(row_max, factor, 0.0) - origin)
+    else:
+        new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
+        if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
+            new_max = gl.where(new_max - row_max > _RISE, new_max, row_max)
+        else:
+            new_max = gl.maximum(row_max, new_max)
+        origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
+        p = gl.exp2(qk * scale_log2 - origin[:, None])
+        decay = gl.exp2(row_max - origin)
+    row_sum = row_sum * for_threads(decay, row_sum) + sums_of_threads(p, META.BLOCK_N)
+    pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
+    return pairs, new_max, row_sum, decay

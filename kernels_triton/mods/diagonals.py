@@ -1,0 +1,88 @@
+"""Tables of what a mod computes from q_idx - kv_idx: made in each call, so that a score costs one load of consecutive words.
+
+A relative position bias reads a capture at an index that is computed for each score, or at one that is itself read. There are no
+more distances than queries and keys, and scores for each pair of these.
+
+A table lies there four times: as keys follow one another and as queries do, for tiles either way, and both with a second copy one
+word earlier, so that a row of a tile begins at an even word whatever its position (`mod_math.diagonal_pointers`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+
+_PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
+_FEWEST_SCORES = 2**24  # below, a launch more costs the host what the device saves
+_SCORES_OF_ENTRY = 32
+_BLOCK = 1024
+_TILE = Tile(block_m=_BLOCK, block_n=1, num_warps=4, num_stages=1)
+
+
+class DiagonalMeta(NamedTuple):
+    """What the kernel is compiled for."""
+
+    TABLES: int
+    BLOCK: int
+
+
+@kernel
+def _diagonals_kernel(
+    captures,
+    tables_ptr,  # fp32 [tables, 2, batch, heads, 2, length]: as keys follow one another, and as queries do; two copies of each
+    batch,
+    heads,
+    blocks,
+    length,
+    middle_of_keys,
+    middle_of_queries,
+    MODS: tl.constexpr,
+    META: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    at = pid % blocks * META.BLOCK + tl.arange(0, META.BLOCK)
+    h = pid // blocks % heads
+    b = pid // blocks // heads % batch
+    side = pid // blocks // heads // batch
+    distance = tl.where(side == 0, middle_of_keys - at, at - middle_of_queries)
+    values = MODS.of_distance(b, h, distance, captures)
+    TABLES: tl.constexpr = META.TABLES
+    for n in tl.static_range(TABLES):
+        row = tables_ptr + ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * (2 * length)
+        tl.store(row + at, values[n], mask=at < length)
+        tl.store(row + length + at - 1, values[n], mask=(at > 0) & (at < length))
+
+
+def with_diagonals(problem: Problem) -> Problem:
+    """The problem with tables of what its mods compute from distances, where scores are many; else the problem."""
+    x = problem
+    if x.mods is None or x.mods_of_tables is None:
+        return problem
+    by_batch, by_head = x.mods.distance_depends_on
+    batch = x.batch if by_batch else 1
+    heads = x.num_heads if by_head else 1
+    block_mask = x.block_mask  # of which a block may begin before a sequence's end and have tiles past it
+    past = _PAST_THE_END + (0 if block_mask is None else max(block_mask.block_size_q, block_mask.block_size_kv))
+    middles = tuple(2 * triton.cdiv(longest + past, 2) for longest in (x.longest_q, x.longest_kv))
+    length = sum(middles)
+    count = x.mods_of_tables.num_tables
+    entries = 4 * count * batch * heads * length
+    scores = x.q.numel() // x.q.shape[-1] * x.longest_kv
+    if scores < max(_FEWEST_SCORES, _SCORES_OF_ENTRY * entries):
+        return problem
+    tables = torch.empty((count, 2, batch, heads, 2, length), dtype=torch.float32, device=x.device)
+    blocks = triton.cdiv(length, _BLOCK)
+    arguments = (x.captures, tables, batch, heads, blocks, length, *middles, x.mods, DiagonalMeta(count, _BLOCK))
+    launch(_diagonals_kernel, 2 * batch * heads * blocks, x.device, _TILE, arguments)
+    stride_b, stride_h = (tables.stride(dim) if size > 1 else 0 for dim, size in ((2, batch), (3, heads)))
+    sizes = (length, *tables.stride()[:2], stride_b, stride_h, *middles)
+    assert x.captures is not None
+    captures = (*x.captures, tables, *(2 * n + 3 for n in sizes))
+    return dataclasses.replace(problem, mods=x.mods_of_tables, mods_of_tables=None, captures=captures)

@@ -1,0 +1,227 @@
+"""A block mask made from a mask_mod on the device, in each call, without a dense mask.
+
+Whether a block of queries sees a block of keys costs a few instructions of interval arithmetic, not its queries times keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.common.problem import BlockLists, Problem
+from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+
+BLOCK = 128  # queries, and keys, of a block
+SHORTEST = 8 * BLOCK  # where fewer blocks could be skipped, lists save nothing
+_MOST_ENTRIES = 2**28  # of all lists
+_CHUNK = 64  # blocks that a program looks at together
+_READ_TOGETHER = 8  # blocks of which a program reads captures together
+_TILE = Tile(block_m=BLOCK, block_n=BLOCK, num_warps=4, num_stages=1)
+
+
+class ListMeta(NamedTuple):
+    """What the kernels are compiled for."""
+
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    OF_QUERIES: bool  # lists of blocks of queries for each block of keys, not the other way round
+    BLOCK: int
+    CHUNK: int
+    Q_RANGES: int  # pairs of what the mask reads of a block of queries
+    KV_RANGES: int
+
+
+@kernel
+def _block_ranges_kernel(
+    longest_q,
+    longest_kv,
+    captures,
+    batch,
+    heads,
+    blocks,
+    ranges_ptr,  # int64 [2 * (Q_RANGES + KV_RANGES), batch, heads, blocks]
+    MODS: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK: tl.constexpr = META.BLOCK
+    CHUNK: tl.constexpr = META.CHUNK
+    Q_ENDS: tl.constexpr = 2 * META.Q_RANGES
+    KV_ENDS: tl.constexpr = 2 * META.KV_RANGES
+    chunks = tl.cdiv(blocks, CHUNK)
+    pid = tl.program_id(0)
+    block = pid % chunks * CHUNK + tl.arange(0, CHUNK)
+    h = pid // chunks % heads
+    b = pid // chunks // heads
+    one = tl.zeros([1], tl.int64)
+    first = block.to(tl.int64) * BLOCK
+    base = ranges_ptr + (tl.cast(b, tl.int64) * heads + h) * blocks + block
+    step = tl.cast(batch, tl.int64) * heads * blocks
+    if Q_ENDS > 0:
+        last = tl.maximum(tl.minimum(first + BLOCK, longest_q) - 1, first)  # of a last block, what there is
+        ends = MODS.ranges_of_q_block(one + b, one + h, first, last, captures, BLOCK)
+        for n in tl.static_range(Q_ENDS):
+            tl.store(base + n * step, ends[n], mask=block < blocks)
+    if KV_ENDS > 0:
+        last = tl.maximum(tl.minimum(first + BLOCK, longest_kv) - 1, first)
+        ends = MODS.ranges_of_kv_block(one + b, one + h, first, last, captures, BLOCK)
+        for n in tl.static_range(KV_ENDS):
+            tl.store(base + (Q_ENDS + n) * step, ends[n], mask=block < blocks)
+
+
+@triton.jit
+def _load_ranges(base, step, block, blocks, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    ends = ()
+    for n in tl.static_range(COUNT):
+        ends = ends + (tl.load(base + (FIRST + n) * step + block, mask=block < blocks, other=0),)
+    return ends
+
+
+@kernel
+def _mask_blocks_kernel(
+    longest_q,
+    longest_kv,
+    window_left,
+    window_right,
+    shift,
+    captures,
+    batch,
+    heads,
+    rows,  # blocks that have a list
+    columns,  # blocks that may be in one
+    blocks,  # of either side, at most
+    ranges_ptr,
+    counts_ptr,
+    indices_ptr,
+    full_counts_ptr,
+    full_indices_ptr,
+    MODS: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK: tl.constexpr = META.BLOCK
+    CHUNK: tl.constexpr = META.CHUNK
+    Q_ENDS: tl.constexpr = 2 * META.Q_RANGES
+    KV_ENDS: tl.constexpr = 2 * META.KV_RANGES
+    pid = tl.program_id(0)
+    row = pid % rows
+    h = pid // rows % heads
+    b = pid // rows // heads
+    one = tl.zeros([1], tl.int64)
+    base = ranges_ptr
+    if Q_ENDS + KV_ENDS > 0:
+        base += (tl.cast(b, tl.int64) * heads + h) * blocks
+    step = tl.cast(batch, tl.int64) * heads * blocks
+    list_base = tl.cast(pid, tl.int64) * columns
+    count = 0
+    full_count = 0
+    for column in range(0, columns, CHUNK):
+        others = column + tl.arange(0, CHUNK)
+        first = one + row * BLOCK
+        other_first = others.to(tl.int64) * BLOCK
+        q_low, kv_low = (other_first, first) if META.OF_QUERIES else (first, other_first)
+        # of a last block, what there is
+        q_high = tl.maximum(tl.minimum(q_low + BLOCK, longest_q) - 1, q_low)
+        kv_high = tl.maximum(tl.minimum(kv_low + BLOCK, longest_kv) - 1, kv_low)
+        q_block, kv_block = (others, one + row) if META.OF_QUERIES else (one + row, others)
+        q_ranges = _load_ranges(base, step, q_block, blocks, 0, Q_ENDS)
+        kv_ranges = _load_ranges(base, step, kv_block, blocks, Q_ENDS, KV_ENDS)
+        surely, possibly = MODS.mask_of_block(one + b, one + h, q_low, q_high, kv_low, kv_high, q_ranges, kv_ranges, captures)
+        if META.HAS_RIGHT:
+            possibly = possibly & (kv_low - q_high - shift <= window_right)
+        if META.HAS_LEFT:
+            possibly = possibly & (q_low + shift - kv_high <= window_left)
+        possibly = possibly & (others < columns)
+        is_full = (surely & possibly).to(tl.int32)
+        is_part = possibly.to(tl.int32) - is_full
+        place = list_base + count + tl.cumsum(is_part, 0) - 1
+        tl.store(indices_ptr + place, others, mask=is_part == 1)
+        full_place = list_base + full_count + tl.cumsum(is_full, 0) - 1
+        tl.store(full_indices_ptr + full_place, others, mask=is_full == 1)
+        count += tl.sum(is_part, 0)
+        full_count += tl.sum(is_full, 0)
+    tl.store(counts_ptr + pid, count)
+    tl.store(full_counts_ptr + pid, full_count)
+
+
+def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
+    """The problem with the block mask that its mask_mod says, where that can hide blocks; else the problem.
+
+    direction: what reads the lists: a backward in one pass needs those of queries alone (`with_key_lists` adds the others).
+    """
+    x = problem
+    if x.mods is None or x.mods.mask_of_block is None or x.block_mask is not None or x.batch == 0:
+        return problem
+    if min(x.longest_q, x.longest_kv) < BLOCK or max(x.longest_q, x.longest_kv) < SHORTEST:
+        return problem
+    by_batch, by_head = x.mods.mask_depends_on
+    batch = x.batch if by_batch else 1
+    heads = x.num_heads if by_head else 1
+    blocks_q, blocks_kv = triton.cdiv(x.longest_q, BLOCK), triton.cdiv(x.longest_kv, BLOCK)
+    if 4 * batch * heads * blocks_q * blocks_kv > _MOST_ENTRIES:
+        return problem
+    lists = _Lists(x, batch, heads, blocks_q, blocks_kv)
+    nothing = (None, None, None, None)
+    of_keys = lists.made(of_queries=False) if direction != "one pass" else nothing
+    of_queries = lists.made(of_queries=True) if direction != "forward" else nothing
+    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK, x.cu_seqlens_q is None))
+
+
+def with_key_lists(problem: Problem) -> Problem:
+    """The problem with the lists of keys too, where it has a block mask without them."""
+    mask = problem.block_mask
+    if mask is None or mask.kv_num_blocks is not None:
+        return problem
+    assert mask.q_num_blocks is not None
+    batch, heads, columns = mask.q_num_blocks.shape
+    lists = _Lists(problem, batch, heads, triton.cdiv(problem.longest_q, BLOCK), columns)
+    return dataclasses.replace(problem, block_mask=BlockLists(*lists.made(of_queries=False), *mask[4:]))
+
+
+class _Lists:
+    """What the lists of blocks of keys, and of queries, are made from: what the mask reads of each block."""
+
+    def __init__(self, x: Problem, batch: int, heads: int, blocks_q: int, blocks_kv: int) -> None:
+        assert x.mods is not None
+        self.x, self.batch, self.heads, self.blocks_q, self.blocks_kv = x, batch, heads, blocks_q, blocks_kv
+        self.blocks = max(blocks_q, blocks_kv)
+        ranges_q, ranges_kv = x.mods.num_ranges_of_block
+        self.ranges: Tensor | None = None
+        # What the band hides is left out where the host knows its diagonal; the kernels that read the lists see to the rest, and to
+        # what is past the end of a sequence.
+        is_known = not x.bottom_right or x.cu_seqlens_q is None
+        self.meta = ListMeta(
+            HAS_LEFT=is_known and x.window_left is not None,
+            HAS_RIGHT=is_known and x.window_right is not None,
+            OF_QUERIES=False,
+            BLOCK=BLOCK,
+            CHUNK=_CHUNK,
+            Q_RANGES=ranges_q,
+            KV_RANGES=ranges_kv,
+        )
+        if ranges_q + ranges_kv > 0:
+            shape = (2 * (ranges_q + ranges_kv), batch, heads, self.blocks)
+            self.ranges = torch.empty(shape, dtype=torch.int64, device=x.device)
+            meta = self.meta._replace(CHUNK=_READ_TOGETHER)
+            programs = batch * heads * triton.cdiv(self.blocks, _READ_TOGETHER)
+            arguments = (x.longest_q, x.longest_kv, x.captures, batch, heads, self.blocks, self.ranges, x.mods, meta)
+            launch(_block_ranges_kernel, programs, x.device, _TILE, arguments)
+
+    def made(self, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(counts, indices, counts of the full, indices of the full), of blocks of keys or of queries."""
+        x = self.x
+        rows, columns = (self.blocks_kv, self.blocks_q) if of_queries else (self.blocks_q, self.blocks_kv)
+        shape = (self.batch, self.heads, rows)
+        number = self.batch * self.heads * rows
+        memory = torch.empty(2 * number * (1 + columns), dtype=torch.int32, device=x.device)
+        counts, full_counts, indices, full_indices = memory.split([number, number, number * columns, number * columns])
+        shift = x.longest_kv - x.longest_q if x.bottom_right else 0
+        sizes = (x.longest_q, x.longest_kv, *x.window, shift)
+        blocks = (self.batch, self.heads, rows, columns, self.blocks, self.ranges)
+        meta = self.meta._replace(OF_QUERIES=of_queries)
+        arguments = (*sizes, x.captures, *blocks, counts, indices, full_counts, full_indices, x.mods, meta)
+        launch(_mask_blocks_kernel, number, x.device, _TILE, arguments)
+        return counts.view(shape), indices.view(*shape, columns), full_counts.view(shape), full_indices.view(*shape, columns)

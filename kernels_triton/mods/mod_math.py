@@ -1,0 +1,168 @@
+"""Functions that a lowered mod calls where triton.language has none, or one with another meaning than torch's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.common.primitives import read_size, tanh, tanh_in_half
+
+__all__ = ["read_size", "tanh", "tanh_in_half"]
+
+
+@triton.jit
+def floor_divide(x, y):
+    # rounds down, where Triton's integer division rounds toward zero
+    quotient = x // y
+    return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(quotient.dtype)
+
+
+@triton.jit
+def floor_remainder(x, y):
+    # has the divisor's sign, where Triton's has the dividend's
+    rest = x % y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def float_remainder(x, y):
+    return x - tl.floor(x / y) * y
+
+
+@triton.jit
+def float_fmod(x, y):
+    return x - trunc(x / y) * y
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_to_even(x):
+    below = tl.floor(x)
+    rest = x - below
+    is_odd = below != 2.0 * tl.floor(below * 0.5)
+    return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).to(tl.float32)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def exp(x):
+    # e^x as 2^n * e^r with |r| <= ln(2) / 2: tl.exp rounds x * log2(e), which costs a large x its last bits. ln(2) is taken in two
+    # parts, so that r is exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = tl.fma(n, -1.42860677e-6, tl.fma(n, -0.693145751953125, x))
+    r = tl.where(tl.abs(x) == float("inf"), x, r)
+    return tl.exp2(n - 1.0) * (2.0 * tl.exp2(r * 1.4426950408889634))
+
+
+@triton.jit
+def expm1(x):
+    # Kahan: exact where exp(x) - 1 would cancel, as the rounding of exp(x) is undone by its logarithm.
+    e = exp(x)
+    small = tl.abs(x) < 0.5
+    scaled = (e - 1.0) * x / tl.where(small & (e != 1.0), tl.log(e), 1.0)
+    return tl.where(small, tl.where(e == 1.0, x, scaled), e - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    y = 1.0 + x
+    scaled = tl.log(y) * x / tl.where(y == 1.0, 1.0, y - 1.0)
+    return tl.where(y == 1.0, x, tl.where(tl.abs(x) < 0.5, scaled, tl.log(y)))
+
+
+@triton.jit
+def log10(x):
+    return tl.log2(x) * 0.30102999566398120
+
+
+@triton.jit
+def sinh(x):
+    e = expm1(tl.abs(x))
+    return sign(x) * 0.5 * (e + e / (e + 1.0))
+
+
+@triton.jit
+def cosh(x):
+    e = exp(tl.abs(x))
+    return 0.5 * (e + 1.0 / e)
+
+
+@triton.jit
+def power(x, y):
+    # A negative base has a power only for a whole exponent, whose parity gives the sign.
+    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    is_whole = y == tl.floor(y)
+    is_odd = is_whole & (y != 2.0 * tl.floor(y * 0.5))
+    negative = tl.where(is_whole, tl.where(is_odd, -magnitude, magnitude), float("nan"))
+    return tl.where(y == 0.0, 1.0, tl.where(x < 0, negative, magnitude))
+
+
+@triton.jit
+def diagonals_of_head(
+    N: tl.constexpr, b, h, tables_ptr, length, stride_table, stride_side, stride_b, stride_h, middle_of_keys, middle_of_queries
+):
+    # Of table N (see `diagonals`) and a head, where distance 0 lies as keys follow one another, and as queries do.
+    head = N * read_size(stride_table) + b * read_size(stride_b).to(tl.int64) + h * read_size(stride_h).to(tl.int64)
+    of_keys = tables_ptr + (head + read_size(middle_of_keys))
+    of_queries = tables_ptr + (head + read_size(stride_side) + read_size(middle_of_queries))
+    return of_keys, of_queries
+
+
+@triton.jit
+def read_diagonal(of_keys, of_queries, length, q_idx, kv_idx):
+    # A table's entries for a tile.
+    if q_idx.shape[1] == 1:
+        return tl.load(diagonal_pointers(of_keys, length, q_idx, kv_idx))
+    else:
+        return tl.load(diagonal_pointers(of_queries, length, kv_idx, q_idx))
+
+
+@triton.jit
+def diagonal_pointers(middle, length, rows, columns):
+    # Odd rows read the second copy, in which all is one word earlier: so each row begins at an even word, and words are read in
+    # pairs.
+    odd = rows & 1
+    return tl.multiple_of(middle + (odd * read_size(length) - (rows + odd)), [1, 8]) + columns
+
+
+@triton.jit
+def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVER_KV: tl.constexpr, MODE: tl.constexpr):
+    # Adds a tile [queries, keys] of addends to sums[offset], after adding up over the queries, or keys, that all have one offset.
+    # A whole tile is reduced at once: of one axis after the other, Triton 3.7.1 fails to compile for sm_100 (its pass
+    # tritongpu-optimize-tmem-layouts).
+    if OVER_Q and OVER_KV:
+        value = tl.sum(value)
+    elif OVER_Q:
+        value = tl.sum(value, 0)[None, :]
+    elif OVER_KV:
+        value = tl.sum(value, 1)[:, None]
+    if MODE == "add":
+        tl.atomic_add(sums + offset, value.to(sums.dtype.element_ty), mask=inside & (value != 0.0), sem="relaxed")
+    else:
+        value = tl.where(inside, value, 0.0)
+        if MODE == "max":  # of floats that are not negative, whose bits are in their order
+            largest = tl.abs(value)
+            if not (OVER_Q and OVER_KV):
+                largest = tl.max(tl.where(largest == largest, largest, float("inf")))
+            tl.atomic_max(sums, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        else:
+            fixed = tl.floor(value * tl.load(scale_ptr) + 0.5).to(tl.int64)
+            tl.atomic_add(sums + offset, fixed, mask=inside & (value != 0.0), sem="relaxed")
+
+
+@triton.jit
+def maximum(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)

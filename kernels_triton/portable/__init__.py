@@ -1,0 +1,3 @@
+"""Kernels in plain Triton, for every GPU."""
+
+from __future__ import annotations

@@ -1,0 +1,282 @@
+"""The gradient of a bias of any broadcast shape: one kernel that owns a tile of it and adds up all that it was broadcast over."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexattn.kernels_triton.common.preprocess import Statistics
+from flexattn.kernels_triton.common.primitives import (
+    captures_of_head,
+    descaled_products,
+    dropout_keep,
+    load_head,
+    load_large,
+    load_row_statistics,
+    load_sequence,
+    load_tile,
+    row_pointer,
+    row_steps,
+    score_gradient,
+    sink_probability,
+    statistics_row,
+)
+from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
+from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
+
+
+@kernel
+def _attn_bwd_dbias_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    alibi_slopes_ptr,
+    softmax_offset_ptr,
+    rng_state_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    cu_seqlens_q_padded_ptr,
+    cu_seqlens_kv_padded_ptr,
+    softmax_scale,
+    softcap,
+    keep_scale,
+    dropout_threshold,
+    batch,
+    num_heads,
+    group_size,
+    num_tokens_q,
+    num_tokens_kv,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    bottom_right,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_alibi_b,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    captures,
+    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
+    block_kinds_ptr,  # of the block mask: 0 hidden, 1 masked, 2 full
+    _block_indices_ptr,
+    _full_counts_ptr,
+    _full_indices_ptr,
+    stride_list_b,
+    stride_list_h,
+    list_length,
+    dout_ptr,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    dlse_ptr,  # or None: 0
+    dbias_ptr,  # fp32 [num_splits, bias_b, bias_h, bias_q, bias_kv], contiguous
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_kv,
+    num_splits,
+    lse_log2_ptr,
+    delta_ptr,
+    p_scale_ptr,
+    large_ptr,
+    large_lse_ptr,
+    SPANS_Q: tl.constexpr,
+    SPANS_KV: tl.constexpr,
+    MODS: tl.constexpr,
+    META: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    blocks_m = tl.cdiv(bias_q, BLOCK_M)
+    blocks_n = tl.cdiv(bias_kv, BLOCK_N)
+    pid = tl.program_id(0)
+    tile_n = pid % blocks_n
+    tile_m = pid // blocks_n % blocks_m
+    split = pid // blocks_n // blocks_m % num_splits
+    tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
+    tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
+    # A number that is added to all scores of a row adds itself to its lse and leaves out as it is, but for a sink. Taken from
+    # that, and not summed up, such a bias has a gradient without the error of a sum that is all but 0.
+    BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
+    # what this tile was broadcast over: (batch, head, query block, key block), each 1 where the bias spans that dim
+    over_b = batch // bias_b
+    over_h = num_heads // bias_h
+    over_m = 1 if SPANS_Q else tl.cdiv(max_seqlen_q, BLOCK_M)
+    over_n = 1 if SPANS_KV or BY_ROWS else tl.cdiv(max_seqlen_kv, BLOCK_N)
+    over = tl.cast(over_b * over_h, tl.int64) * over_m * over_n
+
+    _q_step, q_offsets = row_steps(stride_qs, BLOCK_M, META)
+    _dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    _k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
+    _v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total_of_rows = tl.zeros([BLOCK_M], tl.float32)
+    for t in range(split, over, num_splits):
+        n = tile_n + tl.cast(t % over_n, tl.int32)
+        m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
+        h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
+        b = tile_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
+        start_q, len_q = load_sequence(
+            cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        )
+        start_kv, len_kv = load_sequence(
+            cu_seqlens_kv_ptr,
+            cu_seqlens_kv_padded_ptr,
+            b,
+            batch,
+            num_tokens_kv,
+            max_seqlen_kv,
+            META.IS_RAGGED_KV,
+            META.HAS_GAPS_KV,
+            META,
+        )
+        shift = (len_kv - len_q) * bottom_right
+        large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+        first_row = m * BLOCK_M
+        first_column = n * BLOCK_N
+        is_visible = (first_row < len_q) & (first_column < len_kv)
+        if META.HAS_LEFT:
+            is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -window_left)
+        if META.HAS_RIGHT:
+            is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= window_right)
+        is_full = False
+        if META.BLOCK_SIZE_Q > 0:
+            row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+            kind = tl.load(
+                block_kinds_ptr + tl.cast(row, tl.int64) * list_length + first_column // META.BLOCK_SIZE_KV, mask=is_visible
+            )
+            is_visible = is_visible & (kind > 0)
+            is_full = kind == 2
+        if BY_ROWS:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+            lse_log2, delta, _ = load_row_statistics(
+                lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
+            )
+            of_rows = tl.zeros([BLOCK_M], tl.float32)
+            if META.HAS_SINK:
+                of_rows = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META) * delta
+            if dlse_ptr is not None:
+                row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
+                of_rows += tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+            of_rows = tl.where(lse_log2 == float("inf"), 0.0, of_rows)  # of a row that sees nothing, or is none
+            total_of_rows += of_rows * softmax_scale if META.HAS_PRE_SCALE_BIAS else of_rows
+        elif is_visible:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            columns = first_column + tl.arange(0, BLOCK_N)
+            b_h = b * num_heads + h
+            q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
+            k_pointer = row_pointer(k_ptr, b, h // group_size, start_kv + first_column, stride_kb, stride_ks, stride_kh, META)
+            v_pointer = row_pointer(v_ptr, b, h // group_size, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
+            dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+            bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+            own_captures = captures_of_head(b, h, captures, MODS, META)
+            q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
+            k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, True)
+            qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
+            if META.QK1 > 0:
+                q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+                k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+                qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+            dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+            v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, True)
+            dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
+            if META.V1 > 0:
+                dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+                v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, True)
+                dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
+            first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+            lse_log2, delta, p_scale = load_row_statistics(
+                lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
+            )
+            qk, dp, score_scale = descaled_products(
+                qk, dp, descales, b, h, h // group_size, first_row, first_column, softmax_scale, META
+            )
+            keep = True
+            if META.HAS_DROPOUT:
+                keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
+            _p, _p_dropped, dlogit, ds, _score = score_gradient(
+                qk,
+                dp,
+                lse_log2[:, None],
+                delta[:, None],
+                p_scale[:, None],
+                large,
+                rows[:, None],
+                columns[None, :],
+                keep,
+                len_q,
+                len_kv,
+                shift,
+                window_left,
+                window_right,
+                score_scale,
+                softcap,
+                keep_scale,
+                bias_base,
+                stride_bias_m,
+                stride_bias_n,
+                alibi_slope,
+                b,
+                h,
+                own_captures,
+                MODS,
+                is_full,
+                "keys",
+                META,
+            )
+            total += ds * softmax_scale if META.HAS_PRE_SCALE_BIAS else dlogit
+
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = dbias_ptr + ((tl.cast(split, tl.int64) * bias_b + tile_b) * bias_h + tile_h) * bias_q * bias_kv
+    if SPANS_Q and SPANS_KV:
+        inside = (row < bias_q)[:, None] & (column < bias_kv)[None, :]
+        tl.store(base + row.to(tl.int64)[:, None] * bias_kv + column[None, :], total, mask=inside)
+    elif SPANS_Q:
+        tl.store(base + row, tl.sum(total, 1) + total_of_rows, mask=row < bias_q)
+    elif SPANS_KV:
+        tl.store(base + column, tl.sum(total, 0), mask=column < bias_kv)
+    else:
+        tl.store(base, tl.sum(tl.sum(total, 1) + total_of_rows, 0))
+
+
+def bias_gradient(
+    problem: Problem, statistics: Statistics, dout: Tensor, dlse: Tensor | None, dbias: Tensor, tile: Tile | None = None
+) -> None:
+    """Write `dbias`, shaped as the bias. `statistics` is what the dq kernel wrote; deterministic whatever the bias spans."""
+    x = problem
+    if x.bias is None:
+        raise ValueError("bias_gradient needs a problem with a bias")
+    tile = tile or x.tile(BIAS_GRADIENT)
+    meta = x.meta(tile, (dout,))
+    bias_b, bias_h, bias_q, bias_kv = x.bias.shape
+    tiles = bias_b * bias_h * triton.cdiv(bias_q, tile.block_m) * triton.cdiv(bias_kv, tile.block_n)
+    over = (x.batch // max(1, bias_b)) * (x.num_heads // bias_h)
+    over *= 1 if bias_q > 1 else triton.cdiv(x.longest_q, tile.block_m)
+    over *= 1 if bias_kv > 1 else triton.cdiv(x.longest_kv, tile.block_n)
+    # enough programs to fill the device, where the bias itself is too small for that
+    num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
+    parts = torch.empty((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
+    arguments = (
+        *x.arguments(meta, "kinds"),
+        *(dout, *row_strides(dout, meta)),
+        *(dlse, parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
+        *(*statistics, bias_q > 1, bias_kv > 1, x.mods, meta),
+    )
+    launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)
+    dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

@@ -1,0 +1,339 @@
+"""Compiled kernels, launched by the driver's own call: arguments packed into one buffer, and no step of Triton's in between.
+
+Triton's launchers look at each argument's type again in each launch. Here that is done once for a compiled kernel, and what is left
+is `struct.pack_into` and `cuLaunchKernelEx`, which is the same in every version of Triton. What a kernel may need beyond that
+(scratch memory, clusters, launch attributes) none of ours does; `Direct.of` gives None for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from triton.backends.nvidia import driver as triton_driver
+
+from flexattn.kernels_triton.runtime.store import Binary
+
+# C layouts, as cuda.h and Triton's signatures have them
+_CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
+_CODES |= {"fp32": "f", "f32": "f", "fp64": "d"}
+_CONFIG = "7I4xQ24x"  # CUlaunchConfig: grid, block, shared memory, stream, no attributes; then padding to _PARAMETERS
+_STREAM = 32  # where the stream is in it
+_PARAMETERS = 64  # where the arguments begin: first the tensor maps, which are aligned to 64 bytes
+_MAP_BYTES = 128
+_MOST_MAPS = 256  # of one descriptor, kept by address
+
+Path = tuple[int, ...]  # an argument, and where in it
+
+
+class LaunchError(RuntimeError):
+    """The driver refused a launch."""
+
+
+@functools.cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(status, ctypes.byref(text))
+        raise LaunchError(f"CUDA error {status} in {what}: {(text.value or b'unknown').decode()}")
+
+
+_MAX_SHARED, _MOST_STATIC = 8, 48 * 1024  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES; what needs no leave
+
+
+def _load(binary: Binary) -> int:
+    """The kernel's handle in the current context, for as long as the process lives."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    driver = _library()
+    _make_current()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary.code), f"loading {binary.name}")
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, binary.name.encode()), f"loading {binary.name}")
+    if binary.shared > _MOST_STATIC:
+        status = driver.cuFuncSetAttribute(function, _MAX_SHARED, binary.shared)
+        _check(status, f"giving {binary.name} {binary.shared} bytes of shared memory")
+    assert function.value is not None
+    return function.value
+
+
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def _make_current() -> None:
+    """Gives this thread the context of torch's current device: one of autograd's may have none yet."""
+    driver, context = _library(), ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context.value:
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), current_device()), "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def current_device() -> int:
+    return torch._C._cuda_getDevice()
+
+
+def set_to_zero(stream: int, address: int, size: int) -> None:
+    """`size` bytes, in the order of the stream."""
+    if _zeroed(stream, address, size) == _NO_CONTEXT:
+        _make_current()
+        _check(_zeroed(stream, address, size), "cuMemsetD8Async")
+
+
+def _zeroed(stream: int, address: int, size: int) -> int:
+    status: int = _library().cuMemsetD8Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    if status != _NO_CONTEXT:
+        _check(status, "cuMemsetD8Async")
+    return status
+
+
+class _Base:
+    """Stands for a tensor of which the address is known."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Maps:
+    """The tensor maps of one descriptor: encoded once for an address, as nothing else of it varies.
+
+    By Triton, which mends what some drivers encode wrongly; the map is the last that its object has.
+    """
+
+    def __init__(self, descriptor: Any, meta: Any) -> None:
+        self.descriptor = copy.copy(descriptor)
+        self.descriptor.base = None  # keeps no memory alive
+        self.meta = meta
+        self.known: dict[int, bytes] = {}
+
+    def at(self, address: int) -> bytes:
+        found = self.known.get(address)
+        return self._encode(address) if found is None else found
+
+    def _encode(self, address: int) -> bytes:
+        descriptor = copy.copy(self.descriptor)
+        descriptor.base = _Base(address)
+        encoded = triton_driver.make_tensordesc_arg(descriptor, self.meta)[0]
+        start = id(encoded) + type(encoded).__basicsize__ - _MAP_BYTES
+        if len(self.known) >= _MOST_MAPS:
+            self.known.clear()
+        found = self.known[address] = ctypes.string_at(start, _MAP_BYTES)
+        return found
+
+
+def _has_maps() -> bool:
+    """Whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes."""
+    kind = getattr(triton_driver, "PyCUtensorMap", None)
+    return kind is not None and kind.__basicsize__ in (64 + _MAP_BYTES, 128 + _MAP_BYTES)
+
+
+class _Buffer:
+    """Memory for one launch's configuration and arguments, and the call that reads it; locked, as threads may share it."""
+
+    def __init__(self, layout: Direct) -> None:
+        self.memory = bytearray(layout.size + _PARAMETERS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.offset = -start % _PARAMETERS
+        base = start + self.offset
+        self.parameters = (ctypes.c_void_p * len(layout.offsets))(*(base + offset for offset in layout.offsets))
+        self.call = (ctypes.c_void_p(base), ctypes.c_void_p(layout.function), self.parameters, None)
+        self.lock = threading.Lock()
+
+
+class Direct:
+    """A compiled kernel on one device.
+
+    Its arguments lie in the buffer in this order: tensor maps, pointers, and all that is no address, the widest first.
+    """
+
+    def __init__(self, binary: Binary) -> None:
+        self.name, self.signature, self.metas = binary.name, binary.signature, binary.maps
+        self.block, self.shared = 32 * binary.num_warps, binary.shared
+        self.function = _load(binary)
+        self.maps: list[Path] = []
+        self.pointers: list[Path] = []
+        others: list[tuple[Path, str, int]] = []  # (where, code, part of a descriptor or -1)
+        order: list[tuple[str, int]] = []  # of each parameter of the kernel: which list it is in, and where there
+        for path, kind in _leaves(binary.signature, ()):
+            if kind.startswith("tensordesc"):
+                rank = len(self.metas[len(self.maps)]["block_size"])
+                order.append(("maps", len(self.maps)))
+                for part in range(2 * rank):
+                    order.append(("others", len(others)))
+                    others.append((path, "i" if part < rank else "q", part))
+                self.maps.append(path)
+            elif kind.startswith("*"):
+                order.append(("pointers", len(self.pointers)))
+                self.pointers.append(path)
+            else:
+                order.append(("others", len(others)))
+                others.append((path, _CODES[kind], -1))
+        widest_first = sorted(range(len(others)), key=lambda i: -struct.calcsize("=" + others[i][1]))
+        self.others = [(others[i][0], others[i][2]) for i in widest_first]
+        codes = "".join(others[i][1] for i in widest_first)
+        maps_end = _PARAMETERS + _MAP_BYTES * len(self.maps)
+        pointers_end = maps_end + 8 * len(self.pointers)
+        of_others, at = {}, pointers_end
+        for i in widest_first:
+            of_others[i] = at
+            at += struct.calcsize("=" + others[i][1])
+        scratch = at + -at % 8  # two null pointers: scratch memory, of which there is none
+        self.size = scratch + 16
+        starts = {
+            "maps": lambda i: _PARAMETERS + _MAP_BYTES * i,
+            "pointers": lambda i: maps_end + 8 * i,
+            "others": lambda i: of_others[i],
+        }
+        widths = {"maps": lambda i: _MAP_BYTES, "pointers": lambda i: 8, "others": lambda i: struct.calcsize("=" + others[i][1])}
+        self.offsets = [starts[which](i) for which, i in order] + [scratch, scratch + 8]
+        self.sizes = [widths[which](i) for which, i in order] + [8, 8]
+        addresses = f"{_MAP_BYTES}s" * len(self.maps) + f"{len(self.pointers)}Q"
+        self.whole = struct.Struct(f"={_CONFIG}{addresses}{codes}")
+        self.addresses = struct.Struct(f"=Q24x{addresses}")  # from the stream on
+        self.encoders: dict[Any, _Maps] = {}
+        self.buffer = _Buffer(self)
+
+    @classmethod
+    def of(cls, binary: Binary | None) -> Direct | None:
+        """None for a kernel that takes what cannot be handed over here."""
+        if binary is None:
+            return None
+        kinds = [kind for _, kind in _leaves(binary.signature, ())]
+        if any(kind not in _CODES and kind[0] != "*" and not kind.startswith("tensordesc") for kind in kinds):
+            return None
+        descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
+        if descriptors and (len(binary.maps) != descriptors or None in binary.maps or not _has_maps()):
+            return None
+        return cls(binary)
+
+    def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
+        maps = self._maps(arguments)
+        bases = [_at(arguments, path).base.data_ptr() for path in self.maps]
+        pointers = [_at(arguments, path).data_ptr() for path in self.pointers]
+        self._pack(self.buffer, programs, stream, maps, bases, pointers, arguments, launches=True)
+
+    def prepare(self, programs: int, arguments: Sequence[Any]) -> Prepared:
+        """The launch with all but its addresses in place; `tensors_of` says whose addresses those are."""
+        return Prepared(self, programs, arguments)
+
+    def tensors_of(self, arguments: Sequence[Any]) -> list[Any]:
+        """Whose addresses a launch takes: of the descriptors, then of the pointers."""
+        return [*(_at(arguments, path).base for path in self.maps), *(_at(arguments, path) for path in self.pointers)]
+
+    def _maps(self, arguments: Sequence[Any]) -> list[_Maps]:
+        found = []
+        for position, path in enumerate(self.maps):
+            descriptor = _at(arguments, path)
+            key = (position, *descriptor.shape, *descriptor.strides)
+            maps = self.encoders.get(key)
+            if maps is None:
+                if len(self.encoders) >= _MOST_MAPS:
+                    self.encoders.clear()
+                maps = self.encoders[key] = _Maps(descriptor, self.metas[position])
+            found.append(maps)
+        return found
+
+    def _pack(
+        self,
+        buffer: _Buffer,
+        programs: int,
+        stream: int,
+        maps: Sequence[_Maps],
+        bases: Sequence[int],
+        pointers: Sequence[int],
+        arguments: Sequence[Any],
+        launches: bool,
+    ) -> None:
+        config = (programs, 1, 1, self.block, 1, 1, self.shared, stream)
+        encoded = [m.at(base) for m, base in zip(maps, bases, strict=True)]
+        others = [_other(_at(arguments, path), part) for path, part in self.others]
+        with buffer.lock:
+            try:
+                self.whole.pack_into(buffer.memory, buffer.offset, *config, *encoded, *pointers, *others)
+            except OverflowError:  # a Python float past the largest of the kernel's type
+                others = [ctypes.c_float(x).value if isinstance(x, float) else x for x in others]
+                self.whole.pack_into(buffer.memory, buffer.offset, *config, *encoded, *pointers, *others)
+            status = _library().cuLaunchKernelEx(*buffer.call) if launches else 0
+            if status == _NO_CONTEXT:
+                _make_current()
+                status = _library().cuLaunchKernelEx(*buffer.call)
+        _check(status, f"the launch of {self.name}")
+
+
+class Prepared:
+    """A launch of which all but the stream and the addresses is in its buffer: `launch(stream, addresses)`."""
+
+    def __init__(self, direct: Direct, programs: int, arguments: Sequence[Any]) -> None:
+        self.direct = direct
+        self.buffer = buffer = _Buffer(direct)
+        maps = direct._maps(arguments)
+        count = len(direct.maps)
+        addresses = [t.data_ptr() for t in direct.tensors_of(arguments)]
+        direct._pack(buffer, programs, 0, maps, addresses[:count], addresses[count:], arguments, launches=False)
+        plain = self._launcher()
+        if not maps:
+            self.launch = plain
+            return
+
+        def launch(stream: int, addresses: Sequence[int]) -> None:
+            encoded = [m.known.get(address) or m.at(address) for m, address in zip(maps, addresses, strict=False)]
+            plain(stream, (*encoded, *addresses[count:]))
+
+        self.launch = launch
+
+    def _launcher(self) -> Callable[[int, Sequence[Any]], None]:
+        """A closure, whose names are found faster than attributes: this is every call's last step."""
+        lock, call, memory, at = self.buffer.lock, self.buffer.call, self.buffer.memory, self.buffer.offset + _STREAM
+        pack, driver, name = self.direct.addresses.pack_into, _library().cuLaunchKernelEx, self.direct.name
+
+        def launch(stream: int, addresses: Sequence[Any]) -> None:
+            with lock:
+                pack(memory, at, stream, *addresses)
+                status = driver(*call)
+                if status == _NO_CONTEXT:
+                    _make_current()
+                    status = driver(*call)
+            if status:
+                _check(status, f"the launch of {name}")
+
+        return launch
+
+
+class _Kind(NamedTuple):
+    path: Path
+    kind: str
+
+
+def _leaves(signature: Sequence[Any], path: Path) -> Iterator[_Kind]:
+    """What of a signature is handed to the kernel: where it is among the arguments, and its type."""
+    for i, kind in enumerate(signature):
+        if isinstance(kind, (tuple, list)):
+            yield from _leaves(kind, (*path, i))
+        elif kind != "constexpr":
+            yield _Kind((*path, i), kind)
+
+
+def _at(arguments: Sequence[Any], path: Path) -> Any:
+    found = arguments[path[0]]
+    for i in path[1:]:
+        found = found[i]
+    return found
+
+
+def _other(argument: Any, part: int) -> Any:
+    """A number; or one of a descriptor's shape and then strides."""
+    if part < 0:
+        return argument
+    rank = len(argument.shape)
+    return argument.shape[part] if part < rank else argument.strides[part - rank]

@@ -1,0 +1,333 @@
+"""The one place where kernels are launched, compiled or interpreted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import typing
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+
+from flexattn.kernels_triton.runtime import interpreter, store
+from flexattn.kernels_triton.runtime.direct import Direct
+from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flatten, is_group
+
+INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
+
+
+class Tile(NamedTuple):
+    block_m: int  # queries
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+    apart: bool = False  # dk and dv by a launch each: the scores once more, and half the accumulators at a time
+
+
+MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
+
+# read, written 16 bytes at a time
+WIDE = {
+    f"{name}_ptr"
+    for name in (
+        *("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv"),
+        *("q_t", "k_t", "v_t", "dout_t", "x", "q8", "k8", "v8", "dout8", "out_q", "out_k", "rows", "quads", "parts"),
+    )
+}
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """`triton.jit` for a function that is launched: compiled for no integer's value and for no small tensor's address.
+
+    So a new length, batch size, stride or window never compiles it again. Strides come in units of `Meta.ALIGN` instead, and the
+    wide tensors are still told apart by whether they begin at a multiple of 16 bytes.
+
+    function: `def _name_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr)`. `Arguments` is a NamedTuple whose fields
+        may be NamedTuples themselves (`entry`), and `launch` takes one in its place. Or a function of plain parameters.
+    """
+    return _launchable(function, triton.jit)
+
+
+def hopper_kernel(function: Callable[..., None]) -> Any:
+    """The same in Gluon; what it reads and writes in tiles are descriptors, which are compiled for no address."""
+    return _launchable(function, gluon.jit)
+
+
+def _launchable(function: Callable[..., None], jit: Callable[..., Any]) -> Any:
+    group, wide = None, WIDE if jit is triton.jit else set()
+    first = next(iter(inspect.signature(function).parameters))
+    if is_group(typing.get_type_hints(function).get(first)):
+        function, group = flat_function(function, jit)
+        wide = {field.name for field in fields_of(group) if field.is_wide}
+    parameters = inspect.signature(function).parameters.values()
+    run_time = [p.name for p in parameters if p.annotation is p.empty and p.name not in wide]
+    made = jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+    made.group = group  # of the first argument; None: its parameters are plain
+    made.wide = frozenset(wide)  # compiled for whether they begin at a multiple of 16 bytes
+    return made
+
+
+class Launch(NamedTuple):
+    """One launch as it was asked for: what `launch` needs to make it, and `compile_report.request_for` to compile its kernel."""
+
+    kernel: Any
+    tile: Tile
+    arguments: tuple[Any, ...]
+    programs: int
+
+
+Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
+
+
+class _Thread(threading.local):
+    """How one thread's launches go: what one thread pretends, records or watches is nothing to another."""
+
+    def __init__(self) -> None:
+        self.pretended: tuple[int, int] | None = None
+        self.recording: list[Launch] | None = None
+        self.watcher: Watcher | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def _set_here(name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of `_thread` is `value`. A backward that is called inside runs in this thread, not in autograd's."""
+    before = getattr(_thread, name)
+    setattr(_thread, name, value)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        setattr(_thread, name, before)
+
+
+@contextlib.contextmanager
+def pretended_device(capability: int, processors: int) -> Iterator[None]:
+    """Inside, to this thread, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
+
+    For launches that are recorded, or made by a driver that does nothing.
+    """
+    with _set_here("pretended", (capability, processors)):
+        yield
+
+
+def capability_of(device: torch.device) -> int:
+    """The device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
+    pretended = _thread.pretended
+    return _capability_of(device) if pretended is None else pretended[0]
+
+
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
+    pretended = _thread.pretended
+    return _num_processors(device) if pretended is None else pretended[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _capability_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.lru_cache(maxsize=64)
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Inside, this thread launches nothing: the list that this gives fills with what would have been. Outputs stay as they are."""
+    launches: list[Launch] = []
+    with _set_here("recording", launches):
+        yield launches
+
+
+@contextlib.contextmanager
+def watched_launches(watcher: Watcher) -> Iterator[None]:
+    """Inside, this thread's launches are made, and each is told to `watcher`: its kernel, its programs, its arguments.
+
+    The kernel is None where it was launched by Triton and can be launched in no other way.
+    """
+    before, _thread.watcher = _thread.watcher, watcher
+    try:
+        yield
+    finally:
+        _thread.watcher = before
+
+
+_runtime = triton.knobs.runtime
+
+
+def is_plain() -> bool:
+    """Whether nobody looks at this thread's launches, so that they need not go through Triton: no record, no profiler's hooks."""
+    if _thread.recording is not None:
+        return False
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    if (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)):
+        return False
+    return not _runtime.debug and _runtime.add_stages_inspection_hook is None
+
+
+def current_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
+
+
+def stream_of(device: torch.device) -> Callable[[], int]:
+    """What tells the device's current stream."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+
+
+def is_current(device: torch.device) -> bool:
+    return torch._C._cuda_getDevice() == device.index  # type: ignore[no-any-return]
+
+
+_MOST_KERNELS = 1024
+_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by all that Triton compiles a kernel for
+_counts = {"hits": 0, "misses": 0}
+_lock = threading.Lock()
+
+
+def kernel_cache_info() -> dict[str, int]:
+    """Hits and misses of launches since the start or `clear_kernels`, and how many kernels are kept (at most 1024)."""
+    with _lock:
+        return {**_counts, "size": len(_kernels)}
+
+
+def clear_kernels() -> None:
+    """Ask Triton again for every kernel; its own caches stay."""
+    with _lock:
+        _kernels.clear()
+        _counts.update(hits=0, misses=0)
+
+
+def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+    """Run `programs` programs of `kernel` on `device`; none for 0.
+
+    arguments: those of the kernel as it is written, the first a NamedTuple where it takes one.
+
+    Triton compiles and launches a kernel the first time; from then on it is launched by the driver's own call.
+
+    Raises ValueError for more programs than CUDA has room for.
+    """
+    if programs > MAX_PROGRAMS:
+        raise ValueError(
+            f"the call needs {programs} programs of {kernel.__name__}, and a launch has at most {MAX_PROGRAMS}; pass max_seqlen_q "
+            "and max_seqlen_kv, without which every sequence counts as long as all together, or split the batch"
+        )
+    if programs == 0:
+        return
+    if kernel.group is not None:
+        arguments = (*flatten(kernel.group, arguments[0]), *arguments[1:])
+    recording = _thread.recording
+    if recording is not None:
+        recording.append(Launch(kernel, tile, arguments, programs))
+        return
+    if interpreter.INTERPRETED:
+        with interpreter.right_arithmetic():
+            kernel[(programs,)](*arguments)
+        return
+    if is_current(device):
+        _launch(kernel, programs, device, tile, arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(kernel, programs, device, tile, arguments)
+
+
+_directory: Path | None = None
+
+
+def keep_in(directory: str | None) -> None:
+    """Where compiled kernels are looked for and kept from now on; None: with Triton's own."""
+    global _directory
+    _directory = Path(directory) if directory is not None else None
+
+
+def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
+    parts = tuple(map(_compiled_for, arguments, _compared(kernel)))
+    key = (kernel, device, tile.num_warps, tile.num_stages, *parts)
+    is_quick = is_plain()
+    direct = _kernels.get(key) if is_quick else None
+    if direct is None and is_quick and key not in _kernels:
+        direct = _find_or_compile(kernel, parts, capability_of(device), tile, arguments)
+        with _lock:
+            _counts["misses"] += 1
+            _kernels[key] = direct
+            while len(_kernels) > _MOST_KERNELS:
+                _kernels.popitem(last=False)
+    elif direct is not None:
+        _counts["hits"] += 1
+    if direct is not None:
+        direct.launch(programs, current_stream(device), arguments)
+    else:
+        kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    watcher = _thread.watcher
+    if watcher is not None:
+        watcher(direct, programs, arguments)
+
+
+def _find_or_compile(
+    kernel: Any, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[Any, ...]
+) -> Direct | None:
+    """From disk, or else by Triton, and then kept; None for a kernel that only Triton can launch."""
+    text, directory = "", _directory or store.default_directory()
+    if store.is_used():
+        text = store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
+        found = store.find(directory, text, says=_directory is not None)
+        if found is not None:
+            return Direct.of(found)
+    compiled = kernel.warmup(*arguments, grid=(1,), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    binary = store.binary_of(compiled)
+    if binary is not None and text:
+        store.keep(directory, text, binary, says=_directory is not None)
+    return Direct.of(binary)
+
+
+def description_of(launch: Launch, architecture: int) -> str:
+    """Of the kernel of a recorded launch, for tensors at multiples of 16 bytes, as `store` has it."""
+    kernel, tile = launch.kernel, launch.tile
+    parts = tuple(map(_compiled_for, launch.arguments, _compared(kernel)))
+    return store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
+
+
+@functools.lru_cache(maxsize=256)
+def _compared(kernel: Any) -> tuple[tuple[bool, bool], ...]:
+    """Of each parameter, whether its kernel is compiled for its value, and for whether its address is a multiple of 16 bytes."""
+    return tuple((p.is_constexpr or not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in kernel.params)
+
+
+def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
+    """What of an argument Triton compiles a kernel for: no two arguments with different answers share one by mistake."""
+    kind = type(argument)
+    if argument is None:
+        return None
+    by_value, by_address = compared
+    if isinstance(argument, torch.Tensor):
+        return (argument.dtype, argument.data_ptr() % 16 == 0) if by_address else argument.dtype
+    if kind is float and not by_value:
+        return float
+    if kind is int and not by_value:
+        return "i32" if -(2**31) <= argument < 2**31 else "i64" if argument < 2**63 else "u64"
+    if hasattr(argument, "block_shape"):  # a descriptor
+        return (argument.base.dtype, *argument.block_shape, argument.layout, argument.padding)
+    if isinstance(argument, tuple) and not by_value:
+        return tuple(map(_compiled_for_in_tuple, argument))
+    return kind, argument  # 1, 1.0 and True are equal
+
+
+def _compiled_for_in_tuple(part: Any) -> Any:
+    """Of a part of a tuple, for which `do_not_specialize` does nothing: an integer that is 1 or a multiple of 16 is another one."""
+    if isinstance(part, tuple):
+        return tuple(map(_compiled_for_in_tuple, part))
+    kind = _compiled_for(part, (False, True))
+    return (kind, part == 1, part % 16 == 0) if type(part) is int else kind
