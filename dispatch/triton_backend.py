@@ -120,7 +120,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.portable.forward import attention_forward
 
     out, lse, max_logit = empty_outputs(spec, x)
-    problem = with_diagonals(with_mask_blocks(_problem(spec, x), "forward"))
+    problem = with_diagonals(with_mask_blocks(to_problem(spec, x), "forward"))
     rows = as_bshd(out, spec.q_format)
     wanted = max_logit if spec.return_max_logit else None
     if not _hopper_forward(spec, problem, rows, lse, wanted):
@@ -345,7 +345,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     if quantises:
         x, dout = _with_dout_to_come(spec, x, dout)
     needs_all = dbias is not None or bool(dcaptures) or spec.deterministic or _hopper_wish(spec) == "never"
-    own = dataclasses.replace(_problem(spec, x), dout_is_to_come=quantises)
+    own = dataclasses.replace(to_problem(spec, x), dout_is_to_come=quantises)
     problem = with_diagonals(with_mask_blocks(own, "backward" if needs_all else "one pass"))
     out, dout = as_bshd(out, spec.q_format), as_bshd(_loadable(dout), spec.q_format)
     dlse = dlse.contiguous() if dlse is not None else None
@@ -408,7 +408,7 @@ def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
     return watched_launches(watcher)
 
 
-def _problem(spec: AttentionSpec, x: Operands) -> Problem:
+def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
     from flexattn.kernels_triton.common.problem import Problem
     from flexattn.kernels_triton.runtime import launch
 

@@ -106,7 +106,7 @@ class Fp8Call(NamedTuple):
 
 
 def fp8_call(spec: AttentionSpec, x: Operands, granularity: Granularity = "head") -> Fp8Call:
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     q, k, v = (quantise(problem, side, t, granularity) for side, t in (("q", problem.q), ("kv", problem.k), ("kv", problem.v)))
     stands_for = x._replace(
         **{

@@ -239,7 +239,7 @@ def test_compiled_ahead_of_time(kernels: str) -> None:
     mask = flexattn.create_block_mask(documents("cpu"), None, None, 256, 256, "cpu", 128)
     blocks = block_lists(mask, 2, HEADS, 256, 256, torch.device("cpu"))
     spec, x = make_call(given, mods=trace_mods(None, mask.mask_mod), blocks=blocks, return_max_logit=False)
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     tiles = [problem.tile(table, 90) for table in (configs.FORWARD, configs.DQ, configs.DKDV)]
     out, lse = torch.zeros_like(x.q), torch.zeros(2, HEADS, 256)
     gradients = (out.clone(), x.k.clone(), x.v.clone())

@@ -141,7 +141,7 @@ def test_tables_are_for_many_scores(device: str) -> None:
         sizes = {"lengths_q": [length_q], "lengths_kv": [length_kv], "num_heads": heads, "num_heads_kv": heads, "head_dim_qk": 8}
         given = make_inputs(**sizes, device=device)
         spec, x = make_call(given, mods=trace_mods(mods.relative_bias(rand(32, heads, device=device)), None))
-        problem = triton_backend._problem(spec, x)
+        problem = triton_backend.to_problem(spec, x)
         assert (with_diagonals(problem) is not problem) == is_tabulated
 
 

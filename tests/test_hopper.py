@@ -384,7 +384,7 @@ def test_padding_alone_is_zeroed(fmt: str, in_reverse: bool, device: str) -> Non
     lengths = {"lengths_q": [70, 0, 5, 200], "padding": True, "gap": 3, "in_reverse": in_reverse}
     given = make_inputs(fmt, **lengths, dtype=torch.bfloat16, device=device)
     spec, x = make_call(given, attn_mask_type="padding")
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     out = torch.full_like(problem.q, 7.0)
     lse = torch.full((4, out.shape[0]) if fmt == "thd" else (4, 4, out.shape[1]), 7.0, device=device)
     zero_padding(problem, out, "q", lse)

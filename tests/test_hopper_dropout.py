@@ -107,7 +107,7 @@ def test_dropout_emulated(dims: tuple[int, int]) -> None:
 
 def forward(spec: AttentionSpec, x: Operands, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit), launched as they are."""
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
     lse, max_logit = (torch.full(size, float("nan"), device=x.q.device) for size in (shape, (spec.num_heads,)))
@@ -167,7 +167,7 @@ GROUPS = dict(zip(FEATURES, (4, 8, 2, 4, 1), strict=True))
 @pytest.mark.parametrize("name", FEATURES)
 def test_heads_share_a_tile_emulated(name: str) -> None:
     spec, x = make_case(name, "cpu")
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     assert hopper_forward.heads_of_a_tile(problem, hopper_forward.tile_of(problem)) == GROUPS[name]
     seed = 1 + FEATURES.index(name)
     with emulated(seed, hopper_forward) as reports:

@@ -54,7 +54,7 @@ def run(
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     with emulated(seed, *kernels) as reports:
-        problem = triton_backend._problem(spec, x)
+        problem = triton_backend.to_problem(spec, x)
         out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
         shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
         lse = torch.full(shape, float("nan"))

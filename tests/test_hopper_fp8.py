@@ -57,9 +57,10 @@ from flexattn.testing import make_call, make_dout, make_inputs
 def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: str) -> None:
     dtype = E5M2 if granularity == "head" else E4M3
     given = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64, device=device)
-    problem = triton_backend._problem(*make_call(given))
+    problem = triton_backend.to_problem(*make_call(given))
     for side, x in (("q", problem.q), ("kv", problem.v)):
-        host = triton_backend._problem(*make_call(make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64)))
+        given_in_half = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64)
+        host = triton_backend.to_problem(*make_call(given_in_half))
         wanted = quantise(host, side, host.q if side == "q" else host.v, granularity, dtype)
         scale = wanted.scale._replace(descale=wanted.scale.descale.to(device))
         rows = torch.full(x.shape, 7.0, device=device).to(dtype)
@@ -88,7 +89,7 @@ def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: st
 def test_what_is_not_finite_becomes_nan_and_the_rest_saturates(dtype: torch.dtype, device: str) -> None:
     x = torch.zeros(1, 16, 1, 16, device=device)
     x[0, 0, 0, :4] = torch.tensor([1e6, -1e6, float("inf"), float("nan")])
-    problem = triton_backend._problem(*make_call(make_inputs(lengths_q=[16], num_heads=1, num_heads_kv=1, device=device)))
+    problem = triton_backend.to_problem(*make_call(make_inputs(lengths_q=[16], num_heads=1, num_heads_kv=1, device=device)))
     scale = quantise(problem, "q", torch.zeros(1, 16, 1, 16), "tensor", dtype).scale
     rows = torch.empty(x.shape, dtype=dtype, device=device)
     quantize(problem, "q", x, scale._replace(descale=scale.descale.to(device)), rows)

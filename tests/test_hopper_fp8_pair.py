@@ -308,7 +308,7 @@ def test_mods_compiled(dims: tuple[int, int]) -> None:
         inputs = {"lengths_q": [256], "num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
         _, *case = make_case("cpu", {"attn_mask_type": "causal", **make("cpu")}, **inputs)
         with recorded_launches() as launches:
-            problem = with_diagonals(with_mask_blocks(triton_backend._problem(*case), "backward"))
+            problem = with_diagonals(with_mask_blocks(triton_backend.to_problem(*case), "backward"))
             q, k, v = problem.q, problem.k, problem.v
             of_all = torch.ones(1, 1, 1)
             fp8 = dataclasses.replace(problem, q=q.to(E4M3), k=k.to(E4M3), v=v.to(E4M3), descales=(of_all,) * 4)

@@ -120,7 +120,7 @@ def make_case(device: str, features: dict[str, Any], **inputs: Any) -> tuple[Inp
 
 def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
     """What the kernels make of a call, launched as they are; the gradients twice where there is a kernel in one pass."""
-    problem = with_diagonals(triton_backend._problem(spec, x))
+    problem = with_diagonals(triton_backend.to_problem(spec, x))
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
     lse = torch.full(shape, float("nan"), device=x.q.device)
@@ -252,7 +252,7 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
         spec, x = make_case(
             "cpu", {"mods": trace_mods(None, _documents), "blocks": lists}, lengths_q=[256], num_heads=HEADS, num_heads_kv=2
         )[1:]
-        problem = triton_backend._problem(spec, x)
+        problem = triton_backend.to_problem(spec, x)
         tile = (128, 128)
         if direction == "forward":
             assert "128 x 128, and the block mask's blocks 64 x 64" in str(hopper_forward.block_mask_error(problem, tile))

@@ -114,7 +114,7 @@ def call_of(case: Case, how: str, dtype: torch.dtype) -> tuple[Inputs, Attention
 
 
 def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
-    problem = triton_backend._problem(*call_of(case, how, case.q.dtype)[1:])
+    problem = triton_backend.to_problem(*call_of(case, how, case.q.dtype)[1:])
     out, lse = torch.full_like(case.q, float("nan")), torch.full((1, HEADS, case.q.shape[1]), float("nan"))
     hopper_forward.hopper_forward(problem, out, lse, splits=splits)
     got = {"out": out, "lse": lse}

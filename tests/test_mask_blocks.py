@@ -99,7 +99,7 @@ def problem_of(mask: Any, device: str, **call: Any) -> tuple[Problem, Tensor]:
     every = torch.arange(LENGTH, device=device)
     positions = {"b": every[:2].view(2, 1, 1, 1), "h": every[:HEADS].view(HEADS, 1, 1), "q_idx": every[:, None], "kv_idx": every}
     shown = evaluate(spec.mods.mask, {**positions, **spec.mods.inputs(x.mod_tensors, x.mod_numbers)}, torch.float32)
-    return mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "backward"), shown.expand(2, HEADS, LENGTH, LENGTH)
+    return mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "backward"), shown.expand(2, HEADS, LENGTH, LENGTH)
 
 
 def kinds(counts: Tensor, indices: Tensor, full_counts: Tensor, full_indices: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def test_compiled_ahead_of_time(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     inputs = make_inputs(lengths_q=[LENGTH] * 2)
     spec, x = make_call(inputs, mods=trace_mods(None, MASKS[name][0]("cpu")), attn_mask_type="causal")
     with recorded_launches() as launches:
-        mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "backward")
+        mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "backward")
     assert len(launches) == {"causal document": 3, "natten": 2}[name]  # natten reads nothing
     for report in compile_sound([request_for(launch, sm) for launch in launches for sm in (80, 90, 100)]):
         assert report.spill_store_bytes == 0

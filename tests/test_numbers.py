@@ -81,7 +81,7 @@ def test_a_large_max_seqlen_launches_what_there_may_be_work_for(device: str) -> 
         testing.make_inputs(device=device, lengths_q=[9, 9], lengths_kv=[9, 9], qkv_format="thd"), attn_mask_type="padding"
     )
     x = x._replace(max_seqlen_q=2**31 - 1, max_seqlen_kv=2**40)
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     assert problem.longest_q <= x.q.shape[0]
     assert problem.longest_kv <= x.k.shape[0]
 

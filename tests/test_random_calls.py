@@ -46,7 +46,7 @@ def draw_for_hopper(seed: int) -> tuple[Call, AttentionSpec, Operands]:
         call = Call(config, seed)
         x, settings = bind_call(**call.arguments())
         spec = ops.spec_to_run(x, settings)
-        problem = mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "forward")
+        problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
         with pretended_device(90, 132):
             refusal = hopper_forward.refusal(problem, as_bshd(rows_and_lse(call, spec)[0], spec.q_format))
         if refusal is None:
@@ -62,7 +62,7 @@ def test_emulated(seed: int) -> None:
     verdicts, parts = Verdicts(), 1 + seed % 3
     out, lse = rows_and_lse(call, spec)
     rows = as_bshd(out, spec.q_format)
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     with emulated(seed, hopper_forward) as reports:
         hopper_forward.hopper_forward(mask_blocks.with_mask_blocks(problem, "forward"), rows, lse, splits=parts)
     check_reports(reports)

@@ -374,7 +374,7 @@ def requests(make_mods: Any, sm: int, head_dim: int) -> list[CompileRequest]:
     )
     traced = trace_mods(*make_mods("cpu"), needs_grad=True)
     spec, x = make_call(given_inputs, mods=traced, attn_mask_type="padding_causal", return_max_logit=False)
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     lse, (dq, dk, dv, dout, out) = torch.zeros(2, HEADS, 65), (torch.zeros_like(t) for t in (x.q, x.k, x.v, x.q, x.q))
     captured = [torch.zeros_like(t) for t in x.mod_tensors if t.requires_grad]
     captured = captured[: len(traced.program.added_to)]
@@ -445,7 +445,7 @@ def run(batch, heads, length, scale, with_blocks):
         mask = create_block_mask(mask_mod, 1, 1, length, length, "cpu", 32)
         blocks = block_lists(mask, batch, heads, length, length, torch.device("cpu"))
     spec, x = make_call(given, mods=traced, blocks=blocks)
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     lse = torch.zeros(batch, heads, length)
     with recorded_launches() as launches:
         attention_forward(problem, torch.zeros_like(x.q), lse, tile=TILE)

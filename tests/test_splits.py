@@ -137,7 +137,7 @@ def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.Mo
 
     inputs = {"lengths_q": [queries], "lengths_kv": [330 * LONGER], "head_dim_qk": 64, "head_dim_v": 64, "dtype": BF16}
     spec, x = make_call(make_inputs(device=device, **inputs), mods=trace_mods(score_mod, mask_mod), window_size=(300 * LONGER, -1))
-    given = mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "forward")
+    given = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
     assert (given.block_mask is not None) == has_blocks
     combined = split_in(3, monkeypatch)
     check(spec, x, triton_backend.forward(spec, x))
@@ -178,7 +178,7 @@ def forward_emulated(seed: int, module: Any, call: dict[str, Any], tile: HopperT
     """The kernel of sm_90 in the emulator, right and clean, with keys in three parts."""
     given = make_inputs(**{"dtype": BF16, "head_dim_qk": 128, "head_dim_v": 128, "num_heads": 4, "num_heads_kv": 2, **inputs})
     spec, x = make_call(given, **call)
-    problem = mask_blocks.with_mask_blocks(triton_backend._problem(spec, x), "forward")
+    problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
     lse, max_logit = torch.full(shape, float("nan")), torch.full((spec.num_heads,), float("nan"))
@@ -384,7 +384,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     planted = edited(forward_kernels, *PLANTED[name], tmp_path)
     call, inputs = CASES["thd, learnable sinks"]
     spec, x = make_call(make_inputs(**inputs), **call | {"window_size": (250, 0)})
-    problem = triton_backend._problem(spec, x)
+    problem = triton_backend.to_problem(spec, x)
     for module, is_planted in ((forward_kernels, False), (planted, True)):
         out, lse = torch.empty_like(x.q), torch.empty(spec.num_heads, x.q.shape[0])
         module.attention_forward(problem, out, lse, splits=3)

@@ -332,7 +332,7 @@ def test_wrong_cu_seqlens_stay_in_bounds(values: list[int], gaps: bool, device: 
     cu = (fine, fine, wrong, wrong) if gaps else (wrong, wrong, None, None)
     x = x._replace(q=inside(4, None), k=inside(2, None), v=inside(2, None), max_seqlen_q=80, max_seqlen_kv=80)
     x = x._replace(cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], cu_seqlens_q_padded=cu[2], cu_seqlens_kv_padded=cu[3])
-    given_to_kernels = triton_backend._problem(spec, x)
+    given_to_kernels = triton_backend.to_problem(spec, x)
     out, dq, dk, dv = inside(4, 7.0), inside(4, 7.0), inside(2, 7.0), inside(2, 7.0)
     lse = torch.zeros(4, total, device=device)
     forward_kernels.attention_forward(given_to_kernels, out, lse)
@@ -410,7 +410,7 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
     doffset = torch.empty_like(offset)
     rows = (as_bshd(out, fmt), lse, as_bshd(dout, fmt))
-    alone = row_statistics(triton_backend._problem(spec, x), *rows, dlse, doffset)
+    alone = row_statistics(triton_backend.to_problem(spec, x), *rows, dlse, doffset)
     # torch.empty is filled with NaN here: what is not written is equal too.
     torch.testing.assert_close(alone[:2], left[0][0][:2], rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(doffset, gradients.dsoftmax_offset, rtol=1e-4, atol=1e-5)
