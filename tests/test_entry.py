@@ -29,7 +29,7 @@ class Factors(NamedTuple):
 class Arguments(NamedTuple):
     x: Row
     out: Row
-    factors: Factors
+    factors: Factors | None
     size: int
 
 

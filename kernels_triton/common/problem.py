@@ -9,6 +9,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import (
+    Alibi,
+    Band,
+    Bias,
+    BlockKinds,
+    BlockMaskLists,
+    Dropout,
+    Inputs,
+    Lengths,
+    Rows,
+    Scale,
+    Scales,
+    Scores,
+)
 from flexattn.kernels_triton.common.tiles import Table, select_tile, split_head_dim
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of
 
@@ -73,6 +87,20 @@ class BlockLists(NamedTuple):
         assert indices is not None
         batch, heads, rows = counts.shape
         return (*tensors, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, indices.shape[-1])
+
+    def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists:
+        """The lists of blocks of keys, one for each block of queries ("kv"), or those of blocks of queries."""
+        counts, indices, full_counts, full_indices = self[:4] if blocks == "kv" else self[4:8]
+        stride_b, stride_h = _list_strides(counts)
+        return BlockMaskLists(
+            counts_ptr=counts,
+            indices_ptr=indices,
+            full_counts_ptr=full_counts,
+            full_indices_ptr=full_indices,
+            stride_b=stride_b,
+            stride_h=stride_h,
+            length=indices.shape[-1],
+        )
 
     def kinds(self) -> Tensor:
         """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
@@ -335,6 +363,87 @@ class Problem:
             return None
         return tuple(value for t in self.descales for value in (t, *(2 * _strides(t, 3)[dim] + 3 for dim in (2, 0, 1))))
 
+    @property
+    def lengths_q(self) -> Lengths:
+        return Lengths(
+            cu_seqlens_ptr=self.cu_seqlens_q,
+            cu_seqlens_padded_ptr=self.cu_seqlens_q_padded,
+            batch=self.batch,
+            num_tokens=self.q.shape[-3],
+            max_seqlen=self.longest_q,
+        )
+
+    @property
+    def lengths_kv(self) -> Lengths:
+        return Lengths(
+            cu_seqlens_ptr=self.cu_seqlens_kv,
+            cu_seqlens_padded_ptr=self.cu_seqlens_kv_padded,
+            batch=self.batch,
+            num_tokens=self.k.shape[-3],
+            max_seqlen=self.longest_kv,
+        )
+
+    @property
+    def band(self) -> Band:
+        left, right = self.window
+        return Band(left=left, right=right, bottom_right=int(self.bottom_right))
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(
+            scale=float(self.softmax_scale),
+            softcap=float(self.softcap),
+            bias=_bias(self.bias),
+            alibi=_alibi(self.alibi_slopes),
+            captures=self.captures,
+        )
+
+    @property
+    def dropout(self) -> Dropout:
+        dropped = round(self.dropout_p * 2**16)  # of 2**16
+        return Dropout(
+            rng_state_ptr=self.rng_state,
+            threshold=(dropped - 2**16 if dropped >= 2**15 else dropped) << 16,
+            keep_scale=2**16 / (2**16 - dropped),
+        )
+
+    @property
+    def scales(self) -> Scales | None:
+        """The descales of q, k, v and, for a backward, dout; None where they are not in FP8."""
+        if not self.descales:
+            return None
+        q, k, v, *dout = (_scale(descale) for descale in self.descales)
+        return Scales(q=q, k=k, v=v, dout=dout[0] if dout else None)
+
+    def inputs(self, meta: Meta) -> Inputs:
+        """The arguments that the kernels of the call share."""
+        return Inputs(
+            q=rows(self.q, meta),
+            k=rows(self.k, meta),
+            v=rows(self.v, meta),
+            lengths_q=self.lengths_q,
+            lengths_kv=self.lengths_kv,
+            num_heads=self.num_heads,
+            group_size=self.group_size,
+            band=self.band,
+            scores=self.scores,
+            softmax_offset_ptr=self.softmax_offset,
+            dropout=self.dropout,
+            scales=self.scales,
+        )
+
+    def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists | None:
+        """Those of the block mask, of blocks of keys or of queries."""
+        return None if self.block_mask is None else self.block_mask.lists(blocks)
+
+    def kinds(self) -> BlockKinds | None:
+        """The kinds of all blocks of the block mask."""
+        if self.block_mask is None:
+            return None
+        kinds = self.block_mask.kinds()
+        stride_b, stride_h = _list_strides(kinds[..., 0])
+        return BlockKinds(ptr=kinds, stride_b=stride_b, stride_h=stride_h, length=kinds.shape[-1])
+
     def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""
         return (None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)
@@ -380,6 +489,34 @@ class Problem:
             self.scale_arguments(),
             *self.list_arguments(blocks),
         )
+
+
+def rows(x: Tensor, meta: Meta) -> Rows:
+    """A tensor laid out as q, for a kernel that is compiled with `meta`."""
+    stride_b, stride_s, stride_h = row_strides(x, meta)
+    return Rows(ptr=x, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
+
+
+def _list_strides(counts: Tensor) -> tuple[int, int]:
+    """(batch, head) strides, in rows, of lists with these counts."""
+    batch, heads, lists = counts.shape
+    return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
+
+
+def _bias(bias: Tensor | None) -> Bias | None:
+    if bias is None:
+        return None
+    stride_b, stride_h, stride_m, stride_n = _strides(bias, 4)
+    return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n)
+
+
+def _alibi(slopes: Tensor | None) -> Alibi | None:
+    return None if slopes is None else Alibi(ptr=slopes, stride_b=slopes.stride(0) if slopes.dim() == 2 else 0)
+
+
+def _scale(descale: Tensor) -> Scale:
+    stride_b, stride_h, stride_block = _strides(descale, 3)
+    return Scale(ptr=descale, stride_block=stride_block, stride_b=stride_b, stride_h=stride_h)
 
 
 def row_strides(x: Tensor, meta: Meta) -> tuple[int, int, int]:

@@ -18,8 +18,12 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 
-class WidePointer:
-    """Annotates a field for a tensor that is read or written 16 bytes at a time: a kernel is compiled for its alignment."""
+if typing.TYPE_CHECKING:
+    WidePointer = Any
+else:
+
+    class WidePointer:
+        """Annotates a field for a tensor that is read or written 16 bytes at a time: a kernel is compiled for its alignment."""
 
 
 class Field(NamedTuple):
@@ -34,12 +38,20 @@ def is_group(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(group: type) -> dict[str, Any]:
+    """The annotations of a group; of a field that is a group or None, the group."""
+    return {name: _without_none(kind) for name, kind in typing.get_type_hints(group).items()}
+
+
+def _without_none(kind: Any) -> Any:
+    groups = [part for part in typing.get_args(kind) if is_group(part)]
+    return groups[0] if groups else kind
 
 
 @functools.cache
 def fields_of(group: type) -> tuple[Field, ...]:
-    """Returns the leaves of a NamedTuple class whose fields may be such classes themselves, depth first.
+    """Returns the leaves of a NamedTuple class whose fields may be such classes themselves, or one or None, depth first.
 
     Raises TypeError where two leaves have one name.
     """
