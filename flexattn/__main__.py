@@ -12,6 +12,7 @@ from flexattn.dispatch import options
 
 TOOLS = {
     "bench": ("flexattn.bench.command", "attention measured beside its peers, on your shapes"),
+    "code_hashes": ("flexattn.bench.code_hashes", "hashes of the kernels' PTX and SASS, and which a change left as they were"),
     "fp8": ("flexattn.bench.fp8", "how exact FP8 attention is, by recipe"),
     "host_cost": ("flexattn.bench.host_cost", "what a warm call costs the host, and where it goes, beside its peers"),
     "play": ("flexattn.bench.play", "a kernel checked, compiled and timed: with other tiles, or your own file"),

@@ -67,7 +67,11 @@ def _request(sm: int, dtype: str = "bf16", size: int = 64, inner: int = 64) -> C
 
 
 def test_reports_in_the_order_of_the_requests():
-    reports = compile_many([_request(sm, dtype) for dtype, sm in MATRIX_INSTRUCTIONS])
+    requests = [_request(sm, dtype) for dtype, sm in MATRIX_INSTRUCTIONS]
+    *reports, again = compile_many([*requests, requests[0]])
+    digests = [(report.ptx_digest, report.sass_digest, report.operations_digest) for report in (*reports, again)]
+    assert digests[0] == digests[-1]
+    assert all(len(set(kind)) == len(requests) for kind in zip(*digests, strict=True))
     for ((dtype, sm), instruction), report in zip(MATRIX_INSTRUCTIONS.items(), reports, strict=True):
         assert list(report.matrix_instructions) == [instruction]
         assert report.instructions["LDGSTS"] > 0  # what an aligned stride makes possible

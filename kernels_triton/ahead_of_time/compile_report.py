@@ -12,6 +12,7 @@ they cannot be compiled. `python -m flexattn.kernels_triton.ahead_of_time.compil
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 import io
@@ -53,6 +54,9 @@ Capabilities", technical specifications per compute capability, "Maximum amount 
 PTXAS_LOG = "ptxas.log"
 PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 PTXAS_WARNING = re.compile(r"warning|\(C75\d\d\)")
+SASS_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+SASS_WHOLE_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+DEBUG_LINE = re.compile(r"\s*(\.(loc|file)\b|\$L__(tmp|func_(begin|end))\d+:)")
 SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
 
 SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
@@ -163,6 +167,10 @@ class CompileReport:
         are garbage (`sass_registers` has the whole story).
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
+    ptx_digest: of the PTX without what is for debuggers alone.
+    sass_digest: of the SASS instructions with their operands, in their order.
+    operations_digest: of the SASS operations alone, in their order: the same where an argument of a kernel is at another place,
+        or a value in another register.
     """
 
     registers: int
@@ -177,6 +185,9 @@ class CompileReport:
     exposed_exponentials: int = 0
     idle_barriers: int = 0
     undefined_registers: tuple[str, ...] = ()
+    ptx_digest: str = ""
+    sass_digest: str = ""
+    operations_digest: str = ""
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -240,7 +251,20 @@ def compile_for(
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
         undefined_registers=undefined_registers(sass),
+        ptx_digest=_digest(_without_debug_lines(compiled.asm["ptx"])),
+        sass_digest=_digest("\n".join(SASS_INSTRUCTION.findall(sass))),
+        operations_digest=_digest("\n".join(SASS_WHOLE_OPERATION.findall(sass))),
     )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_debug_lines(ptx: str) -> str:
+    """PTX without line numbers, comments, the labels that these need, and the sections for debuggers."""
+    lines = (line.partition("//")[0].rstrip() for line in ptx.partition(".section\t.debug")[0].splitlines())
+    return "\n".join(line for line in lines if line.strip() and not DEBUG_LINE.match(line))
 
 
 def _idle_barriers(ttgir: str) -> int:
