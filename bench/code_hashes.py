@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexattn import question
 from flexattn.bench.environment import environment
 from flexattn.bench.record import versions
+from flexattn.cli import explain as question
 from flexattn.progress import progress_bar
 from flexattn.warm_up import recorded
 

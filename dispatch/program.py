@@ -1,7 +1,7 @@
 """A score_mod and a mask_mod as every backend gets them: small graphs of aten ops on scalars, and the tensors that they read.
 
-flexattn.score_mod traces a user's callables into a `Program`. Its text says all of it, so the operators carry it as a string: equal
-text is an equal program, in this process or another, and nothing can be stale or evicted while it is needed.
+flexattn.mods.trace traces a user's callables into a `Program`. Its text says all of it, so the operators carry it as a string:
+equal text is an equal program, in this process or another, and nothing can be stale or evicted while it is needed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ import importlib
 import sys
 
 import flexattn
-from flexattn import build_ahead, doctor, question
+from flexattn.cli import build as build_ahead
+from flexattn.cli import doctor
+from flexattn.cli import explain as question
 from flexattn.dispatch import options
 
 TOOLS = {
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.tokens is not None and args.tokens < 1:
         demo_parser.error(f"--tokens is {args.tokens}; accepted: 1 or more")
     try:
-        from flexattn import demo
+        from flexattn.cli import demo
     except ModuleNotFoundError as e:
         if e.name != "rich":
             raise

@@ -16,7 +16,7 @@ from flexattn.functional import prepare
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from flexattn.score_mod import Mod
+    from flexattn.mods.trace import Mod
 
 
 class Gradients(NamedTuple):

@@ -15,7 +15,7 @@ from flexattn.validation import check_count, check_device, describe
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from flexattn.score_mod import Mod
+    from flexattn.mods.trace import Mod
 
 MOST_AT_ONCE = 1 << 24  # elements of the mask that exist at a time
 _NAME = "_flexattn_lists"
@@ -55,7 +55,7 @@ def create_block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    from flexattn.score_mod import trace_mods
+    from flexattn.mods.trace import trace_mods
 
     if not callable(mask_mod):
         raise TypeError(f"mask_mod is {describe(mask_mod)}; accepted: a function of b, h, q_idx and kv_idx")

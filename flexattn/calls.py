@@ -29,13 +29,13 @@ from torch.utils._device import DeviceContext
 
 from flexattn import ops
 from flexattn.block_mask import block_lists
-from flexattn.captures import find_captures
 from flexattn.dispatch import context, options
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size
 from flexattn.dispatch.tape import Tape, record
 from flexattn.first_order import first_order
+from flexattn.mods.captures import find_captures
 
 MOST_CALLS = 1024
 _MOST_BACKWARDS = 8  # of one call, by the strides of what comes in

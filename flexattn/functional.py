@@ -31,8 +31,8 @@ from flexattn.dispatch.spec import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from flexattn.mod_tape import Recorded
-    from flexattn.score_mod import Mod, Traced
+    from flexattn.mods.dynamo import Recorded
+    from flexattn.mods.trace import Mod, Traced
 
 
 NO_TENSORS: tuple[Tensor, ...] = ()  # what a call's score_mod_tensors is where none are given
@@ -520,10 +520,10 @@ def _trace_mods(
     score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, find_band: bool, q: Tensor
 ) -> Traced | Recorded:
     if torch.compiler.is_dynamo_compiling():
-        from flexattn.mod_tape import record_mods
+        from flexattn.mods.dynamo import record_mods
 
         return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
-    from flexattn.score_mod import trace_mods  # here, as who has no mods should not wait for its import
+    from flexattn.mods.trace import trace_mods  # here, as who has no mods should not wait for its import
 
     return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
 

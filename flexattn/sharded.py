@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flexattn.captures import find_captures
 from flexattn.dispatch.spec import parse_format
+from flexattn.mods.captures import find_captures
 from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
 

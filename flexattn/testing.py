@@ -21,7 +21,7 @@ from torch import Tensor
 from flexattn.block_mask import BlockLists
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, make_band, parse_format
-from flexattn.score_mod import Traced
+from flexattn.mods.trace import Traced
 
 __all__ = [
     "FORWARD_FACTOR",
@@ -181,7 +181,7 @@ def make_call(
 ) -> tuple[AttentionSpec, Operands]:
     """What a backend gets for `attention(**inputs._asdict(), ...)`: for tests of one backend. Nothing is validated.
 
-    The arguments mean what they mean to `attention`; `mods` is what `flexattn.score_mod.trace_mods` gives, `blocks` what
+    The arguments mean what they mean to `attention`; `mods` is what `flexattn.mods.trace.trace_mods` gives, `blocks` what
     `flexattn.block_mask.block_lists` does; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
     Every gradient is asked for.
     """

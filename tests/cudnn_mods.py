@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import mods
 from flexattn.dispatch.spec import AttentionSpec, Operands, with_classes
 from flexattn.integrations.te_score_mod import TEScoreMod
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import Inputs, make_call, make_inputs
 
 BATCH, HEADS = 2, 6

@@ -21,7 +21,7 @@ from flexattn.kernels_triton.common.problem import BlockLists
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 
 SIZE = 64

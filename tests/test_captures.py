@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn.captures import Captures, find_captures
-from flexattn.mod_walk import MEMO
+from flexattn.mods.captures import Captures, find_captures
+from flexattn.mods.walk import MEMO
 
 SOURCE = """
 def inner(score):

@@ -14,7 +14,9 @@ from conftest import FreshPython
 
 import flexattn
 from flexattn import __main__ as command_line
-from flexattn import build_ahead, doctor, question
+from flexattn.cli import build as build_ahead
+from flexattn.cli import doctor
+from flexattn.cli import explain as question
 from flexattn.dispatch.refusals import Refused
 from flexattn.dispatch.select import backend_module, forget_rejections, select
 

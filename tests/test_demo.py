@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import FreshPython
 
-from flexattn import demo
+from flexattn.cli import demo
 
 TOKENS = 300  # four or more documents of uneven lengths
 

@@ -16,7 +16,7 @@ from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.hoisting import hoist
 from flexattn.kernels_triton.mods.lowering import layouts, num_outputs, source_of
-from flexattn.score_mod import mod_source, trace_mods
+from flexattn.mods.trace import mod_source, trace_mods
 from flexattn.testing import make_call, make_inputs
 
 TABLE = torch.arange(40.0)

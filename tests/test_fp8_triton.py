@@ -16,7 +16,7 @@ from flexattn.dispatch.spec import Operands, as_bshd, parse_format
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.quantize import transpose_tokens, unrotate
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import Inputs, make_inputs
 
 GPU = torch.cuda.is_available()

@@ -13,7 +13,7 @@ from torch import Tensor
 import flexattn
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_dout, reference_gradients
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -13,7 +13,8 @@ MIX = """
 import sys, threading
 import torch
 import flexattn
-from flexattn import calls, doctor
+from flexattn import calls
+from flexattn.cli import doctor
 from flexattn.dispatch import canary, context
 from flexattn.dispatch.select import forget_rejections
 from flexattn.kernels_triton.runtime.launch import clear_kernels

@@ -34,7 +34,7 @@ from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
 
 

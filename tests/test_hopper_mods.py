@@ -28,7 +28,7 @@ from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,

@@ -28,7 +28,7 @@ from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import Inputs, make_call, make_inputs
 
 HALVES = (torch.bfloat16, torch.float16)

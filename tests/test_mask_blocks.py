@@ -21,7 +21,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import BlockLists, Problem
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 
 BLOCK = 16

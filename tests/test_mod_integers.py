@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flexattn import attention
 from flexattn.kernels_triton.mods.lowering_ops import INT64, bounds_of
-from flexattn.mod_bands import implied_band
-from flexattn.score_mod import trace_mods
+from flexattn.mods.bands import implied_band
+from flexattn.mods.trace import trace_mods
 
 LENGTH, HEADS, DIM = 40, 2, 16
 HASH = 6364136223846793005  # of a linear congruential generator: the products leave int64

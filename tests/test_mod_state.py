@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.captures import find_captures
-from flexattn.score_mod import cache_info, clear_cache
+from flexattn.mods.captures import find_captures
+from flexattn.mods.trace import cache_info, clear_cache
 
 Q = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0))
 Mask = Callable[..., Any]

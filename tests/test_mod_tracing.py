@@ -22,8 +22,8 @@ from torch.fx._symbolic_trace import is_fx_tracing
 from torch.utils.checkpoint import checkpoint
 
 from flexattn import attention, calls, explain
-from flexattn.mod_trace import trace
-from flexattn.score_mod import _joined, cache_info, clear_cache, trace_mods
+from flexattn.mods.trace import _joined, cache_info, clear_cache, trace_mods
+from flexattn.mods.tracer import trace
 
 Mod = Callable[..., Any]
 
@@ -321,7 +321,7 @@ def test_a_mod_without_a_key_leaves_nothing_behind(fresh_python: FreshPython) ->
     source = """
 import collections, gc, linecache, tracemalloc, torch
 from flexattn import attention
-from flexattn.captures import find_captures
+from flexattn.mods.captures import find_captures
 q, tables = torch.ones(1, 5, 2, 16), collections.deque([torch.ones(2)])
 mod = lambda s, b, h, i, j: s * tables[0][h]
 assert find_captures(mod).key is None
@@ -375,7 +375,7 @@ def test_a_hit_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_CHECK", "1")
     for _ in range(3):
         attention(q, k, v, score_mod=mod)
-    monkeypatch.setattr("flexattn.score_mod.trace", lambda role, mod, found: trace(role, lambda s, b, h, i, j: s * 3 + i, found))
+    monkeypatch.setattr("flexattn.mods.trace.trace", lambda role, mod, found: trace(role, lambda s, b, h, i, j: s * 3 + i, found))
     with pytest.raises(RuntimeError, match=r"score_mod .*<lambda> is another graph now .* not in its key"):
         attention(q, k, v, score_mod=mod)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.score_mod import cache_info, clear_cache, trace_mods
+from flexattn.mods.trace import cache_info, clear_cache, trace_mods
 
 HEADS, HEADS_KV = 4, 2
 

@@ -23,7 +23,7 @@ from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,
@@ -429,7 +429,7 @@ from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 
 TILE = Tile(32, 32, 4, 1)

@@ -16,8 +16,8 @@ from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.known_bad import known_bad
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, with_classes
 from flexattn.functional import bind_call
+from flexattn.mods.trace import trace_mods
 from flexattn.ops import make_spec
-from flexattn.score_mod import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexattn import attention
 from flexattn.integrations.te_score_mod import GraphTensor, ScoreGraph, TEScoreMod
-from flexattn.score_mod import cache_info, clear_cache
+from flexattn.mods.trace import cache_info, clear_cache
 
 LIMIT = 2e-5  # of the largest value: fp32 against fp64
 

@@ -49,7 +49,7 @@ def clear(n):
     calls.clear_cache(); forget_rejections(); canary.clear()
 
 def doctor(n):
-    from flexattn import doctor
+    from flexattn.cli import doctor
     if not doctor.report():
         failures.append("doctor says nothing")
 

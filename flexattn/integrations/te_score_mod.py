@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.program import evaluate
-from flexattn.score_mod import trace_mods
+from flexattn.mods.trace import trace_mods
 
 Callback = Callable[..., Any]
 LIMIT = 1e-5  # of the largest gradient: what check_bprop grants to rounding in fp64 with float32 constants
@@ -143,7 +143,7 @@ class TEScoreMod:
 
     @property
     def score_mod_gradient(self) -> Callback | None:
-        """The gradient of the score as the bprop gives it, for `flexattn.score_mod.trace_mods`; None without a bprop."""
+        """The gradient of the score as the bprop gives it, for `flexattn.mods.trace.trace_mods`; None without a bprop."""
         return self._gradient if self.bprop is not None else None
 
     def _gradient(self, dscore: Any, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

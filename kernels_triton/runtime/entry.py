@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-
 if typing.TYPE_CHECKING:
     WidePointer = Any
 else:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mod_walk import ABSENT, MEMO, Scope, Walk
+from flexattn.mods.walk import ABSENT, MEMO, Scope, Walk
 
 
 class Captures(NamedTuple):

@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from flexattn.captures import Captures, find_captures, with_floats
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Capture, read_dtype
-from flexattn.mod_graph import INTEGERS, normalised, place_of
+from flexattn.mods.captures import Captures, find_captures, with_floats
+from flexattn.mods.graph import INTEGERS, normalised, place_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _aten = torch.ops.aten

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.score_mod import Mod
+from flexattn.mods.trace import Mod
 from flexattn.validation import describe
 
 __all__ = [

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from flexattn.captures import Captures, find_captures, runs_as_it_is
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.program import (
@@ -32,9 +31,10 @@ from flexattn.dispatch.program import (
     new_graph,
     op_name,
 )
-from flexattn.mod_bands import conjunction, implied_band, is_identity, split_hidden
-from flexattn.mod_graph import as_dtype, cancel_factors, converted
-from flexattn.mod_trace import NeedsValueError, Recorder, fake_mode, trace
+from flexattn.mods.bands import conjunction, implied_band, is_identity, split_hidden
+from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
+from flexattn.mods.graph import as_dtype, cancel_factors, converted
+from flexattn.mods.tracer import NeedsValueError, Recorder, fake_mode, trace
 from flexattn.warn import warn_once
 
 Mod = Callable[..., Any]
@@ -278,7 +278,7 @@ def _check_trace(role: str, mod: Mod, whole: Mod, kept: _Trace, found: Captures)
     if (text, traced.captures, traced.used) != kept[:3]:
         raise RuntimeError(
             f"{role} {_name(mod)} is another graph now than when it was traced, and the state that changed it is not in its key: "
-            "calls without FLEXATTN_CHECK=1 use the old graph, until flexattn.score_mod.clear_cache(). Please report this"
+            "calls without FLEXATTN_CHECK=1 use the old graph, until flexattn.mods.trace.clear_cache(). Please report this"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as nn_module
 
-from flexattn.mod_code import BARE, Chain, Facts, facts_of, is_pure, unwrapped_repr
+from flexattn.mods.code import BARE, Chain, Facts, facts_of, is_pure, unwrapped_repr
 
 _CONSTANTS = frozenset((int, bool, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flexattn import kept_files, question
+from flexattn import kept_files
+from flexattn.cli import explain as question
 from flexattn.warm_up import build_missing, recorded
 
 

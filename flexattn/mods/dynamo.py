@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexattn.dispatch.program import GRADIENT, Capture
-from flexattn.mod_trace import ANY_SIZE, ARGUMENTS_OF
-from flexattn.score_mod import Mod, trace_mods
+from flexattn.mods.trace import Mod, trace_mods
+from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
 
 
 class Text(NamedTuple):

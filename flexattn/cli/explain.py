@@ -18,7 +18,7 @@ from flexattn.dispatch.quantization import GRANULARITIES
 from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, parse_format
 from flexattn.fp8 import FORMATS, Recipe
 from flexattn.functional import bind_call
-from flexattn.score_mod import mod_source
+from flexattn.mods.trace import mod_source
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 

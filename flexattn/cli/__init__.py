@@ -1,0 +1,3 @@
+"""The subcommands of `python -m flexattn`."""
+
+from __future__ import annotations

@@ -1,0 +1,31 @@
+"""Score and mask modifications: those that the field knows by name, and the way from any to a program."""
+
+from __future__ import annotations
+
+from flexattn.mods.library import (
+    alibi,
+    both,
+    causal,
+    dilated_sliding_window,
+    document,
+    either,
+    natten_2d,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    softcap,
+)
+
+__all__ = [
+    "alibi",
+    "both",
+    "causal",
+    "dilated_sliding_window",
+    "document",
+    "either",
+    "natten_2d",
+    "prefix_lm",
+    "relative_bias",
+    "sliding_window",
+    "softcap",
+]
