@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, FreshPython
 
-PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench")
+PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator")
 
 # A directory that only exists on somebody's machine; as a pattern, so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|tmp|mnt|opt|Users)/\w|\b[A-Z]:\\\w")
