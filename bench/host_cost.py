@@ -191,11 +191,17 @@ def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> 
 
 
 def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
-    """Backwards over a graph that stays: that of a call like earlier ones, and of ours that of the first of its kind too."""
+    """Backwards over a graph that stays: that of a call like earlier ones, and of ours that of the first of its kind too.
+
+    FlexAttention is left out: torch.compile's backward takes no retained graph, as it reuses the buffers that the forward saved
+    ("donated buffers").
+    """
     from flexattn import calls
 
     timed: dict[str, Callable[[], Any]] = {}
     for name, forward in forwards.items():
+        if name.startswith("FlexAttention"):
+            continue
         _set_family(name)
         outs = {name: forward()}
         if name.startswith("flexattn"):

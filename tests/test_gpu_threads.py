@@ -21,14 +21,22 @@ from flexattn.kernels_triton.runtime.launch import clear_kernels
 
 THREADS, ROUNDS = 8, 12
 SHAPES = ((2048, 128), (512, 64), (333, 128), (200, 72))
-KINDS = (dict(attn_mask_type="causal"), dict(window_size=(100, 20)), dict(bias_type="alibi"), dict(softcap=5.0))
+
+def kinds(n):
+    slopes, documents = torch.rand(4, device="cuda"), torch.arange(2048, device="cuda") // (50 * n + 100)
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * (n + 1) - slopes[h] * (i - j).abs()
+    mask_mod = lambda b, h, i, j: (documents[i] == documents[j]) | (i >= j + 100 * n)
+    return (
+        dict(attn_mask_type="causal"), dict(score_mod=score_mod), dict(window_size=(100, 20)), dict(mask_mod=mask_mod),
+        dict(bias_type="alibi"), dict(score_mod=score_mod, mask_mod=mask_mod, softcap=5.0),
+    )
 
 def case(n):
     length, head_dim = SHAPES[n % 4]
     generator = torch.Generator("cuda").manual_seed(n)
     how = dict(device="cuda", dtype=torch.bfloat16, generator=generator)
     tensors = [torch.randn(1, length, 4, head_dim, **how).requires_grad_() for _ in "qkv"]
-    return tensors, dict(softmax_scale=0.05 + 0.01 * n, backend="triton", **KINDS[(n // 2) % 4])
+    return tensors, dict(softmax_scale=0.05 + 0.01 * n, backend="triton", **kinds(n)[n % 6])
 
 def run(tensors, arguments):
     out = flexattn.attention(*tensors, **arguments)

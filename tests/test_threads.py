@@ -17,8 +17,16 @@ from flexattn.dispatch.select import forget_rejections
 def case(n):
     torch.manual_seed(n)
     q, k, v = (torch.randn(1, s, 2, 16, requires_grad=True) for s in (9 + n, 12 + n, 12 + n))
-    kinds = (dict(attn_mask_type="causal"), dict(window_size=(3, 2)), dict(bias_type="alibi"), dict(softcap=2.0))
-    return (q, k, v), dict(softmax_scale=0.1 + 0.05 * n, **kinds[n % 4])
+    return (q, k, v), dict(softmax_scale=0.1 + 0.05 * n, **kinds(n)[n % 6])
+
+def kinds(n):
+    slopes, documents = torch.rand(2, requires_grad=True), torch.arange(30) // (n + 4)
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * n - slopes[h] * (i - j).abs()
+    mask_mod = lambda b, h, i, j: (documents[i] == documents[j]) | (i >= j + n)
+    return (
+        dict(attn_mask_type="causal"), dict(score_mod=score_mod), dict(window_size=(3, 2)), dict(mask_mod=mask_mod),
+        dict(bias_type="alibi"), dict(score_mod=score_mod, mask_mod=mask_mod, softcap=2.0),
+    )
 
 def run(tensors, arguments, backend):
     out = flexattn.attention(*tensors, backend=backend, **arguments)
