@@ -361,7 +361,7 @@ def _state() -> list[dict[str, object]]:
     from triton.runtime import interpreter
 
     interpreters = (interpreter, interpreter.InterpreterBuilder, interpreter.ReduceOps, interpreter.ScanOps)
-    language = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype)
+    language = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.block_type, tl.dtype)
     return [dict(vars(owner)) for owner in (*language, *interpreters)]
 
 
@@ -439,7 +439,7 @@ def test_a_process_that_compiles_needs_no_numpy(fresh_python):
     run = fresh_python(
         "-c",
         "import sys; sys.modules['numpy'] = None\n"
-        "from flexattn.kernels_triton import interpreter\n"
+        "from flexattn.kernels_triton.runtime import interpreter\n"
         "with interpreter.right_arithmetic(): print(interpreter.INTERPRETED)",
     )
     assert run.returncode == 0, run.stderr

@@ -34,6 +34,8 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5"
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
 
 _numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes of a tl.block_type, by its element type and shape
+_tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
 
 _lock = threading.RLock()  # Triton's interpreter has one grid index for all threads, and what is patched is everybody's
 _open_contexts = 0
@@ -57,9 +59,10 @@ def right_arithmetic() -> Iterator[None]:
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
 
     The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
-    functions are patched once, and no sum is made a second time for an overflow check whose result the interpreter drops. The
-    context may be nested; one thread at a time is inside, and when it leaves the interpreter is as it was. Only launches belong in
-    it: triton.language is patched inside. Where nothing is interpreted it does nothing.
+    functions are patched once, a type and a shape are made once and not for every value, and no sum is made a second time for an
+    overflow check whose result the interpreter drops. The context may be nested; one thread at a time is inside, and when it leaves
+    the interpreter is as it was. Only launches belong in it: triton.language is patched inside. Where nothing is interpreted it
+    does nothing.
     """
     global _open_contexts
     if not INTERPRETED:
@@ -101,6 +104,9 @@ def _install() -> None:
         (interpreter, "_patch_lang", _patch_lang),
         (interpreter, "_get_np_dtype", _get_np_dtype),
         (TritonSemantic, "binary_op_sanitize_overflow_impl", _sanitize_overflow),
+        (TritonSemantic, "broadcast_impl_value", _broadcast),
+        (tl.block_type, "__init__", _make_block_type),
+        (tl.tensor, "__init__", _make_tensor),
     ):
         original = vars(owner).get(name)
         if original is None:  # get_bf16, which triton 3.6 and 3.7 lack
@@ -233,3 +239,31 @@ def _get_np_dtype(original, dtype):  # Triton's makes a table of all dtypes for 
 def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
     if semantic.builder.options.debug:  # otherwise device_assert ignores what the check, in int64, has found
         original(semantic, lhs, rhs, binary_op)
+
+
+def _make_block_type(original, block, element_ty, shape):
+    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+    known = _block_types.get(key)
+    if known is None:
+        original(block, element_ty, shape)
+        _block_types[key] = dict(vars(block))
+    else:
+        vars(block).update(known)
+
+
+def _make_tensor(original, tensor, handle, type):
+    sizes = tuple(type.shape) if type.is_block() else ()
+    known = _tensor_shapes.get(sizes)
+    if known is None:
+        original(tensor, handle, type)
+        _tensor_shapes[sizes] = (tensor.shape, tensor.numel)
+    else:
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known
+
+
+def _broadcast(original, semantic, lhs, rhs):
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+        return lhs, rhs
+    return original(semantic, lhs, rhs)
