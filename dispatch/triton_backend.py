@@ -145,10 +145,11 @@ def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Ten
         return False
     if spec.fp8 is not None:
         return _hopper_fp8_forward(spec, wish, problem, out, lse)
+    from flexattn.kernels_triton.hopper import conditions
     from flexattn.kernels_triton.hopper import forward as hopper
 
-    objection = hopper.objection(problem) if wish == "auto" else None
-    if not _takes("sm_90", objection or hopper.refusal(problem, out)):
+    slower = conditions.forward_slower(problem) if wish == "auto" else None
+    if not _takes("sm_90", slower or conditions.forward_unsupported(problem, out)):
         return False
     if (considered := _considered.get()) is not None:
         considered.splits.append(_hopper_splits(problem))
@@ -203,14 +204,15 @@ def _hopper_kernels(
     """The backward of sm_90 for q, k and v in a half type, and the problem with the lists of blocks that it reads."""
     from flexattn.kernels_triton.hopper import backward as hopper_backward
     from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+    from flexattn.kernels_triton.hopper import conditions
     from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 
-    reason = _NOT_REPEATED if spec.deterministic else hopper_one_pass.objection(problem) if wish == "auto" else None
-    if _takes("sm_90 one pass", reason or hopper_one_pass.refusal(problem, out, dout)):
+    reason = _NOT_REPEATED if spec.deterministic else conditions.fused_slower(problem) if wish == "auto" else None
+    if _takes("sm_90 one pass", reason or conditions.fused_unsupported(problem, out, dout)):
         return hopper_one_pass.one_pass_backward, problem
     problem = with_key_lists(problem)
-    reason = hopper_backward.objection(problem) if wish == "auto" else None
-    if _takes("sm_90 split", reason or hopper_backward.refusal(problem, out, dout)):
+    reason = conditions.backward_slower(problem) if wish == "auto" else None
+    if _takes("sm_90 split", reason or conditions.backward_unsupported(problem, out, dout)):
         return hopper_backward.hopper_backward, problem
     return None
 
@@ -285,9 +287,10 @@ def _portable_splits(problem: Problem) -> Splits:
 
 def _hopper_splits(problem: Problem) -> Splits:
     from flexattn.kernels_triton.common.split_kv import splits_of
-    from flexattn.kernels_triton.hopper.forward import heads_of_a_tile, tile_of, tiles_and_room
+    from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
+    from flexattn.kernels_triton.hopper.forward import tiles_and_room
 
-    tile = tile_of(problem)
+    tile = forward_tile(problem)
     return splits_of(problem, *tiles_and_room(problem, tile, heads_of_a_tile(problem, tile)))
 
 

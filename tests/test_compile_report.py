@@ -20,7 +20,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     compile_many,
 )
 from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
-from flexattn.kernels_triton.hopper.base import allocate_barriers
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
 
 MATRIX_INSTRUCTIONS = {
     ("bf16", 80): "HMMA",

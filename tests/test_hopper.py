@@ -29,8 +29,10 @@ from flexattn.kernels_triton.common.tiles import (
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as one_pass_kernels
+from flexattn.kernels_triton.hopper import conditions, dq_sums
 from flexattn.kernels_triton.hopper import forward as forward_kernels
-from flexattn.kernels_triton.hopper.base import batch_steps, batch_steps_of, descriptor_error
+from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
+from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_section
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -210,14 +212,12 @@ def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype =
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 90)
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
     problem = problem_of(**more)
-    refusal = forward_kernels.refusal(problem, problem.q)
-    assert refusal is not None
-    assert reason in refusal
-    assert forward_kernels.refusal(problem_of(), problem_of().q) is None
-    monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 100)
-    assert "sm_90" in str(forward_kernels.refusal(problem_of(), problem_of().q))
+    assert reason in str(conditions.forward_unsupported(problem, problem.q))
+    assert conditions.forward_unsupported(problem_of(), problem_of().q) is None
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 100)
+    assert "sm_90" in str(conditions.forward_unsupported(problem_of(), problem_of().q))
 
 
 def test_which_tensors_the_copy_engine_takes() -> None:
@@ -240,68 +240,68 @@ def test_which_tensors_the_copy_engine_takes() -> None:
 
 
 def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_kernels, "num_processors", lambda device: 132)
+    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
 
-    def faster(kernels: Any, problem: Problem) -> bool:
-        return kernels.objection(problem) is None
+    def faster(kernel: str, problem: Problem) -> bool:
+        return getattr(conditions, f"{kernel}_slower")(problem) is None
 
-    assert faster(forward_kernels, problem_of((16, 1024, 16, 128)))
-    assert faster(forward_kernels, problem_of((16, 1024, 16, 128), window_right=0))
-    assert faster(forward_kernels, problem_of((1, 1024, 16, 128), window_right=0))
-    assert not faster(forward_kernels, problem_of((1, 1024, 2, 128)))  # too little work
-    assert faster(forward_kernels, problem_of((64, 256, 16, 128)))
-    assert not faster(forward_kernels, problem_of((128, 128, 16, 128)))
-    assert faster(forward_kernels, problem_of((64, 256, 16, 256)))
-    assert faster(forward_kernels, problem_of((8, 2048, 32, 64)))
+    assert faster("forward", problem_of((16, 1024, 16, 128)))
+    assert faster("forward", problem_of((16, 1024, 16, 128), window_right=0))
+    assert faster("forward", problem_of((1, 1024, 16, 128), window_right=0))
+    assert not faster("forward", problem_of((1, 1024, 2, 128)))  # too little work
+    assert faster("forward", problem_of((64, 256, 16, 128)))
+    assert not faster("forward", problem_of((128, 128, 16, 128)))
+    assert faster("forward", problem_of((64, 256, 16, 256)))
+    assert faster("forward", problem_of((8, 2048, 32, 64)))
     for length, band, rows in (
         (2048, {}, 192),
         (1024, {}, 256),
         (2048, {"window_right": 0}, 192),
         (512, {"window_right": 0}, 256),
     ):
-        assert faster(forward_kernels, problem_of((16384 // length, length, 32, 64), **band))
-        assert forward_kernels.tile_of(problem_of((16384 // length, length, 32, 64), **band)).block_m == rows
-    assert not faster(forward_kernels, problem_of((64, 256, 32, 64), window_right=0))
+        assert faster("forward", problem_of((16384 // length, length, 32, 64), **band))
+        assert conditions.forward_tile(problem_of((16384 // length, length, 32, 64), **band)).block_m == rows
+    assert not faster("forward", problem_of((64, 256, 32, 64), window_right=0))
     k = torch.empty((2, 4096, 8, 64), dtype=torch.bfloat16, device="meta")
     for queries, heads, is_few in ((1, 32, True), (32, 32, True), (33, 32, False), (128, 8, True), (4, 96, True)):
         q = torch.empty((2, queries, heads, 64), dtype=torch.bfloat16, device="meta")
-        assert (forward_kernels.tile_of(Problem(q, k, k, softmax_scale=0.1)).block_m == 128) == is_few
+        assert (conditions.forward_tile(Problem(q, k, k, softmax_scale=0.1)).block_m == 128) == is_few
     window = {"window_left": 1023, "window_right": 0}
-    assert faster(forward_kernels, problem_of((2, 8192, 16, 128), **window))
-    assert not faster(forward_kernels, problem_of((8, 1024, 16, 128), **window))
-    assert faster(forward_kernels, problem_of((4, 8192, 32, 64), **window))
-    assert not faster(forward_kernels, problem_of((16, 1024, 32, 64), **window))
-    assert faster(backward_kernels, problem_of((16, 1024, 16, 128)))
-    assert not faster(backward_kernels, problem_of((1, 65536, 1, 32)))
-    assert not faster(backward_kernels, problem_of((8, 2048, 32, 64)))
-    assert faster(one_pass_kernels, problem_of((4, 4096, 32, 64)))
-    assert not faster(one_pass_kernels, problem_of((32, 512, 32, 64)))
-    assert faster(one_pass_kernels, problem_of((16, 1024, 16, 128), window_right=0))
-    assert not faster(one_pass_kernels, problem_of((64, 256, 16, 128)))
-    assert not faster(one_pass_kernels, problem_of((1, 8192, 2, 128)))  # too few programs
-    assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 136)))
-    assert faster(one_pass_kernels, problem_of((2, 4096, 16, 128), **window))
-    assert not faster(one_pass_kernels, problem_of((2, 4096, 16, 128), window_left=127, window_right=0))
+    assert faster("forward", problem_of((2, 8192, 16, 128), **window))
+    assert not faster("forward", problem_of((8, 1024, 16, 128), **window))
+    assert faster("forward", problem_of((4, 8192, 32, 64), **window))
+    assert not faster("forward", problem_of((16, 1024, 32, 64), **window))
+    assert faster("backward", problem_of((16, 1024, 16, 128)))
+    assert not faster("backward", problem_of((1, 65536, 1, 32)))
+    assert not faster("backward", problem_of((8, 2048, 32, 64)))
+    assert faster("fused", problem_of((4, 4096, 32, 64)))
+    assert not faster("fused", problem_of((32, 512, 32, 64)))
+    assert faster("fused", problem_of((16, 1024, 16, 128), window_right=0))
+    assert not faster("fused", problem_of((64, 256, 16, 128)))
+    assert not faster("fused", problem_of((1, 8192, 2, 128)))  # too few programs
+    assert not faster("fused", problem_of((2, 4096, 16, 136)))
+    assert faster("fused", problem_of((2, 4096, 16, 128), **window))
+    assert not faster("fused", problem_of((2, 4096, 16, 128), window_left=127, window_right=0))
     for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
         for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
             modified = problem_of((8, 4096, 16, dim), window_right=0, **more)
-            assert faster(forward_kernels, modified) == in_forward
-            assert faster(backward_kernels, modified)
-            assert faster(one_pass_kernels, modified) == ("bias" not in more)
+            assert faster("forward", modified) == in_forward
+            assert faster("backward", modified)
+            assert faster("fused", modified) == ("bias" not in more)
     dropout = {"dropout_p": 0.1, "window_right": 0}
-    assert faster(forward_kernels, problem_of((8, 2048, 32, 64), **dropout))  # which is not faster without
-    assert one_pass_kernels.objection(problem_of((8, 2048, 32, 64), **dropout)) is None
-    assert not faster(forward_kernels, problem_of((64, 256, 16, 128), **dropout))
-    assert not faster(backward_kernels, problem_of((8, 2048, 16, 256), **dropout))
-    assert not faster(forward_kernels, problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
+    assert faster("forward", problem_of((8, 2048, 32, 64), **dropout))  # which is not faster without
+    assert faster("fused", problem_of((8, 2048, 32, 64), **dropout))
+    assert not faster("forward", problem_of((64, 256, 16, 128), **dropout))
+    assert not faster("backward", problem_of((8, 2048, 16, 256), **dropout))
+    assert not faster("forward", problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
     for more, queries, dp_first in (({}, 128, True), (dropout | window, 64, False), ({"block_mask": object()}, 64, False)):
-        assert one_pass_kernels.tile_of(problem_of((8, 2048, 32, 64), **more)).queries == queries
-        assert one_pass_kernels.tile_of(problem_of((8, 2048, 32, 128), **more)).dp_first == dp_first
+        assert conditions.fused_tile(problem_of((8, 2048, 32, 64), **more)).queries == queries
+        assert conditions.fused_tile(problem_of((8, 2048, 32, 128), **more)).dp_first == dp_first
     k = torch.empty((64, 2048, 8, 128), dtype=torch.bfloat16, device="meta")
     for queries, heads, keys, share in ((1, 32, 2048, True), (64, 32, 2048, True), (1, 8, 2048, False), (1, 32, 512, False)):
         q = torch.empty((64, queries, heads, 128), dtype=torch.bfloat16, device="meta")
-        assert faster(forward_kernels, Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
-    assert not faster(forward_kernels, Problem(q[:1], k[:1, :1024], k[:1, :1024], softmax_scale=0.1))  # too little to load
+        assert faster("forward", Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
+    assert not faster("forward", Problem(q[:1], k[:1, :1024], k[:1, :1024], softmax_scale=0.1))  # too little to load
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
@@ -315,23 +315,26 @@ def test_one_pass_is_for_what_need_not_repeat(wish: str, deterministic: bool, ch
     """Where both kernels are refused nothing, and the split ones alone are measured to be faster."""
     seen = []
     monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: wish)
-    for module, name, objection in ((one_pass_kernels, "one_pass", "it is slower"), (backward_kernels, "hopper", None)):
-        monkeypatch.setattr(module, "refusal", lambda *_: None)
-        monkeypatch.setattr(module, "objection", lambda *_, objection=objection: objection)
-        label = name.replace("hopper", "split").replace("_", " ")
-        monkeypatch.setattr(module, f"{name}_backward", lambda *_, label=label: seen.append(label))
+    for module, kernel, run, slower in (
+        (one_pass_kernels, "fused", "one_pass_backward", "it is slower"),
+        (backward_kernels, "backward", "hopper_backward", None),
+    ):
+        monkeypatch.setattr(conditions, f"{kernel}_unsupported", lambda *_: None)
+        monkeypatch.setattr(conditions, f"{kernel}_slower", lambda *_, slower=slower: slower)
+        label = "one pass" if kernel == "fused" else "split"
+        monkeypatch.setattr(module, run, lambda *_, label=label: seen.append(label))
     spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)
     triton_backend.backward(spec, x, x.q, torch.zeros(1, 4, 8), x.q, None)
     assert seen == [chosen]
 
 
 def test_what_one_pass_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_kernels, "capability_of", lambda device: 90)
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
     narrow, wide = problem_of((1, 64, 2, 128)), problem_of((1, 64, 2, 136))
-    assert one_pass_kernels.refusal(narrow, narrow.q, narrow.q) is None
-    assert "up to 128" in str(one_pass_kernels.refusal(wide, wide.q, wide.q))
+    assert conditions.fused_unsupported(narrow, narrow.q, narrow.q) is None
+    assert "up to 128" in str(conditions.fused_unsupported(wide, wide.q, wide.q))
     modified = problem_of((1, 64, 2, 128), softcap=30.0)
-    assert one_pass_kernels.refusal(modified, modified.q, modified.q) is None
+    assert conditions.fused_unsupported(modified, modified.q, modified.q) is None
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])
@@ -363,9 +366,9 @@ def test_sections_of_heads_fit_l2() -> None:
     lengths = {"cu_seqlens_q": cumulative([2048] * 16), "cu_seqlens_kv": cumulative([2048] * 16)}
     lengths |= {"max_seqlen_q": 2048, "max_seqlen_kv": 2048}
     problem = Problem(packed, packed[:, :8], packed[:, :8], softmax_scale=0.1, **lengths)
-    assert forward_kernels.query_heads_per_section(problem) == 2 * 2  # heads of keys, and the query heads of each
+    assert query_heads_per_section(problem) == 2 * 2  # heads of keys, and the query heads of each
     dense = packed.view(16, 2048, 16, 128)
-    assert forward_kernels.query_heads_per_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
+    assert query_heads_per_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])
@@ -405,7 +408,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_kernels, backward_kernels, one_pass_kernels, statistics):
+    for module in (forward_kernels, backward_kernels, one_pass_kernels, dq_sums, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 

@@ -27,6 +27,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
@@ -168,7 +169,7 @@ GROUPS = dict(zip(FEATURES, (4, 8, 2, 4, 1), strict=True))
 def test_heads_share_a_tile_emulated(name: str) -> None:
     spec, x = make_case(name, "cpu")
     problem = triton_backend.to_problem(spec, x)
-    assert hopper_forward.heads_of_a_tile(problem, hopper_forward.tile_of(problem)) == GROUPS[name]
+    assert conditions.heads_of_a_tile(problem, conditions.forward_tile(problem)) == GROUPS[name]
     seed = 1 + FEATURES.index(name)
     with emulated(seed, hopper_forward) as reports:
         results = forward(spec, x)

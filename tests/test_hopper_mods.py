@@ -24,6 +24,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
@@ -255,10 +256,10 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
         problem = triton_backend.to_problem(spec, x)
         tile = (128, 128)
         if direction == "forward":
-            assert "128 x 128, and the block mask's blocks 64 x 64" in str(hopper_forward.block_mask_error(problem, tile))
+            assert "128 x 128, and the block mask's blocks 64 x 64" in str(conditions.unsupported_block_mask(problem, tile))
         else:
-            assert hopper_forward.block_mask_error(problem, tile) is None
-            assert "of its own" in str(hopper_backward.block_mask_error(problem, 64, 64, 64))
+            assert conditions.unsupported_block_mask(problem, tile) is None
+            assert "of its own" in str(conditions.backward_unsupported_block_mask(problem, 64, 64, 64))
 
 
 # As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at

@@ -19,6 +19,7 @@ from flexattn.emulator import Report
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.runtime.launch import pretended_device
@@ -48,8 +49,8 @@ def draw_for_hopper(seed: int) -> tuple[Call, AttentionSpec, Operands]:
         spec = ops.spec_to_run(x, settings)
         problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
         with pretended_device(90, 132):
-            refusal = hopper_forward.refusal(problem, as_bshd(rows_and_lse(call, spec)[0], spec.q_format))
-        if refusal is None:
+            unsupported = conditions.forward_unsupported(problem, as_bshd(rows_and_lse(call, spec)[0], spec.q_format))
+        if unsupported is None:
             return call, spec, x
     raise AssertionError
 
@@ -70,12 +71,12 @@ def test_emulated(seed: int) -> None:
 
     dout, dlse = call.tensors["dout"], call.tensors["dlse"]
     problem, formats = mask_blocks.with_mask_blocks(problem, "backward"), (spec.q_format, spec.kv_format, spec.kv_format)
-    for module, backward in (
-        (hopper_backward, hopper_backward.hopper_backward),
-        (hopper_one_pass, hopper_one_pass.one_pass_backward),
+    for unsupported, backward in (
+        (conditions.backward_unsupported, hopper_backward.hopper_backward),
+        (conditions.fused_unsupported, hopper_one_pass.one_pass_backward),
     ):
         with pretended_device(90, 132):
-            if module.refusal(problem, rows, as_bshd(dout, spec.q_format)) is not None:
+            if unsupported(problem, rows, as_bshd(dout, spec.q_format)) is not None:
                 continue
         gradients = {
             f"d{name}": torch.full(tuple(t.shape), float("nan"), dtype=t.dtype)
@@ -88,7 +89,7 @@ def test_emulated(seed: int) -> None:
         check_reports(reports)
         if doffset is not None:
             gradients["dsoftmax_offset"] = doffset.to(call.tensors["softmax_offset"].dtype)
-        compare(verdicts, module.__name__, call, gradients)
+        compare(verdicts, backward.__name__, call, gradients)
     wrong = verdicts.failures()
     assert not wrong, "\n".join(wrong)
 

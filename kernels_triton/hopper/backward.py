@@ -1,8 +1,8 @@
 """Backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable, as `backward` is.
 
-`hopper_one_pass` is faster, but its dq does not repeat to the bit. In both a warp loads by TMA and two warpgroups compute, 64 rows
-of the gradient each (of dk and dv at head dim 256: half of the columns of 64 rows each). What `refusal` names runs on the portable
-kernels.
+`backward_fused` is faster, but its dq does not repeat to the bit. In both a warp loads by TMA and two warpgroups compute, 64 rows
+of the gradient each (of dk and dv at head dim 256: half of the columns of 64 rows each). What
+`conditions.backward_unsupported` names runs on the portable kernels.
 """
 
 from __future__ import annotations
@@ -30,37 +30,17 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, select_hopper_backward_tile, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.hopper.base import (
-    allocate_barriers,
-    batch_steps_of,
-    blocks_of_keys,
-    blocks_of_queries,
-    descriptor_error,
-    head_of,
-    heads_per_section,
-    hide_queries_past_the_end,
-    in_sections,
-    key_block,
-    load_rows,
-    load_statistics,
-    mask_by_mod,
-    mask_keys,
-    mask_queries,
-    modified,
-    named_barrier_sync,
-    opaque_zero,
-    query_block,
-    ragged_descriptor,
-    scores_of_head,
-    sequences,
-    store_rows,
-)
+from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, P_WRITTEN, named_barrier_sync
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries, key_block, query_block
+from flexattn.kernels_triton.hopper.conditions import QUERIES
+from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, load_statistics, ragged_descriptor, store_rows
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
-
-_ROWS = gl.constexpr(64)
-_QUERIES = 128  # of a dq program: two warpgroups'
 
 
 class BackwardMeta(NamedTuple):
@@ -98,24 +78,6 @@ class BackwardMeta(NamedTuple):
 
 
 @gluon.jit
-def block_of(table_ptr, num_heads, blocks, section, LAST_FIRST: gl.constexpr, META: gl.constexpr):
-    # (block, head, batch) of this program: of a section of heads, so that what their programs share is in L2, the blocks with the
-    # most to do first. With lengths one sequence of a section comes after the other, as `work_table` has them, and where there
-    # are fewer blocks than programs, a block is past every sequence's end.
-    pid = gl.program_id(0)
-    if META.HAS_LENGTHS:
-        t, head = in_sections(pid, gl.num_programs(0) // num_heads, num_heads, section)
-        is_there = t < gl.load(table_ptr + 1)
-        entry = gl.where(is_there, gl.load(table_ptr + 2 + gl.where(is_there, t, 0)), blocks)
-        return gl.where(is_there, entry % blocks, blocks), head, gl.where(is_there, entry // blocks, 0)
-    else:
-        block, b_h = in_sections(pid, blocks, gl.num_programs(0) // blocks, section)
-        if LAST_FIRST:
-            block = blocks - 1 - block
-        return block, b_h % num_heads, b_h // num_heads
-
-
-@gluon.jit
 def _dq_load(descriptors, tiles, barriers, places, num_blocks, found, META: gl.constexpr):
     q_descriptor, dout_descriptor, k_descriptor, v_descriptor, q1_descriptor, k1_descriptor, dq_descriptor, dq1_descriptor = (
         descriptors
@@ -128,7 +90,7 @@ def _dq_load(descriptors, tiles, barriers, places, num_blocks, found, META: gl.c
     Q_BYTES: gl.constexpr = q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0)
     mbarrier.expect(full, 2 * (Q_BYTES + dout_descriptor.block_type.nbytes))
     for consumer in gl.static_range(2):
-        row = first_row + consumer * _ROWS
+        row = first_row + consumer * ROWS
         load_rows(q_descriptor, q_place[0], len_q, row, q_place[1], 0, full, q_tiles.index(consumer))
         if META.QK1 > 0:
             load_rows(q1_descriptor, q_place[0], len_q, row, q_place[1], QK0, full, q1_tiles.index(consumer))
@@ -148,7 +110,7 @@ def _dq_load(descriptors, tiles, barriers, places, num_blocks, found, META: gl.c
         load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, v_full.index(slot), v_tiles.index(slot))
     mbarrier.wait(dq_full.index(0), 0)
     for consumer in gl.static_range(2):
-        row = first_row + consumer * _ROWS
+        row = first_row + consumer * ROWS
         store_rows(dq_descriptor, dq_place[0], len_q, row, dq_place[1], 0, q_tiles.index(consumer))
         if META.QK1 > 0:
             store_rows(dq1_descriptor, dq_place[0], len_q, row, dq_place[1], QK0, q1_tiles.index(consumer))
@@ -181,13 +143,13 @@ def _dq_compute(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
     DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
-    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    dq = gl.zeros([_ROWS, QK0], gl.float32, layout=DQ)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    dq = gl.zeros([ROWS, QK0], gl.float32, layout=DQ)
     if QK1 > 0:
         DQ1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-        dq1 = gl.zeros([_ROWS, QK1], gl.float32, layout=DQ1)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+        dq1 = gl.zeros([ROWS, QK1], gl.float32, layout=DQ1)
+    own_row = first_row + CONSUMER * ROWS
+    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     pointers = statistics_ptr + (rows // SIZE).to(gl.int64) * (2 * SIZE) + rows % SIZE
     minus_lse = gl.load(pointers, mask=rows < len_q, other=float("-inf"))
@@ -205,19 +167,19 @@ def _dq_compute(
         v_slot = turn % META.STAGES1
         k0 = k_tiles.index(k_slot).reshape([BLOCK_N, QK0])
         mbarrier.wait(k_full.index(k_slot), (turn // META.STAGES0) & 1)
-        qk = warpgroup_mma(q_tiles.index(own).reshape([_ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q_tiles.index(own).reshape([ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         if QK1 > 0:
             k1 = k1_tiles.index(k_slot).reshape([BLOCK_N, QK1])
-            qk = warpgroup_mma(q1_tiles.index(own).reshape([_ROWS, QK1]), k1.permute([1, 0]), qk, is_async=True)
+            qk = warpgroup_mma(q1_tiles.index(own).reshape([ROWS, QK1]), k1.permute([1, 0]), qk, is_async=True)
         mbarrier.wait(v_full.index(v_slot), (turn // META.STAGES1) & 1)
         v0 = v_tiles.index(v_slot).reshape([BLOCK_N, V0])
-        dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(dout_tiles.index(own).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         drawn = drawn_weights(draws, h, own_row, column, BLOCK_N, False, META)
         qk = warpgroup_mma_wait(1, deps=[qk])
         s, factor, cap_tanh, score = modified(qk, rows[:, None], columns[None, :], place, scores, head, MODS, META)
         is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
-            is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
+            is_cut = is_cut | (column < own_row + ROWS - 1 + shift - window_left)
         if is_cut | is_any_large(large, META):
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
             s = relative_to_lse(s, minus_lse[:, None], large, b, h, rows[:, None], len_q, META)
@@ -235,9 +197,9 @@ def _dq_compute(
         else:
             dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
         mbarrier.arrive(k_empty.index(k_slot), count=1)
-    q_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))  # q is no longer needed
+    q_tiles.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))  # q is no longer needed
     if QK1 > 0:
-        q1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
+        q1_tiles.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dq_full.index(0), count=1)
 
@@ -402,7 +364,7 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, num_blocks, fou
     K_BYTES: gl.constexpr = k_descriptor.block_type.nbytes + (k1_descriptor.block_type.nbytes if META.QK1 > 0 else 0)
     mbarrier.expect(full, PARTS * (K_BYTES + v_descriptor.block_type.nbytes))
     for part in gl.static_range(PARTS):
-        row = first_row + part * _ROWS
+        row = first_row + part * ROWS
         load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
         if META.QK1 > 0:
             load_rows(k1_descriptor, k_place[0], len_kv, row, k_place[1], QK0, full, k1_tiles.index(part))
@@ -433,7 +395,7 @@ def _dkdv_load(descriptors, tiles, barriers, places, group_size, num_blocks, fou
             head += 1
     mbarrier.wait(dkdv_full.index(0), 0)
     for part in gl.static_range(PARTS):
-        row = first_row + part * _ROWS
+        row = first_row + part * ROWS
         store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k_tiles.index(part))
         if META.QK1 > 0:
             store_rows(dk1_descriptor, dk_place[0], len_kv, row, dk_place[1], QK0, k1_tiles.index(part))
@@ -469,14 +431,14 @@ def _dkdv_compute(
     DS: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, QK0], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, V0], gl.float32, layout=DV)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
     if QK1 > 0:
         DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-        dk1 = gl.zeros([_ROWS, QK1], gl.float32, layout=DK1)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+        dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
+    own_row = first_row + CONSUMER * ROWS
+    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     draws = dropout_state(dropout, META)
     mbarrier.wait(kv_full.index(0), 0)
@@ -492,12 +454,12 @@ def _dkdv_compute(
         q0 = q_tiles.index(q_slot).reshape([BLOCK_M, QK0])
         dout0 = dout_tiles.index(dout_slot).reshape([BLOCK_M, V0])
         mbarrier.wait(q_full.index(q_slot), (turn // META.STAGES0) & 1)
-        kq = warpgroup_mma(k_tiles.index(own).reshape([_ROWS, QK0]), q0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        kq = warpgroup_mma(k_tiles.index(own).reshape([ROWS, QK0]), q0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         if QK1 > 0:
             q1 = q1_tiles.index(q_slot).reshape([BLOCK_M, QK1])
-            kq = warpgroup_mma(k1_tiles.index(own).reshape([_ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
+            kq = warpgroup_mma(k1_tiles.index(own).reshape([ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
         mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
-        dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_tiles.index(own).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
         drawn = drawn_weights(draws, h, row, own_row, BLOCK_M, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         place = (len_q, len_kv, shift, b, h)
@@ -506,7 +468,7 @@ def _dkdv_compute(
         if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
             is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = is_cut | (row < own_row + _ROWS - 1 - shift - window_right)
+                is_cut = is_cut | (row < own_row + ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
@@ -543,10 +505,10 @@ def _dkdv_compute(
             next_h = gl.minimum(h, first_head + group_size - 1)
             head = head_of(bias, b, next_h, META)
             values = head_values(b, next_h, captures, MODS, META)
-    k_tiles.index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
+    k_tiles.index(CONSUMER).reshape([ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
-        k1_tiles.index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
-    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
+        k1_tiles.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
+    v_tiles.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -581,11 +543,10 @@ def _dkdv_compute_columns(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     FIRST: gl.constexpr = CONSUMER * HALF
     FIRST_COLUMN: gl.constexpr = CONSUMER * HALF_DIM
-    BOTH: gl.constexpr = 2 * 128
-    zeros = gl.zeros([_ROWS, HALF], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
-    rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros([ROWS, HALF], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     draws = dropout_state(dropout, META)
     mbarrier.wait(kv_full.index(0), 0)
@@ -602,10 +563,10 @@ def _dkdv_compute_columns(
         dout0 = dout_tiles.index(dout_slot).reshape([BLOCK_M, DIM])
         mbarrier.wait(q_full.index(q_slot), (turn // META.STAGES0) & 1)
         own_q = q0.slice(FIRST, HALF, 0).permute([1, 0])
-        kq = warpgroup_mma(k_tiles.index(zero).reshape([_ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
+        kq = warpgroup_mma(k_tiles.index(zero).reshape([ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
         mbarrier.wait(dout_full.index(dout_slot), (turn // META.STAGES1) & 1)
         own_dout = dout0.slice(FIRST, HALF, 0).permute([1, 0])
-        dp = warpgroup_mma(v_tiles.index(zero).reshape([_ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_tiles.index(zero).reshape([ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
         minus_lse = statistics_tiles.index(q_slot).slice(FIRST, HALF).load(COLUMNS)
         drawn = drawn_weights(draws, h, row + FIRST, first_row, HALF, True, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
@@ -615,7 +576,7 @@ def _dkdv_compute_columns(
         if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
             is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = is_cut | (row < first_row + _ROWS - 1 - shift - window_right)
+                is_cut = is_cut | (row < first_row + ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
@@ -627,7 +588,7 @@ def _dkdv_compute_columns(
         buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
         shared_p.index(buffer + CONSUMER).store(kept(p, drawn, True, META).to(DTYPE))
         fence_async_shared()
-        named_barrier_sync(9, BOTH)
+        named_barrier_sync(P_WRITTEN, BOTH)
         minus_delta = statistics_tiles.index(q_slot).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
         sum_of_dout = dv
@@ -638,7 +599,7 @@ def _dkdv_compute_columns(
         dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
-        named_barrier_sync(10, BOTH)
+        named_barrier_sync(DS_WRITTEN, BOTH)
         sum_of_q = dk
         for half in gl.static_range(2):
             part = q0.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
@@ -654,8 +615,8 @@ def _dkdv_compute_columns(
             next_h = gl.minimum(h, first_head + group_size - 1)
             head = head_of(bias, b, next_h, META)
             values = head_values(b, next_h, captures, MODS, META)
-    k_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
-    v_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
+    k_tiles.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
+    v_tiles.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(dkdv_full.index(0), count=1)
 
@@ -826,42 +787,6 @@ def _attn_bwd_dkdv_hopper_kernel(
         )
 
 
-def block_mask_error(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:
-    """None if kernels with such tiles, as `HopperBackwardTile` has them, take the block mask, if there is one, else why not."""
-    x = problem
-    if x.block_mask is None:
-        return None
-    if x.group_size > 1 and x.block_mask.heads > 1:
-        return "query heads that share a key head have each a block mask of its own"
-    errors = (hopper_forward.block_mask_error(x, tile) for tile in ((_QUERIES, block_n), (block_m, keys)))
-    return next((error for error in errors if error), None)
-
-
-def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """None if the kernels run this problem's backward, else why the portable ones do."""
-    x = problem
-    if error := hopper_forward.refusal(x, out) or descriptor_error("dout", dout):
-        return error
-    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
-        return "its statistics are more than the copy engine's coordinates reach"
-    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
-    return block_mask_error(x, tile.block_n, tile.block_m, tile.keys)
-
-
-def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those that were measured to be faster here than with the portable kernels, else why not."""
-    x = problem
-    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
-    # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
-    return hopper_forward.too_few_keys(x, tile.keys) or hopper_forward.objection_by_row(x, tile)
-
-
-def section_of(problem: Problem, heads: int, bytes_per_head: int) -> int:
-    """How many heads `block_of` takes together; two of packed batches (bench/results/packed_orders_h200.json)."""
-    x = problem
-    return min(heads, 2) if x.cu_seqlens_q is not None else heads_per_section(heads * x.batch, bytes_per_head)
-
-
 def hopper_backward(
     problem: Problem,
     out: Tensor,
@@ -874,7 +799,7 @@ def hopper_backward(
     dsoftmax_offset: Tensor | None = None,
     tile: HopperBackwardTile | None = None,
 ) -> None:
-    """dq, dk, dv and dsoftmax_offset of `backward.attention_backward`, for a problem that `refusal` has no objection to.
+    """dq, dk, dv and dsoftmax_offset of `backward.attention_backward`, where `backward_unsupported` has nothing against it.
 
     dq, dk and dv are contiguous. A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
@@ -911,7 +836,7 @@ def hopper_backward(
     lengths = (x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded)
     sizes = (num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right))
 
-    for rows, side in ((_QUERIES, "q"), (tile.keys, "kv")):
+    for rows, side in ((QUERIES, "q"), (tile.keys, "kv")):
         longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
         blocks = triton.cdiv(longest, rows)
         table = work_table(x, rows, side, by_sequence=True) if has_lengths else None
@@ -937,10 +862,10 @@ def hopper_backward(
             own = descriptors(64, (x.q, qk0), (dout, v0)) + descriptors(tile.block_n, (x.k, qk0), (x.v, v0))
             second = [ragged_descriptor(x.q, 64, qk1), ragged_descriptor(x.k, tile.block_n, qk1)] if qk1 else own[:2]
             grads = descriptors(64, (dq, qk0)), descriptors(64, (dq, qk1)) if qk1 else own[:1]
-            kind = meta(BLOCK_M=_QUERIES, BLOCK_N=tile.block_n, STAGES0=2, STAGES1=tile.v_stages, SPLITS_COLUMNS=False)
+            kind = meta(BLOCK_M=QUERIES, BLOCK_N=tile.block_n, STAGES0=2, STAGES1=tile.v_stages, SPLITS_COLUMNS=False)
             steps = batch_steps_of(x.q, dout, x.k, x.v, dq)
             arguments = (*own, *grads[0], *second, *grads[1], statistics, *head, *steps, *inlined, kind)
-            launch(_attn_bwd_dq_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
+            launch(_attn_bwd_dq_hopper_kernel, programs, x.device, Tile(QUERIES, tile.block_n, 4, 2), arguments)
             gradients = (dq,)
         else:
             own = descriptors(tile.block_m, (x.q, qk0), (dout, v0)) + descriptors(64, (x.k, qk0), (x.v, v0))

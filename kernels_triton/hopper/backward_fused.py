@@ -2,7 +2,8 @@
 
 A warp loads by TMA and two warpgroups compute, 64 keys each. Their dq goes tile by tile through shared memory, from where a warp
 of its own has the copy engine add it to fp32 sums in global memory, in whatever order programs come to it: so the last bits of dq
-vary from run to run. What `refusal` names, and what must repeat, runs on `hopper_backward`.
+vary from run to run. What `conditions.fused_unsupported` names, and what must repeat, runs on
+`backward`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,58 +23,34 @@ from flexattn.kernels_triton.common.primitives import (
     head_values,
     is_any_large,
     load_large,
-    load_sequence,
-    load_tile,
     packed_start,
     relative_to_lse,
-    row_pointer,
-    row_steps,
-    store_tile,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Problem, row_strides
-from flexattn.kernels_triton.common.tiles import HopperOnePassTile, select_hopper_one_pass_tile
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import HopperOnePassTile
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.hopper.backward import block_of, section_of
-from flexattn.kernels_triton.hopper.base import (
-    allocate_barriers,
-    batch_steps_of,
-    blocks_of_queries,
-    head_of,
-    hide_queries_past_the_end,
-    load_rows,
-    load_statistics,
-    mask_by_mod,
-    modified,
+from flexattn.kernels_triton.hopper.barriers import (
+    BOTH,
+    LAST,
+    READ,
+    TURN,
+    WRITTEN,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
-    opaque_zero,
-    query_block,
-    ragged_descriptor,
-    reduce_add,
-    scores_of_head,
-    sequences,
-    store_rows,
 )
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_queries, query_block
+from flexattn.kernels_triton.hopper.conditions import KEYS, fused_tile
+from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, load_statistics, ragged_descriptor, store_rows
+from flexattn.kernels_triton.hopper.dq_sums import add_dq, convert_dq, dq_product, hand_over, write_dq
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, kernel, launch
-
-ROWS = gl.constexpr(64)
-KEYS = 128  # of a program: two warpgroups'
-BOTH = gl.constexpr(2 * 128)  # threads of the two warpgroups
-STAGES = gl.constexpr(2)  # of q and of dout in shared memory
-# Named barriers. Of ds there are two tiles, for turns of either parity, and so two barriers for each warpgroup.
-READ = gl.constexpr(5)  # the first of four, by parity of the turn whose ds was read and by who has read it
-WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who has written its ds
-LAST = gl.constexpr(13)
-TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
-FAR = gl.constexpr(2**30)
-_NARROWEST = 256  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
-_TOO_WIDE = "its accumulators hold head dims up to 128"
-_CONVERSION_TILE = Tile(64, 64, 4, 1)
+from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
+from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
+from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
 class OnePassMeta(NamedTuple):
@@ -150,78 +126,6 @@ def _load(descriptors, tiles, barriers, places, group_size, num_blocks, found, M
         store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k_tiles.index(part))
         store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, v_tiles.index(part))
     tma.store_wait(0)
-
-
-@gluon.jit
-def add_dq(dq_descriptor, dq_tiles, dq_full, dq_empty, place, group_size, num_blocks, found, META: gl.constexpr):
-    len_q, first_tile, tiles_of_a_head = place
-    t = 0
-    head = 0
-    for turn in range(num_blocks * group_size):
-        slot = turn % META.DQ_STAGES
-        row = query_block(t, found, META)[0]
-        at = (first_tile + head * tiles_of_a_head) * META.BLOCK_M + row
-        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)
-        # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
-        if META.BLOCK_SIZE_Q == 0 or row < len_q:
-            for part in gl.static_range(2):
-                if META.BLOCK_M == ROWS:
-                    reduce_add(dq_descriptor, [at, part * (META.DIM // 2)], dq_tiles.index(2 * slot + part))
-                else:
-                    reduce_add(dq_descriptor, [at + part * ROWS, 0], dq_tiles.index(2 * slot + part))
-        tma.store_wait(0)  # the engine has read the tile
-        mbarrier.arrive(dq_empty.index(slot), count=1)
-        t += 1
-        if t == num_blocks:
-            t = 0
-            head += 1
-
-
-@gluon.jit
-def mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META: gl.constexpr):
-    # s is transposed: rows are keys, columns queries. Keys past the end are hidden too: of rows of zeros p may be inf, and dq is
-    # a sum over them.
-    first = gl.zeros_like(rows)
-    if META.HAS_RIGHT:
-        first = rows - shift - window_right
-    first = gl.where(rows < len_kv, first, FAR)
-    visible = columns[None, :] >= first[:, None]
-    if META.HAS_LEFT:
-        visible = visible & (columns[None, :] <= (rows - shift + window_left)[:, None])
-    return gl.where(visible, s, float("-inf"))
-
-
-@gluon.jit
-def dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # This warpgroup's half of a tile of dq, from all 128 keys: half of the columns of 64 queries, or of 128 queries 64.
-    COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
-    for part in gl.static_range(2):
-        ds = ds_tiles.index(buffer + part)
-        k = k_tiles.index(zero + part).reshape([ROWS, META.DIM])
-        if META.BLOCK_M == ROWS:
-            k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
-        else:
-            ds = ds.slice(CONSUMER * ROWS, ROWS, 1)
-        dq = warpgroup_mma(ds.permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def write_dq(dq, dq_tiles, dq_empty, turn, CONSUMER: gl.constexpr, META: gl.constexpr):
-    slot = turn % META.DQ_STAGES
-    mbarrier.wait(dq_empty.index(slot), ((turn // META.DQ_STAGES) & 1) ^ 1)
-    # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
-    COLUMNS: gl.constexpr = dq.shape[1]
-    dq = gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
-    dq_tiles.index(2 * slot + CONSUMER).store(dq)
-
-
-@gluon.jit
-def hand_over(dq_full, turn, META: gl.constexpr):
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(turn % META.DQ_STAGES), count=1)
 
 
 @gluon.jit
@@ -568,93 +472,6 @@ def _attn_bwd_one_pass_hopper_kernel(
     )
 
 
-@kernel
-def _attn_bwd_dq_conversion_kernel(
-    dq_sums_ptr,  # fp32 [tiles * SIZE, HEAD_DIM_QK]
-    dq_ptr,
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    softmax_scale,
-    batch,
-    num_heads,
-    num_tokens_q,
-    max_seqlen_q,
-    tiles,
-    SIZE: tl.constexpr,
-    META: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
-    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % num_heads
-    b = tl.program_id(0) // blocks // num_heads
-    start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
-    )
-    first_row = block * BLOCK_M
-    if first_row >= len_q:
-        return
-    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
-    first_sum = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) * SIZE + first_row
-    rows = tl.arange(0, BLOCK_M)
-    sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
-    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `write_dq` put them
-    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
-    _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
-    dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
-    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM)
-    if META.QK1 > 0:
-        dq1 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM, True)
-        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM)
-
-
-def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """None if the kernel runs this problem's backward, else why others do."""
-    x = problem
-    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return _TOO_WIDE
-    return hopper_backward.refusal(x, out, dout)
-
-
-def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those that were measured to be faster here than with the other kernels, else why not."""
-    x = problem
-    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
-        return _TOO_WIDE
-    if x.bias is not None:
-        return "it was not measured with a bias"
-    if x.window_left is not None and x.window_left < _NARROWEST - 1:
-        return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
-    return hopper_forward.too_few_keys(x, KEYS) or hopper_forward.objection_by_row(x, tile_of(x))
-
-
-def tile_of(problem: Problem) -> HopperOnePassTile:
-    """The committed one; what is drawn for dropout needs registers as modified scores do."""
-    x = problem
-    kind = "modified" if x.dropout_p > 0 else hopper_forward.kind_of(x)[0]
-    return select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1], kind)
-
-
-def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:
-    """dq from its fp32 sums, in tiles of `size` queries as the statistics are."""
-    x = problem
-    portable = x.meta(_CONVERSION_TILE, (dq,))
-    launch(
-        _attn_bwd_dq_conversion_kernel,
-        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
-        x.device,
-        _CONVERSION_TILE,
-        (
-            *(dq_sums, dq, *row_strides(dq, portable), x.cu_seqlens_q, x.cu_seqlens_q_padded, float(x.softmax_scale)),
-            *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, size, portable),
-        ),
-    )
-
-
 def one_pass_backward(
     problem: Problem,
     out: Tensor,
@@ -667,9 +484,9 @@ def one_pass_backward(
     dsoftmax_offset: Tensor | None = None,
     tile: HopperOnePassTile | None = None,
 ) -> None:
-    """`hopper_backward.hopper_backward` for a problem that `refusal` has no objection to; the bits of dq vary from run to run."""
+    """`backward.hopper_backward` where `fused_unsupported` has nothing against it; the bits of dq vary from run to run."""
     x = problem
-    tile = tile or tile_of(x)
+    tile = tile or fused_tile(x)
     dim, size = tile.head_dim, tile.queries
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)

@@ -3,7 +3,7 @@
 Each consumer warpgroup has 64 queries. It issues the scores of one block of keys and, before it looks at them, the product of the
 block before with v, so that the softmax of one runs under the matrix product of the other; two or three consumers also take turns
 at the matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Behaviour is that of `forward.attention_forward`, which runs
-what `refusal` names.
+what `conditions.forward_unsupported` names.
 """
 
 from __future__ import annotations
@@ -29,51 +29,38 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.split_kv import Parts, combine_splits, number_of_splits, part_row
 from flexattn.kernels_triton.common.tiles import (
-    HOPPER_BYTES,
-    HOPPER_DROPOUT_FROM,
-    HOPPER_SHARED_FROM,
-    NEVER,
-    HopperBackwardTile,
-    HopperOnePassTile,
     HopperTile,
-    Kind,
-    select_hopper_tile,
     split_head_dim,
 )
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper.base import (
-    DTYPES,
-    allocate_barriers,
-    amount_of_work,
-    batch_steps_of,
+from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
+from flexattn.kernels_triton.hopper.block_ranges import (
     blocks_by_lists,
     blocks_of_keys,
     blocks_of_split,
-    descriptor_error,
-    heads_per_section,
-    keep_pairs,
     key_block,
     listed_keys,
-    load_rows,
-    mask_by_mod,
-    mask_keys,
-    modified,
-    named_barrier_arrive,
-    named_barrier_sync,
-    piece_of_work,
-    ragged_descriptor,
-    sequences,
-    store_rows,
-    unpack_pairs,
+    own_blocks,
 )
+from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
+from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, ragged_descriptor, store_rows
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.hopper.masking import mask_by_mod, mask_keys
+from flexattn.kernels_triton.hopper.operands import ROWS, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, pass_over
+from flexattn.kernels_triton.hopper.scores import modified
 from flexattn.kernels_triton.hopper.softmax import for_threads, rescaled, softmax, sums_of_threads
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.hopper.tile_scheduler import (
+    amount_of_work,
+    hear,
+    piece_of_work,
+    query_heads_per_section,
+    sequences,
+    tell,
+)
+from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
 
-_ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: before it and after it a product runs alone
-_TURN = gl.constexpr(9)  # named barriers from 9 on, one for each consumer; Triton's own are the first few
-_PAIR = gl.constexpr(2 * 128)  # threads of two consumers, of which one hands on the turn and the other waits for it
 
 
 class ForwardMeta(NamedTuple):
@@ -147,32 +134,6 @@ def _tile_of(t, amount, table_ptr, work, META: gl.constexpr):
 
 
 @gluon.jit
-def tell(tile, turn, barriers, META: gl.constexpr):
-    # The loading warp, which runs ahead, tells the consumers a tile: they need not wait for what it read for that.
-    _, _, _, _, _, _, told_full, told_empty, told = barriers
-    NUMBERS: gl.constexpr = META.NUMBERS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(told_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    for i in gl.static_range(NUMBERS):
-        told.index((turn & 1) * NUMBERS + i).store(gl.full([1], tile[i], gl.int32, layout=LAYOUT))
-    mbarrier.arrive(told_full.index(turn & 1), count=1)
-
-
-@gluon.jit
-def hear(turn, barriers, META: gl.constexpr):
-    # As many numbers as were told
-    _, _, _, _, _, _, told_full, told_empty, told = barriers
-    NUMBERS: gl.constexpr = META.NUMBERS
-    mbarrier.wait(told_full.index(turn & 1), (turn >> 1) & 1)
-    tile = ()
-    for i in gl.static_range(NUMBERS):
-        number = told.index((turn & 1) * NUMBERS + i).load(gl.BlockedLayout([1], [32], [4], [0]))
-        tile = tile + (gl.max(number, 0),)
-    mbarrier.arrive(told_empty.index(turn & 1), count=1)
-    return tile
-
-
-@gluon.jit
 def _blocks_of_tile(
     listed, first_row, b, h, split, num_splits, len_kv, shift, window_left, window_right, lists, META: gl.constexpr
 ):
@@ -223,7 +184,7 @@ def _load_partition(common, META: gl.constexpr):
         tell(tile, turn, barriers, META)
         h_kv = h // group_size
         for consumer in gl.static_range(CONSUMERS):
-            row = first_row + consumer * (_ROWS // GROUP)
+            row = first_row + consumer * (ROWS // GROUP)
             token, head = start_q + b * step_qs, h + b * step_qh
             slot = consumer + turn % META.Q_STAGES * CONSUMERS
             full = q_full.index(slot)
@@ -258,50 +219,14 @@ def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    q0 = q_tiles.index(q_slot).reshape([_ROWS, QK0])
+    q0 = q_tiles.index(q_slot).reshape([ROWS, QK0])
     k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
     qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if QK1 > 0:
-        q1 = q1_tiles.index(q_slot).reshape([_ROWS, QK1])
+        q1 = q1_tiles.index(q_slot).reshape([ROWS, QK1])
         k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
         qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
     return qk
-
-
-@gluon.jit
-def own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META: gl.constexpr):
-    # Of a tile's blocks of keys, of which the last come first: (how many to pass over, how many this consumer's queries see, what
-    # `key_block` finds these by).
-    if not META.SKIPS:
-        return 0, num_blocks, found
-    else:
-        begin = found
-        end = found + num_blocks
-        if META.HAS_RIGHT:
-            last = gl.cdiv(gl.maximum(own_row + _ROWS // META.GROUP + shift + window_right, 0), META.BLOCK_N)
-            end = gl.minimum(gl.maximum(last, found), end)
-        if META.HAS_LEFT:
-            begin = gl.minimum(gl.maximum(gl.maximum(own_row + shift - window_left, 0) // META.BLOCK_N, found), end)
-        if META.HAS_IDLE:
-            end = gl.where(own_row < len_q, end, begin)
-        return found + num_blocks - end, end - begin, begin
-
-
-@gluon.jit
-def pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
-    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
-    for _ in range(count):
-        slot = loaded % META.STAGES
-        phase = (loaded // META.STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        if META.TAKES_TURNS:
-            named_barrier_sync(_TURN + CONSUMER, _PAIR)
-            named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
-        mbarrier.wait(v_full.index(slot), phase)
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        loaded += 1
-    return loaded
 
 
 @gluon.jit
@@ -343,7 +268,7 @@ def _mask(s, rows, columns, column, own_row, mask, META: gl.constexpr):
     if META.HAS_RIGHT:
         is_cut = is_cut | (column + META.BLOCK_N > own_row + shift + 1 + window_right)
     if META.HAS_LEFT:
-        is_cut = is_cut | (column < own_row + shift + _ROWS // META.GROUP - 1 - window_left)
+        is_cut = is_cut | (column < own_row + shift + ROWS // META.GROUP - 1 - window_left)
     if is_cut:
         s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
     return s
@@ -411,15 +336,15 @@ def _turn(
     slot = loaded % META.STAGES
     last_slot = (loaded - 1) % META.STAGES
     # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
-    p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
+    p = unpack_pairs(pairs, ROWS, BLOCK_N, P, DTYPE)
     mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
     if META.TAKES_TURNS:
-        named_barrier_sync(_TURN + CONSUMER, _PAIR)
+        named_barrier_sync(PINGPONG + CONSUMER, BOTH)
     product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
     mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)
     sum_of_v = warpgroup_mma(p, v_tiles.index(last_slot).reshape([BLOCK_N, V0]), acc, is_async=True)
     if META.TAKES_TURNS:
-        named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
+        named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
     drawn = drawn_weights(draws, b_h, own_row, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(1, deps=[product])
     mbarrier.arrive(k_empty.index(slot), count=1)
@@ -457,10 +382,10 @@ def _run(
     slot = loaded % META.STAGES
     mbarrier.wait(k_full.index(slot), (loaded // META.STAGES) & 1)
     if META.TAKES_TURNS:
-        named_barrier_sync(_TURN + CONSUMER, _PAIR)
+        named_barrier_sync(PINGPONG + CONSUMER, BOTH)
     product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
     if META.TAKES_TURNS:
-        named_barrier_arrive(_TURN + (CONSUMER + 1) % META.CONSUMERS, _PAIR)
+        named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
     column, is_full = key_block(own_num - 1 - t, own_found, META)
     drawn = drawn_weights(draws, b_h, own_row, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(0, deps=[product])
@@ -477,7 +402,7 @@ def _run(
     mbarrier.arrive(q_empty.index(q_slot), count=1, pred=end == own_num)
     slot = (loaded - 1) % META.STAGES
     mbarrier.wait(v_full.index(slot), ((loaded - 1) // META.STAGES) & 1)
-    p = unpack_pairs(pairs, _ROWS, BLOCK_N, P, DTYPE)
+    p = unpack_pairs(pairs, ROWS, BLOCK_N, P, DTYPE)
     sum_of_v = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, META.V0]), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[sum_of_v])
     keep_pairs(pairs)
@@ -502,13 +427,13 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(dropout, META)
     if META.TAKES_TURNS and CONSUMER == META.CONSUMERS - 1:
-        named_barrier_arrive(_TURN, _PAIR)  # consumer 0 begins
+        named_barrier_arrive(PINGPONG, BOTH)  # consumer 0 begins
     loaded = 0
     turn = 0
     tile = hear(turn, barriers, META)
@@ -526,12 +451,12 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         if META.BLOCK_SIZE_Q > 0:
             listed = tile[META.NUMBERS - 6 : META.NUMBERS - 2]
         num_blocks, found = _blocks_of_tile(listed, first_row, b, h, split, num_splits, *mask, lists, META)
-        own_row = first_row + CONSUMER * (_ROWS // GROUP)
+        own_row = first_row + CONSUMER * (ROWS // GROUP)
         skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
-        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
+        rows = own_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         h_of_rows, h_of_scores = h, h
         if GROUP > 1:
-            in_tile = gl.arange(0, _ROWS, layout=ROWS)
+            in_tile = gl.arange(0, ROWS, layout=ROW_LAYOUT)
             rows = own_row + in_tile // GROUP
             h_of_rows = h + in_tile % GROUP
             h_of_scores = h_of_rows[:, None]
@@ -539,7 +464,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
         place = (len_q, len_kv, shift, b, h_of_scores)
         own_captures = captures_of_head(b, h_of_scores, captures, MODS, META)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
-        row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
         row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
             sink = 0.0
@@ -550,7 +475,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
             if not META.HAS_MAX_LOGIT:  # the sink is none
                 row_max = gl.maximum(row_max, sink)
                 row_sum = row_sum + for_threads(gl.where(row_max == float("-inf"), 0.0, 0.25), row_sum)  # a quarter in each thread
-        acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
         mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
         if META.SKIPS:
@@ -561,7 +486,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
             if META.BLOCK_SIZE_Q > 0:
                 whole_from, whole_to = tile[META.NUMBERS - 2 :]
             else:
-                whole_from, whole_to = _whole_blocks(own_row, _ROWS // GROUP, own_num, own_found, mask, META)
+                whole_from, whole_to = _whole_blocks(own_row, ROWS // GROUP, own_num, own_found, mask, META)
             last = own_num  # few others follow, and through the same instructions
             if META.HAS_CUT_LOOP:
                 last = whole_to
@@ -574,7 +499,7 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
                     so_far, following, own_num, own_num, own_found, fixed, tiles, barriers, CONSUMER, META.HAS_CUT_LOOP, MODS, META
                 )
         _, row_max, row_sum, acc, loaded = so_far
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
         if own_num == 0:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         if META.SKIPS:
@@ -620,14 +545,14 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
             if META.OUT_PARTS == 1:
                 _store_out(acc, 0, own_rows, out_descriptor, out_tiles.index(CONSUMER))
             else:
-                low, high = gl.split(gl.permute(gl.reshape(acc, [_ROWS, 2, V0 // 2]), [0, 2, 1]))
+                low, high = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, V0 // 2]), [0, 2, 1]))
                 _store_out(low, 0, own_rows, out_descriptor, out_tiles.index(CONSUMER))
                 _store_out(high, V0 // 2, own_rows, out_descriptor, out_tiles.index(CONSUMER))
         turn += 1
         tile = hear(turn, barriers, META)
     tma.store_wait(0)
     if META.TAKES_TURNS and CONSUMER == 0:
-        named_barrier_sync(_TURN, _PAIR)
+        named_barrier_sync(PINGPONG, BOTH)
 
 
 @hopper_kernel
@@ -766,125 +691,12 @@ def _attn_fwd_hopper_kernel(
         )
 
 
-def refusal(problem: Problem, out: Tensor) -> str | None:
-    """None if the kernel runs this problem, else why the portable one does."""
-    x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
-    if x.q.dtype not in DTYPES:
-        return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
-    if x.softmax_scale == 0:
-        return "it does not do a softmax_scale of 0"
-    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
-        return "there is nothing to load"
-    errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
-    error = next((error for error in errors if error), None)
-    return error or block_mask_error(x, tile_of(x)[2:4])
-
-
-def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
-    """How many query heads of one key head share a tile: a power of two, above 1 where the queries leave half of it empty."""
-    x = problem
-    if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
-        return 1
-    return _heads_that_share(x)
-
-
-def _heads_that_share(problem: Problem) -> int:
-    """The most query heads of one key head that a warpgroup's rows may be: a power of two."""
-    return min(problem.group_size & -problem.group_size, _ROWS.value)
-
-
-def block_mask_error(problem: Problem, tile: tuple[int, int]) -> str | None:
-    """None if the blocks of the problem's block mask are multiples of a tile (queries, keys), else why it can't be used."""
-    if problem.block_mask is None:
-        return None
-    sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
-    if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
-        return None
-    return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
-
-
-def rows_of_a_tile(problem: Problem) -> int:
-    """The rows, at most, of a tile that all queries of its heads fit in."""
-    x = problem
-    return x.longest_q if x.block_mask is not None else x.longest_q * _heads_that_share(x)
-
-
-def kind_of(problem: Problem) -> tuple[Kind, float]:
-    """Which of a row's lengths counts, and what share of all (query, key) pairs is seen."""
-    x = problem
-    if x.bias is not None or x.block_mask is not None:
-        return "loaded", 1.0
-    if x.is_modified:
-        return "modified", 1.0 if x.window_right is None else 0.5
-    if x.window_left is not None:
-        return "windowed", min(1.0, (x.window_left + 1) / x.longest_kv)
-    return ("open", 1.0) if x.window_right is None else ("causal", 0.5)
-
-
-def objection_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
-    """None if the problem is long enough for its row, and is enough work, else what it lacks."""
-    x = problem
-    kind, share = kind_of(x)
-    longest = max(x.longest_q, x.longest_kv)
-    needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
-    if x.dropout_p > 0:
-        head_dim = tile.head_dim if isinstance(tile, HopperOnePassTile) else tile.head_dim_qk
-        own = needed if kind not in ("open", "causal") else {}
-        needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
-    for name, shortest in needed.items():
-        if longest < shortest:
-            least = "no length" if shortest == NEVER else f"{shortest} tokens"
-            return f"{name} of its row is {least}, and the longest sequence has {longest}"
-    tokens = x.q.numel() // x.q.shape[-1]  # of all heads
-    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
-    return None if flops >= tile.flops_from else "there is too little work for its large tiles"
-
-
-def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those that were measured to be faster here than with the portable kernel, else why not."""
-    x, tile = problem, tile_of(problem)
-    if heads_of_a_tile(x, tile) == 1 or x.is_modified or x.dropout_p > 0:
-        return objection_by_row(x, tile)
-    shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
-    if x.longest_kv < shortest:
-        return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
-    size = (x.k.numel() + x.v.numel()) * x.k.element_size()
-    return None if size >= HOPPER_BYTES else "there is too little to load for it to be faster"
-
-
-def too_few_keys(problem: Problem, keys: int) -> str | None:
-    """None if programs of so many keys each are at least as many as the device has multiprocessors."""
-    x = problem
-    programs = x.k.numel() // x.k.shape[-1] // keys
-    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
-
-
-def tile_of(problem: Problem) -> HopperTile:
-    """The committed one; what is drawn for dropout needs registers as modified scores do."""
-    x = problem
-    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
-    is_modified = x.is_modified or x.dropout_p > 0
-    kind, rows = kind_of(x)[0], rows_of_a_tile(x)
-    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
-
-
-def query_heads_per_section(problem: Problem) -> int:
-    """How many heads' tiles `piece_of_work` hands out together; with lengths those of all sequences come together."""
-    x = problem
-    heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
-    if x.cu_seqlens_q is not None:
-        heads, tokens = x.num_heads_kv, x.k.numel() // (x.num_heads_kv * x.k.shape[-1])
-    return heads_per_section(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
-
-
 def _whole_blocks_of_window(problem: Problem, tile: HopperTile, group: int) -> float:
     """How many blocks of keys, at most, all queries of a warpgroup see whole."""
     x = problem
     if x.window_left is None or x.window_right is None:
         return math.inf
-    return (x.window_left + x.window_right + 2 - _ROWS.value // group) // tile.block_n
+    return (x.window_left + x.window_right + 2 - ROWS.value // group) // tile.block_n
 
 
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
@@ -902,19 +714,19 @@ def hopper_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """`forward.attention_forward` for a problem that `refusal` has no objection to.
+    """`forward.attention_forward` for a problem that `forward_unsupported` has nothing against.
 
     group: query heads of a tile; None: `heads_of_a_tile`.
     splits: parts of the keys; None: `number_of_splits`.
     """
     x = problem
-    tile = tile or tile_of(x)
+    tile = tile or forward_tile(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     has_lengths = x.cu_seqlens_q is not None
     is_banded = x.window_left is not None or x.window_right is not None
     group = heads_of_a_tile(x, tile) if group is None else group
     is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, group) < 2
-    has_idle = has_lengths or x.longest_q * group <= tile.block_m - _ROWS.value
+    has_idle = has_lengths or x.longest_q * group <= tile.block_m - ROWS.value
     queries = tile.block_m // group
     blocks = -(-x.longest_q // queries)
     tiles, processors = tiles_and_room(x, tile, group)
@@ -941,7 +753,7 @@ def hopper_forward(
         QK1=qk1,
         V0=tile.head_dim_v,
         STAGES=tile.num_stages,
-        CONSUMERS=tile.block_m // _ROWS.value,
+        CONSUMERS=tile.block_m // ROWS.value,
         TAKES_TURNS=tile.takes_turns,
         LAZY=tile.is_lazy and max_logit is None,
         OUT_PARTS=tile.out_parts,
@@ -955,7 +767,7 @@ def hopper_forward(
     )
     tensors = (x.q, x.k, x.v, out)
     widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v // tile.out_parts)
-    own, keys = (_ROWS.value // group, group), (tile.block_n, 1)
+    own, keys = (ROWS.value // group, group), (tile.block_n, 1)
     boxes = (own, keys, keys, own)
     descriptors = [ragged_descriptor(t, r, width, h) for t, (r, h), width in zip(tensors, boxes, widths, strict=True)]
     if qk1:

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.hopper.base import FP8_DTYPES
+from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
 
 BLOCK = gl.constexpr(128)
 """Tokens of a transposed tile. What is past a sequence's end is 0 there."""

@@ -31,33 +31,17 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper.backward import block_of, section_of
-from flexattn.kernels_triton.hopper.backward_fused import BOTH, LAST
-from flexattn.kernels_triton.hopper.base import (
-    allocate_barriers,
-    batch_steps_of,
-    blocks_of_keys,
-    blocks_of_queries,
-    head_of,
-    hide_queries_past_the_end,
-    key_block,
-    load_rows,
-    load_statistics,
-    mask_by_mod,
-    mask_keys,
-    mask_queries,
-    modified,
-    named_barrier_sync,
-    opaque_zero,
-    query_block,
-    ragged_descriptor,
-    scores_of_head,
-    sequences,
-    store_rows,
-)
+from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sync
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries, key_block, query_block
+from flexattn.kernels_triton.hopper.conditions import backward_slower, backward_unsupported_block_mask
+from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, load_statistics, ragged_descriptor, store_rows
 from flexattn.kernels_triton.hopper.fp8 import load_descale
 from flexattn.kernels_triton.hopper.fp8_backward_fused import halves_of, is_plain, refusal_of_any, scales_of
+from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
+from flexattn.kernels_triton.hopper.operands import opaque_zero
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 _ROWS = gl.constexpr(64)
@@ -1011,13 +995,13 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     if max(x.q.shape[-1], x.v.shape[-1]) > 256:
         return "its accumulators hold head dims up to 256"
     tile = tile_of(x)
-    return refusal_of_any(x, out, dout) or hopper_backward.block_mask_error(x, tile.block_n, tile.block_m, tile.keys)
+    return refusal_of_any(x, out, dout) or backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 
 
 def objection(problem: Problem) -> str | None:
     """None if a problem is one of those where this is faster than others, else why not: where `hopper_backward` is in a half type,
     which this was measured to be faster than (bench/results/fp8_kernels_h200.json), without what that needs dequantised."""
-    return hopper_backward.objection(problem)
+    return backward_slower(problem)
 
 
 def fp8_backward(

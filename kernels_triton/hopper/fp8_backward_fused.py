@@ -31,51 +31,36 @@ from flexattn.kernels_triton.common.primitives import (
 )
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
-from flexattn.kernels_triton.hopper.backward import block_of, section_of
-from flexattn.kernels_triton.hopper.backward_fused import (
+from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
-    FAR,
-    KEYS,
     LAST,
     READ,
-    ROWS,
-    STAGES,
     TURN,
     WRITTEN,
-    add_dq,
-    convert_dq,
-    dq_product,
-    hand_over,
-    mask_band,
-    write_dq,
-)
-from flexattn.kernels_triton.hopper.base import (
-    DTYPES,
-    FP8_DTYPES,
-    allocate_barriers,
-    batch_steps_of,
-    blocks_of_queries,
-    descriptor_error,
-    head_of,
-    hide_queries_past_the_end,
-    load_rows,
-    load_statistics,
-    mask_by_mod,
-    modified,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
-    opaque_zero,
-    query_block,
+)
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_queries, query_block
+from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
+from flexattn.kernels_triton.hopper.descriptors import (
+    DTYPES,
+    FP8_DTYPES,
+    batch_steps_of,
+    descriptor_error,
+    load_rows,
+    load_statistics,
     ragged_descriptor,
-    scores_of_head,
-    sequences,
     store_rows,
 )
-from flexattn.kernels_triton.hopper.forward import block_mask_error
+from flexattn.kernels_triton.hopper.dq_sums import add_dq, convert_dq, dq_product, hand_over, write_dq
 from flexattn.kernels_triton.hopper.fp8 import Scale, load_descale, scale_error
+from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
 from flexattn.kernels_triton.hopper.quantize import dequantize
+from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch
 
 
@@ -592,7 +577,7 @@ def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
-    return refusal_of_any(x, out, dout) or block_mask_error(x, (tile_of(x).queries, KEYS))
+    return refusal_of_any(x, out, dout) or unsupported_block_mask(x, (tile_of(x).queries, KEYS))
 
 
 def refusal_of_any(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
@@ -621,7 +606,7 @@ def refusal_of_any(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 def objection(problem: Problem) -> str | None:
     """None if a problem is one of those where this is faster than others, else why not: where `hopper_one_pass` is in a half type,
     which after a dequantisation is slower than this."""
-    return hopper_one_pass.objection(problem)
+    return fused_slower(problem)
 
 
 def fp8_one_pass_backward(

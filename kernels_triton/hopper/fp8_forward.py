@@ -31,31 +31,15 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper.base import (
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, key_block, own_blocks
+from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask
+from flexattn.kernels_triton.hopper.descriptors import (
     FP8_DTYPES,
-    allocate_barriers,
-    amount_of_work,
     batch_steps_of,
-    blocks_of_keys,
     descriptor_error,
-    keep_pairs,
-    key_block,
     load_rows,
-    mask_by_mod,
-    mask_keys,
-    modified,
-    piece_of_work,
     ragged_descriptor,
-    sequences,
     store_rows,
-)
-from flexattn.kernels_triton.hopper.forward import (
-    block_mask_error,
-    hear,
-    own_blocks,
-    pass_over,
-    query_heads_per_section,
-    tell,
 )
 from flexattn.kernels_triton.hopper.fp8 import (
     BLOCK,
@@ -69,6 +53,18 @@ from flexattn.kernels_triton.hopper.fp8 import (
     scale_error,
     transposed_descriptor,
     unpack_quads,
+)
+from flexattn.kernels_triton.hopper.masking import mask_by_mod, mask_keys
+from flexattn.kernels_triton.hopper.operands import keep_pairs
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, pass_over
+from flexattn.kernels_triton.hopper.scores import modified
+from flexattn.kernels_triton.hopper.tile_scheduler import (
+    amount_of_work,
+    hear,
+    piece_of_work,
+    query_heads_per_section,
+    sequences,
+    tell,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
@@ -644,7 +640,7 @@ def refusal(
         scale_error(name, scale, x, h, 1 if name == "q" else tile.block_n)
         for name, scale, h in zip("qkv", scales, heads, strict=True)
     ]
-    return next((error for error in errors if error), None) or block_mask_error(x, tile[2:4])
+    return next((error for error in errors if error), None) or unsupported_block_mask(x, tile[2:4])
 
 
 def is_faster(problem: Problem) -> bool:

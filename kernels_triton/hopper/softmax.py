@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, exponent_origin
-from flexattn.kernels_triton.hopper.base import pack_pairs
 from flexattn.kernels_triton.hopper.dropout import kept
+from flexattn.kernels_triton.hopper.operands import pack_pairs
 
 _RISE = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which what is summed is not rescaled
 

@@ -1,0 +1,59 @@
+"""Named barriers, on which warpgroups wait for each other, and the numbers that each kernel gives its own.
+
+A kernel's numbers are its own; Triton takes the first few of the sixteen itself.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BOTH = gl.constexpr(2 * 128)  # threads of two warpgroups
+
+# Forward
+PINGPONG = gl.constexpr(9)  # the first of one for each consumer; of two of them one hands on the turn and the other waits for it
+
+# Backward in one kernel. Of ds there are two tiles, for turns of either parity, and so two barriers for each warpgroup.
+READ = gl.constexpr(5)  # the first of four, by parity of the turn whose ds was read and by who has read it
+WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who has written its ds
+LAST = gl.constexpr(13)
+TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
+
+# dk and dv, columns split between the warpgroups
+P_WRITTEN = gl.constexpr(9)
+DS_WRITTEN = gl.constexpr(10)
+
+
+@gluon.constexpr_function
+def _barrier_assembly(operation, barrier, threads):
+    return f"bar.{operation} {barrier}, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly("sync", BARRIER, THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly("arrive", BARRIER, THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _barrier_assembly_at(operation, threads):
+    return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
+
+
+# The same, with a barrier that is known only when it runs.
+@gluon.jit
+def named_barrier_sync_at(barrier, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly_at("sync", THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive_at(barrier, THREADS: gl.constexpr):
+    assembly: gl.constexpr = _barrier_assembly_at("arrive", THREADS)
+    gl.inline_asm_elementwise(assembly, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)

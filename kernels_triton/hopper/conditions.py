@@ -1,0 +1,192 @@
+"""Which problems the kernels for sm_90 take, with which tile, and which of them were measured to be faster there.
+
+In q, k and v of a half type; the FP8 kernels have conditions of their own.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import (
+    HOPPER_BYTES,
+    HOPPER_DROPOUT_FROM,
+    HOPPER_SHARED_FROM,
+    NEVER,
+    HopperBackwardTile,
+    HopperOnePassTile,
+    HopperTile,
+    Kind,
+    select_hopper_backward_tile,
+    select_hopper_one_pass_tile,
+    select_hopper_tile,
+)
+from flexattn.kernels_triton.hopper.descriptors import DTYPES, descriptor_error
+from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.runtime.launch import capability_of, num_processors
+
+QUERIES = 128  # of a dq program: two warpgroups'
+KEYS = 128  # of a program of the backward in one kernel: two warpgroups'
+_NARROWEST = 256  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
+_TOO_WIDE = "its accumulators hold head dims up to 128"
+
+
+def kind_of(problem: Problem) -> tuple[Kind, float]:
+    """Returns which of a row's lengths counts, and the share of all (query, key) pairs that is seen."""
+    x = problem
+    if x.bias is not None or x.block_mask is not None:
+        return "loaded", 1.0
+    if x.is_modified:
+        return "modified", 1.0 if x.window_right is None else 0.5
+    if x.window_left is not None:
+        return "windowed", min(1.0, (x.window_left + 1) / x.longest_kv)
+    return ("open", 1.0) if x.window_right is None else ("causal", 0.5)
+
+
+def _heads_that_share(problem: Problem) -> int:
+    """The most query heads of one key head that a warpgroup's rows may be: a power of two."""
+    return min(problem.group_size & -problem.group_size, ROWS.value)
+
+
+def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
+    """How many query heads of one key head share a tile: a power of two, above 1 where the queries leave half of it empty."""
+    x = problem
+    if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
+        return 1
+    return _heads_that_share(x)
+
+
+def rows_of_a_tile(problem: Problem) -> int:
+    """The rows, at most, of a tile that all queries of its heads fit in."""
+    x = problem
+    return x.longest_q if x.block_mask is not None else x.longest_q * _heads_that_share(x)
+
+
+def forward_tile(problem: Problem) -> HopperTile:
+    """The committed one; what is drawn for dropout needs registers as modified scores do."""
+    x = problem
+    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
+    is_modified = x.is_modified or x.dropout_p > 0
+    kind, rows = kind_of(x)[0], rows_of_a_tile(x)
+    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
+
+
+def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:
+    """Returns that the blocks of the problem's block mask are no multiples of a tile (queries, keys); None: they are."""
+    if problem.block_mask is None:
+        return None
+    sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
+    if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
+        return None
+    return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
+
+
+def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
+    """Returns what the problem lacks, in length or work, to be faster with its row; None: nothing."""
+    x = problem
+    kind, share = kind_of(x)
+    longest = max(x.longest_q, x.longest_kv)
+    needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
+    if x.dropout_p > 0:
+        head_dim = tile.head_dim if isinstance(tile, HopperOnePassTile) else tile.head_dim_qk
+        own = needed if kind not in ("open", "causal") else {}
+        needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
+    for name, shortest in needed.items():
+        if longest < shortest:
+            least = "no length" if shortest == NEVER else f"{shortest} tokens"
+            return f"{name} of its row is {least}, and the longest sequence has {longest}"
+    tokens = x.q.numel() // x.q.shape[-1]  # of all heads
+    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
+    return None if flops >= tile.flops_from else "there is too little work for its large tiles"
+
+
+def slower_for_few_keys(problem: Problem, keys: int) -> str | None:
+    """Returns that programs of so many keys each are fewer than the device's multiprocessors; None: they are not."""
+    x = problem
+    programs = x.k.numel() // x.k.shape[-1] // keys
+    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
+
+
+def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
+    """Returns why the forward cannot run this problem; None: it can."""
+    x = problem
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    if x.q.dtype not in DTYPES:
+        return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
+    if x.softmax_scale == 0:
+        return "it does not do a softmax_scale of 0"
+    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
+        return "there is nothing to load"
+    errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
+    error = next((error for error in errors if error), None)
+    return error or unsupported_block_mask(x, forward_tile(x)[2:4])
+
+
+def forward_slower(problem: Problem) -> str | None:
+    """Returns why the forward was not measured to be faster than the portable one for this problem; None: it was."""
+    x, tile = problem, forward_tile(problem)
+    if heads_of_a_tile(x, tile) == 1 or x.is_modified or x.dropout_p > 0:
+        return slower_by_row(x, tile)
+    shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
+    if x.longest_kv < shortest:
+        return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
+    size = (x.k.numel() + x.v.numel()) * x.k.element_size()
+    return None if size >= HOPPER_BYTES else "there is too little to load for it to be faster"
+
+
+def backward_unsupported_block_mask(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:
+    """Returns why kernels with such tiles, as `HopperBackwardTile` has them, do not take the block mask; None: they do."""
+    x = problem
+    if x.block_mask is None:
+        return None
+    if x.group_size > 1 and x.block_mask.heads > 1:
+        return "query heads that share a key head have each a block mask of its own"
+    errors = (unsupported_block_mask(x, tile) for tile in ((QUERIES, block_n), (block_m, keys)))
+    return next((error for error in errors if error), None)
+
+
+def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why the two kernels of a backward cannot run this problem; None: they can."""
+    x = problem
+    if error := forward_unsupported(x, out) or descriptor_error("dout", dout):
+        return error
+    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
+        return "its statistics are more than the copy engine's coordinates reach"
+    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
+    return backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
+
+
+def backward_slower(problem: Problem) -> str | None:
+    """Returns why the two kernels of a backward were not measured to be faster than the portable ones; None: they were."""
+    x = problem
+    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
+    return slower_for_few_keys(x, tile.keys) or slower_by_row(x, tile)
+
+
+def fused_tile(problem: Problem) -> HopperOnePassTile:
+    """The committed one; what is drawn for dropout needs registers as modified scores do."""
+    x = problem
+    kind = "modified" if x.dropout_p > 0 else kind_of(x)[0]
+    return select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1], kind)
+
+
+def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why the fused backward cannot run this problem; None: it can."""
+    x = problem
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return _TOO_WIDE
+    return backward_unsupported(x, out, dout)
+
+
+def fused_slower(problem: Problem) -> str | None:
+    """Returns why the fused backward was not measured to be faster than the others; None: it was."""
+    x = problem
+    if max(x.q.shape[-1], x.v.shape[-1]) > 128:
+        return _TOO_WIDE
+    if x.bias is not None:
+        return "it was not measured with a bias"
+    if x.window_left is not None and x.window_left < _NARROWEST - 1:
+        return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
+    return slower_for_few_keys(x, KEYS) or slower_by_row(x, fused_tile(x))

@@ -1,0 +1,108 @@
+"""Tiles in global memory by the copy engine (TMA): descriptors that clip at a sequence's end, loads, stores, additions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
+# and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
+# coordinate reaches its extent just where the row reaches the length. (The idea is that of triton.tools.ragged_tma.)
+_FAR = 0x7FFF0000
+_RAGGED = gl.constexpr(2**30)
+_WRAP = 2**34  # elements: 2**30 times this, times 1 or 2 bytes, is 0 modulo 2**64
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+
+
+def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
+    """Tiles of `rows` tokens and `width` columns of one head, or `heads` neighbouring ones, of x, in a half type or FP8.
+
+    x: [b, s, h, d] or [total, h, d].
+    The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
+    """
+    stride_s = x.stride(-3) if x.shape[-3] > 1 else 16
+    stride_h = x.stride(-2) if x.shape[-2] > 1 else 16
+    if x.dim() == 4 and batch_steps(x) == (0, 1):
+        stride_h = x.stride(0)
+    block = [1, 1, rows, heads, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, (DTYPES | FP8_DTYPES)[x.dtype])
+    shape = [_FAR, _FAR, _RAGGED.value, _FAR, x.shape[-1]]
+    return TensorDescriptor(x, shape, [_WRAP - stride_s, stride_s, stride_s, stride_h, 1], block, layout)
+
+
+def batch_steps(x: Tensor) -> tuple[int, int] | None:
+    """How far apart batch elements are, in (tokens, heads), one of them 0; None where that is a multiple of neither's stride.
+
+    Where there is one head, the batch elements are the descriptor's heads.
+    """
+    if x.dim() == 3 or x.shape[0] == 1:
+        return 0, 0
+    stride_b, stride_s, stride_h, _ = x.stride()
+    if x.shape[1] > 1 and stride_s > 0 and stride_b % stride_s == 0:
+        return stride_b // stride_s, 0
+    if x.shape[2] == 1:
+        return 0, 1
+    return (0, stride_b // stride_h) if stride_h > 0 and stride_b % stride_h == 0 else None
+
+
+def batch_steps_of(*tensors: Tensor) -> list[int]:
+    """`batch_steps` of each, one after the other, as the kernels take them. Raises ValueError for a tensor that has none."""
+    steps: list[int] = []
+    for x in tensors:
+        found = batch_steps(x)
+        if found is None:
+            raise ValueError(
+                f"a tensor has strides {x.stride()}; the batch stride must be a multiple of the token or the head stride"
+            )
+        steps += found
+    return steps
+
+
+def descriptor_error(name: str, x: Tensor) -> str | None:
+    """None if TMA can read and write x tile by tile, else why not."""
+    if x.data_ptr() % 16:
+        return f"{name} begins at an address that is no multiple of 16 bytes"
+    unit = 16 // x.element_size()
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride % unit):
+            return f"{name} has a stride of {stride} elements; the copy engine takes positive multiples of {unit}"
+    if batch_steps(x) is None:
+        return f"the batch stride of {name} is a multiple of neither its token nor its head stride"
+    return None
+
+
+@gluon.jit
+def load_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, barrier, tile):
+    # Rows row .. of the sequence that begins at token `start`; zeros from row `length` on.
+    tma.async_copy_global_to_shared(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], barrier, tile)
+
+
+@gluon.jit
+def store_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, tile):
+    # The same rows; what is past row `length` is not written.
+    tma.async_copy_shared_to_global(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], tile)
+
+
+@builtin
+def reduce_add(descriptor, coordinates, tile, _semantic=None):
+    # Adds a tile to global memory. Triton has a function for it only from 3.8 on (tma.async_atomic_add), the builder has it in all.
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
+
+
+@gluon.jit
+def load_statistics(descriptor, first_tile, row, len_q, barrier, destination, META: gl.constexpr):
+    # Those of the BLOCK_M queries from `row` on, of the head whose tiles begin at first_tile. A listed block may lie past the end,
+    # where the next head's would be: those of no query instead, whose p is 0 whatever a mod makes of the scores.
+    at = (first_tile + row // META.BLOCK_M) * (2 * META.BLOCK_M)
+    if META.BLOCK_SIZE_Q > 0:
+        at = gl.where(row < len_q, at, 0)
+    tma.async_copy_global_to_shared(descriptor, [at], barrier, destination)
