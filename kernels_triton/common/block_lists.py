@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,21 +28,9 @@ def list_from(indices_ptr, row, list_length, skipped):
 
 
 @triton.jit
-def load_block_list(
-    counts_ptr,
-    indices_ptr,
-    row,
-    list_length,
-    begin,
-    end,
-    SIZE: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    META: tl.constexpr,
-):
-    # (how many blocks of a row's list come before those that have something of begin .. end, how many these are); end is at most
-    # the length
-    pointer = list_from(indices_ptr, row, list_length, 0)
-    count = tl.load(counts_ptr + row)
+def cut_list(pointer, count, begin, end, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr, META: tl.constexpr):
+    # (how many of a list's blocks come before those that have something of begin .. end, how many these are); end is at most the
+    # length
     skipped = count * 0
     if not META.LISTS_ARE_CUT:
         count = blocks_before(pointer, count, end, SIZE)
@@ -50,46 +40,70 @@ def load_block_list(
     return skipped, count
 
 
+class ListedBlocks(NamedTuple):
+    """The blocks that a block of rows sees, by a row of a block mask's lists and the band, inside a kernel."""
+
+    masked_ptr: Any
+    num_masked: Any
+    full_ptr: Any
+    first_inside: Any  # to `last_inside`, of the full blocks: those that neither the band nor the end cuts
+    last_inside: Any
+    num_tiles: Any  # in all blocks but these
+    num_full_tiles: Any  # in these
+
+
 @triton.jit
 def load_block_lists(
-    counts_ptr,
-    indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
+    lists,
     row,
-    list_length,
-    begin,
-    full_begin,
-    full_end,
-    end,
+    visible,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     META: tl.constexpr,
 ):
-    # With what `visible_range` says: the list of masked blocks and their number, the list of the full ones and which of these,
-    # from the first to the last, neither the band nor the end cuts; and the number of tiles in all others, and in these.
-    sides = (row, list_length, begin, end)
-    skipped, num_masked = load_block_list(counts_ptr, indices_ptr, *sides, SIZE, HAS_BEFORE, META)
-    masked_ptr = list_from(indices_ptr, row, list_length, skipped)
-    skipped, num_full = load_block_list(full_counts_ptr, full_indices_ptr, *sides, SIZE, HAS_BEFORE, META)
-    full_ptr = list_from(full_indices_ptr, row, list_length, skipped)
-    last = blocks_before(full_ptr, num_full, full_end - SIZE + 1, SIZE)
+    # visible: as `primitives.VisibleRange`
+    pointer = list_from(lists.indices_ptr, row, lists.length, 0)
+    count = tl.load(lists.counts_ptr + row)
+    skipped, num_masked = cut_list(pointer, count, visible.begin, visible.end, SIZE, HAS_BEFORE, META)
+    masked_ptr = list_from(lists.indices_ptr, row, lists.length, skipped)
+    pointer = list_from(lists.full_indices_ptr, row, lists.length, 0)
+    count = tl.load(lists.full_counts_ptr + row)
+    skipped, num_full = cut_list(pointer, count, visible.begin, visible.end, SIZE, HAS_BEFORE, META)
+    full_ptr = list_from(lists.full_indices_ptr, row, lists.length, skipped)
+    last = blocks_before(full_ptr, num_full, visible.full_end - SIZE + 1, SIZE)
     first = last * 0
     if HAS_BEFORE:
-        first = blocks_before(full_ptr, last, full_begin, SIZE)
+        first = blocks_before(full_ptr, last, visible.full_begin, SIZE)
     tiles: tl.constexpr = SIZE // BLOCK
-    return masked_ptr, num_masked, full_ptr, first, last, (num_masked + num_full - last + first) * tiles, (last - first) * tiles
+    return ListedBlocks(
+        masked_ptr=masked_ptr,
+        num_masked=num_masked,
+        full_ptr=full_ptr,
+        first_inside=first,
+        last_inside=last,
+        num_tiles=(num_masked + num_full - last + first) * tiles,
+        num_full_tiles=(last - first) * tiles,
+    )
+
+
+class TileList(NamedTuple):
+    """Blocks that a loop takes tile by tile: the masked ones, then the full ones but `skipped` of them from `skip_from` on."""
+
+    masked_ptr: Any
+    num_masked: Any
+    full_ptr: Any
+    skip_from: Any
+    skipped: Any
 
 
 @triton.jit
-def listed_tile(t, masked_ptr, num_masked, full_ptr, skip_from, skipped, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # (where tile t begins, whether its block is full), counting first the masked blocks, then the full ones but `skipped` of them
-    # from skip_from on.
+def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # (where tile t begins, whether its block is full)
     tiles: tl.constexpr = SIZE // BLOCK
     block = t // tiles
-    is_full = block >= num_masked
-    place = block - num_masked
-    place += tl.where(place >= skip_from, skipped, 0)
-    pointer = tl.where(is_full, full_ptr + place, masked_ptr + block)
+    is_full = block >= listed.num_masked
+    place = block - listed.num_masked
+    place += tl.where(place >= listed.skip_from, listed.skipped, 0)
+    pointer = tl.where(is_full, listed.full_ptr + place, listed.masked_ptr + block)
     return tl.load(pointer) * SIZE + t % tiles * BLOCK, is_full

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.block_lists import listed_tile, load_block_lists
+from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, BlockMaskLists, Head, Lengths, Rows
+from flexattn.kernels_triton.common.block_lists import TileList, listed_tile, load_block_lists
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -32,7 +33,7 @@ from flexattn.kernels_triton.common.primitives import (
     row_pointer,
     row_steps,
     visible_keys,
-    visible_range,
+    visible_range_of_keys,
 )
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
@@ -112,7 +113,7 @@ def _attn_bwd_large_rows_kernel(
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     if first_row >= len_q:
         return
@@ -127,64 +128,63 @@ def _attn_bwd_large_rows_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not IS_PART:
         start_kv, len_kv = load_sequence(
-            cu_seqlens_kv_ptr,
-            cu_seqlens_kv_padded_ptr,
-            b,
-            batch,
-            num_tokens_kv,
-            max_seqlen_kv,
-            META.IS_RAGGED_KV,
-            META.HAS_GAPS_KV,
-            META,
+            Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
         )
         h_kv = h // group_size
-        q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
-        k_base = row_pointer(k_ptr, b, h_kv, start_kv, stride_kb, stride_ks, stride_kh, META)
+        q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
+        k_base = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h_kv, start_kv, META)
         _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
         k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
-        bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        bias_base, alibi_slope = load_head(
+            Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+            Alibi(alibi_slopes_ptr, stride_alibi_b),
+            b,
+            h,
+            META,
+        )
         captures = captures_of_head(b, h, captures, MODS, META)
         shift_of_band = (len_kv - len_q) * bottom_right
-        q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
+        q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
         q1 = q0
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
-        begin, full_begin, full_end, end = visible_range(
-            first_row, BLOCK_M, BLOCK_N, len_kv, shift_of_band, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
-        )
+            q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+        visible = visible_range_of_keys(first_row, len_kv, shift_of_band, Band(window_left, window_right, 0), META)
+        begin, _full_begin, _full_end, end = visible
         masked_ptr, num_masked, full_ptr = block_indices_ptr, 0, full_indices_ptr
         if META.BLOCK_SIZE_Q > 0:
             list_row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-            masked_ptr, num_masked, full_ptr, _first, _last, num_cut, num_uncut = load_block_lists(
-                block_counts_ptr,
-                block_indices_ptr,
-                full_counts_ptr,
-                full_indices_ptr,
+            own_lists = load_block_lists(
+                BlockMaskLists(
+                    block_counts_ptr,
+                    block_indices_ptr,
+                    full_counts_ptr,
+                    full_indices_ptr,
+                    stride_list_b,
+                    stride_list_h,
+                    list_length,
+                ),
                 list_row,
-                list_length,
-                begin,
-                full_begin,
-                full_end,
-                end,
+                visible,
                 META.BLOCK_SIZE_KV,
                 BLOCK_N,
                 META.HAS_LEFT,
                 META,
             )
+            masked_ptr, num_masked, full_ptr, _first, _last, num_cut, num_uncut = own_lists
             begin = 0
             end = num_cut + num_uncut
         for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
             n = t
             is_full = False
             if META.BLOCK_SIZE_Q > 0:
-                n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, 0, 0, META.BLOCK_SIZE_KV, BLOCK_N)
+                n, is_full = listed_tile(t, TileList(masked_ptr, num_masked, full_ptr, 0, 0), META.BLOCK_SIZE_KV, BLOCK_N)
             i = rows[:, None]
             j = (n + tl.arange(0, BLOCK_N))[None, :]
             k_pointer = k_base + tl.cast(n, tl.int64) * k_step
-            k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, True)
+            k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
             qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
             if META.QK1 > 0:
-                k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+                k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
             score_scale = softmax_scale
             if META.IS_FP8:
@@ -194,22 +194,12 @@ def _attn_bwd_large_rows_kernel(
                 qk,
                 i,
                 j,
-                len_q,
-                len_kv,
-                shift_of_band,
                 score_scale,
-                softcap,
-                bias_base,
-                stride_bias_m,
-                stride_bias_n,
-                alibi_slope,
-                b,
-                h,
-                captures,
+                Head(b, h, len_q, len_kv, shift_of_band, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
                 MODS,
                 META,
             )
-            s = tl.where(visible_keys(i, j, len_kv, shift_of_band, window_left, window_right, META), s, float("-inf"))
+            s = tl.where(visible_keys(i, j, len_kv, shift_of_band, Band(window_left, window_right, 0), META), s, float("-inf"))
             if META.HAS_MASK_MOD:
                 s = tl.where(MODS.mask(b, h, i, j, captures) | is_full, s, float("-inf"))
             row_sum += tl.sum(tl.exp2((s - shift[:, None]) * LOG2E), 1)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.large_rows import LargeRows, large_rows
 from flexattn.kernels_triton.common.primitives import (
     load_large,
@@ -43,10 +44,10 @@ def statistics_tile(b, h, num_heads, place_q, tiles, META: tl.constexpr, SIZE: t
 
 @triton.jit
 def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
-    dout0 = load_tile(pointer, offsets, first, len_q, META.BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    dout0 = load_tile(pointer, offsets, first, len_q, 0, META.V0, META.HEAD_DIM_V, True)
     dout1 = dout0
     if META.V1 > 0:
-        dout1 = load_tile(pointer, offsets, first, len_q, META.BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+        dout1 = load_tile(pointer, offsets, first, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
     return dout0, dout1
 
 
@@ -92,7 +93,7 @@ def _attn_bwd_statistics_kernel(
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     first_row = block * ROWS
     if SIZE > 0:  # noqa: SIM102  # this is known when it is compiled, that at run time
@@ -107,7 +108,7 @@ def _attn_bwd_statistics_kernel(
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
     BLOCK_M: tl.constexpr = META.BLOCK_M
-    dout_base = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    dout_base = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
     dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
     scale, descale = 1.0, 1.0
     if dout8_ptr is not None:
@@ -127,21 +128,21 @@ def _attn_bwd_statistics_kernel(
         dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first, len_q, META)
         if dout8_ptr is not None:  # what the products read is what delta must be of
             DTYPE: tl.constexpr = dout8_ptr.dtype.element_ty
-            pointer = row_pointer(dout8_ptr, b, h, start_q + first, stride_do8b, stride_do8s, stride_do8h, META)
+            pointer = row_pointer(Rows(dout8_ptr, stride_do8b, stride_do8s, stride_do8h), b, h, start_q + first, META)
             offsets = row_steps(stride_do8s, BLOCK_M, META)[1]
             small0 = to_fp8(dout0.to(tl.float32), scale, DTYPE)
-            store_tile(pointer, small0, offsets, first, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V)
+            store_tile(pointer, small0, offsets, first, len_q, 0, META.V0, META.HEAD_DIM_V)
             dout0 = small0.to(tl.float32) * descale
             if META.V1 > 0:
                 small1 = to_fp8(dout1.to(tl.float32), scale, DTYPE)
-                store_tile(pointer, small1, offsets, first, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V)
+                store_tile(pointer, small1, offsets, first, len_q, META.V0, META.V1, META.HEAD_DIM_V)
                 dout1 = small1.to(tl.float32) * descale
-        out = (out_ptr, stride_ob, stride_os, stride_oh)
+        out = Rows(out_ptr, stride_ob, stride_os, stride_oh)
         lse_log2, delta = make_row_statistics(
-            dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first, descales, META
+            dout0, dout1, out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first, descales, META
         )
         if SIZE > 0:
-            place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+            place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, 0, num_tokens_q, 0), b, start_q)
             tile = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) + rows // SIZE
             pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
             in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE

@@ -6,8 +6,12 @@ against the tile) works for both.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from flexattn.kernels_triton.common.arguments import Head
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -20,87 +24,57 @@ FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: t
 
 
 @triton.jit
-def load_sequence(
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    b,
-    batch,
-    num_tokens,
-    max_seqlen,
-    IS_RAGGED: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-    META: tl.constexpr,
-):
+def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
     # (first row, real tokens). Clamped: whatever the lengths and starts hold, all of it is inside the tensor, and of two sequences
     # one after the other each is inside its part of a buffer in which they follow one another (`packed_start`).
     start = 0
-    length = num_tokens
+    length = lengths.num_tokens
     if IS_RAGGED:
-        before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
-        length = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), before), num_tokens) - before
+        before = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_ptr + b), 0), lengths.num_tokens)
+        length = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_ptr + b + 1), before), lengths.num_tokens) - before
         start = before
-        if HAS_GAPS:
-            start = tl.minimum(tl.maximum(tl.load(cu_seqlens_padded_ptr + b), 0), num_tokens)
-            length = tl.minimum(length, num_tokens - start)
-        length = tl.minimum(length, max_seqlen)
-    elif META.HAS_LENGTHS:
-        length = tl.load(cu_seqlens_ptr + b + 1) - tl.load(cu_seqlens_ptr + b)
-        length = tl.minimum(tl.maximum(length, 0), tl.minimum(num_tokens, max_seqlen))
+        if lengths.cu_seqlens_padded_ptr is not None:
+            start = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_padded_ptr + b), 0), lengths.num_tokens)
+            length = tl.minimum(length, lengths.num_tokens - start)
+        length = tl.minimum(length, lengths.max_seqlen)
+    elif lengths.cu_seqlens_ptr is not None:
+        length = tl.load(lengths.cu_seqlens_ptr + b + 1) - tl.load(lengths.cu_seqlens_ptr + b)
+        length = tl.minimum(tl.maximum(length, 0), tl.minimum(lengths.num_tokens, lengths.max_seqlen))
     return start, length
 
 
 @triton.jit
-def packed_start(cu_seqlens_ptr, b, start, num_tokens, HAS_GAPS: tl.constexpr):
+def packed_start(lengths, b, start):
     # Where a sequence begins in a kernel's own buffer, in which sequences follow one another, whatever the order of their slots.
-    if HAS_GAPS:
-        start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
+    if lengths.cu_seqlens_padded_ptr is not None:
+        start = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_ptr + b), 0), lengths.num_tokens)
     return start
 
 
 @triton.jit
-def load_padding(
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    b,
-    batch,
-    num_tokens,
-    max_seqlen,
-    start,
-    length,
-    IS_RAGGED: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-    META: tl.constexpr,
-):
+def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
     # (front, slot), of rows without a token, which a sequence writes as 0, counted from its start: -start .. front, which only the
     # first has, and length .. slot. They end where the next slot begins, of whichever sequence: slots may come in any order.
     front = b * 0 - start
-    slot = b * 0 + num_tokens
+    slot = b * 0 + lengths.num_tokens
     if IS_RAGGED:
+        batch = lengths.batch
+        num_tokens = lengths.num_tokens
         first = start
         end = start + length
         after = num_tokens
-        if HAS_GAPS:
+        if lengths.cu_seqlens_padded_ptr is not None:
             CHUNK: tl.constexpr = 64
             first = num_tokens
             for others in range(0, batch, CHUNK):
                 other = others + tl.arange(0, CHUNK)
-                their_start, their_length = load_sequence(
-                    cu_seqlens_ptr,
-                    cu_seqlens_padded_ptr,
-                    tl.minimum(other, batch - 1),
-                    batch,
-                    num_tokens,
-                    max_seqlen,
-                    IS_RAGGED,
-                    HAS_GAPS,
-                    META,
-                )
+                their_start, their_length = load_sequence(lengths, tl.minimum(other, batch - 1), IS_RAGGED)
                 their_start = tl.where(their_length > 0, their_start, num_tokens)
                 first = tl.minimum(first, tl.min(their_start, 0))
                 after = tl.minimum(after, tl.min(tl.where(their_start >= end, their_start, num_tokens), 0))
             after = tl.where(length > 0, after, end)  # one without tokens has no slot
         else:
-            following = tl.load(cu_seqlens_ptr + tl.minimum(b + 1, batch))
+            following = tl.load(lengths.cu_seqlens_ptr + tl.minimum(b + 1, batch))
             after = tl.where(b == batch - 1, num_tokens, tl.minimum(tl.maximum(following, end), num_tokens))
         front = tl.where(b == 0, first - start, front)
         slot = after - start
@@ -108,10 +82,10 @@ def load_padding(
 
 
 @triton.jit
-def row_pointer(ptr, b, h, row, stride_b, stride_s, stride_h, META: tl.constexpr):
+def row_pointer(x, b, h, row, META: tl.constexpr):
     # Strides come divided by ALIGN, so that the compiler knows what they are a multiple of without compiling for their values.
-    offset = tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_s
-    return ptr + offset * META.ALIGN
+    offset = tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h + tl.cast(row, tl.int64) * x.stride_s
+    return x.ptr + offset * META.ALIGN
 
 
 @triton.jit
@@ -126,15 +100,15 @@ def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
 
 
 @triton.jit
-def load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META: tl.constexpr):
-    # What `logits` needs of one head: where its bias begins, and its ALiBi slope.
-    bias_base = 0.0  # never used
+def load_head(bias, alibi, b, h, META: tl.constexpr):
+    # (where a head's bias begins, its ALiBi slope)
+    bias_ptr = 0.0  # never used
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
-        bias_base = bias_ptr + tl.cast(b, tl.int64) * stride_bias_b + tl.cast(h, tl.int64) * stride_bias_h
+        bias_ptr = bias.ptr + tl.cast(b, tl.int64) * bias.stride_b + tl.cast(h, tl.int64) * bias.stride_h
     alibi_slope = 0.0
     if META.HAS_ALIBI:
-        alibi_slope = tl.load(alibi_slopes_ptr + b * stride_alibi_b + h)
-    return bias_base, alibi_slope
+        alibi_slope = tl.load(alibi.ptr + b * alibi.stride_b + h)
+    return bias_ptr, alibi_slope
 
 
 @triton.jit
@@ -161,6 +135,24 @@ def captures_of_head(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
 
 
 @triton.jit
+def head_of(scores, b, h, len_q, len_kv, shift, MODS: tl.constexpr, META: tl.constexpr):
+    bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, b, h, META)
+    return Head(
+        b=b,
+        h=h,
+        len_q=len_q,
+        len_kv=len_kv,
+        shift=shift,
+        softcap=scores.softcap,
+        bias_ptr=bias_ptr,
+        bias_stride_m=scores.bias.stride_m,
+        bias_stride_n=scores.bias.stride_n,
+        alibi_slope=alibi_slope,
+        captures=captures_of_head(b, h, scores.captures, MODS, META),
+    )
+
+
+@triton.jit
 def load_sink(softmax_offset_ptr, h, UNIT: tl.constexpr, META: tl.constexpr):
     # UNIT: LOG2E for units of log2, or 1
     sink = tl.zeros([], tl.float32)
@@ -173,10 +165,7 @@ def load_sink(softmax_offset_ptr, h, UNIT: tl.constexpr, META: tl.constexpr):
 def make_row_statistics(
     dout0,
     dout1,
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
+    out,
     lse_ptr,
     dlse_ptr,
     b,
@@ -192,12 +181,12 @@ def make_row_statistics(
     # Of rows whose dout is given: lse in units of log2, +inf for a row that sees nothing or is none, and sum(out * dout) - dlse.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
-    _, out_offsets = row_steps(stride_os, BLOCK_M, META)
-    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
+    _, out_offsets = row_steps(out.stride_s, BLOCK_M, META)
+    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
     delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
     if META.V1 > 0:
-        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
+        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
     if META.IS_FP8:
         delta *= load_descale(descales, 3, b, h, first_row, META)
@@ -222,25 +211,34 @@ def large_part(lse):
     return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
 
 
+class Large(NamedTuple):
+    """What `relative_to_lse` reads of a sequence whose logits are unbounded, inside a kernel."""
+
+    is_any: Any  # whether any lse of the call is large
+    lse_ptr: Any
+    num_heads: Any
+    num_tokens_q: Any
+    start_q: Any
+
+
 @triton.jit
 def load_large(large_ptr, lse_ptr, num_heads, num_tokens_q, start_q, META: tl.constexpr):
-    # For `relative_to_lse`: (whether any lse of the call is large, where lse is)
     if META.IS_UNBOUNDED:
-        return tl.load(large_ptr), lse_ptr, num_heads, num_tokens_q, start_q
+        return Large(is_any=tl.load(large_ptr), lse_ptr=lse_ptr, num_heads=num_heads, num_tokens_q=num_tokens_q, start_q=start_q)
     else:
         return ()
 
 
 @triton.jit
 def _load_shift(large, b, h, rows, len_q, META: tl.constexpr):
-    _, lse_ptr, num_heads, num_tokens_q, start_q = large
-    return large_part(tl.load(lse_ptr + lse_row(b, h, num_heads, num_tokens_q, start_q, META) + rows, mask=rows < len_q, other=0.0))
+    row = lse_row(b, h, large.num_heads, large.num_tokens_q, large.start_q, META)
+    return large_part(tl.load(large.lse_ptr + row + rows, mask=rows < len_q, other=0.0))
 
 
 @triton.jit
 def is_any_large(large, META: tl.constexpr):
     if META.IS_UNBOUNDED:
-        return large[0] != 0
+        return large.is_any != 0
     else:
         return False
 
@@ -250,7 +248,7 @@ def relative_to_lse(s, minus_lse, large, b, h, i, len_q, META: tl.constexpr):
     # The logits as they go with minus_lse, in units of log2: in rows whose lse is large relative to it, and minus_lse is of the
     # rest. A logit next to an edge of rounding may have been rounded otherwise before; no probability is above 1 for that.
     if META.IS_UNBOUNDED:  # noqa: SIM102  # this is known when it is compiled, that at run time
-        if large[0] != 0:
+        if large.is_any != 0:
             shift = _load_shift(large, b, h, i, len_q, META)
             s = tl.minimum(s - shift, minus_lse * -LN2)
     return s
@@ -261,7 +259,7 @@ def sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, MET
     sink = load_sink(softmax_offset_ptr, h, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
     if META.IS_UNBOUNDED:
         shift = tl.zeros_like(lse_log2)
-        if large[0] != 0:
+        if large.is_any != 0:
             shift = _load_shift(large, b, h, rows, len_q, META)
         sink = (sink - shift) * LOG2E
     return tl.exp2(sink - lse_log2)
@@ -302,23 +300,29 @@ def load_row_statistics(
     return lse_log2, delta, p_scale
 
 
+class HeadChannels(NamedTuple):
+    """One sequence and head of `arguments.Channels`, inside a kernel."""
+
+    ptr: Any
+    stride_d: Any
+
+
 @triton.jit
 def load_tile(
     pointer,
     offsets,
     first,
     num_rows,
-    ROWS: tl.constexpr,
     COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # Columns COLUMN .. COLUMN + WIDTH of ROWS rows; `pointer` is at the first of them, which is row `first` of its sequence.
+    # Columns COLUMN .. COLUMN + WIDTH of the rows at `offsets` from `pointer`, which are those from `first` on of their sequence.
     # 0 past HEAD_DIM and, with CHECK_ROWS, past row num_rows.
     columns = COLUMN + tl.arange(0, WIDTH)
     pointers = pointer + (offsets[:, None] + columns[None, :])
-    inside = (first + tl.arange(0, ROWS) < num_rows)[:, None]
+    inside = (first + tl.arange(0, offsets.shape[0]) < num_rows)[:, None]
     if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
         tile = tl.load(pointers, mask=inside & (columns < HEAD_DIM)[None, :], other=0.0)
     elif CHECK_ROWS:
@@ -338,16 +342,15 @@ def transposed_column(start, b, IS_RAGGED: tl.constexpr):
 
 
 @triton.jit
-def transposed_pointer(ptr, b, h, start, stride_b, stride_h, IS_RAGGED: tl.constexpr):
-    # Of a sequence and head in a transposed copy, its first channel and token. Strides are in units of 16.
-    row = (tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h) * 16
-    return ptr + row + transposed_column(start, b, IS_RAGGED)
+def transposed_head(copy, b, h, start, IS_RAGGED: tl.constexpr):
+    # One sequence and head of a transposed copy; ptr is at its first channel and token.
+    row = (tl.cast(b, tl.int64) * copy.stride_b + tl.cast(h, tl.int64) * copy.stride_h) * 16
+    return HeadChannels(ptr=copy.ptr + row + transposed_column(start, b, IS_RAGGED), stride_d=copy.stride_d)
 
 
 @triton.jit
 def load_columns(
-    base,  # at the sequence's first token
-    stride,  # elements from one channel to the next, over 16
+    copy,
     first,
     num_rows,
     ROWS: tl.constexpr,
@@ -356,11 +359,11 @@ def load_columns(
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # As `load_tile`, from a transposed copy: [WIDTH, ROWS]. Rows are cut 16 at a time, so that 16 bytes are loaded at a time; the
-    # copy has zeros up to there.
+    # As `load_tile`, of ROWS rows of a transposed copy: [WIDTH, ROWS]. Rows are cut 16 at a time, so that 16 bytes are loaded at
+    # a time; the copy has zeros up to there.
     channels = COLUMN + tl.arange(0, WIDTH)
     rows = first + tl.arange(0, ROWS)
-    pointers = base + (channels.to(tl.int64) * stride * 16)[:, None] + rows[None, :]
+    pointers = copy.ptr + (channels.to(tl.int64) * copy.stride_d * 16)[:, None] + rows[None, :]
     inside = (first + tl.arange(0, ROWS) // 16 * 16 < num_rows)[None, :]
     if CHECK_ROWS and COLUMN + WIDTH > HEAD_DIM:
         tile = tl.load(pointers, mask=inside & (channels < HEAD_DIM)[:, None], other=0.0)
@@ -419,33 +422,19 @@ def to_fp8_rows(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_fp8_product(
-    acc0,
-    acc1,
+def fp8_product(
     x,
-    descale,
-    copy,  # (base, stride) for `load_columns`
+    copy,
     first,
     num_rows,
-    ROWS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    IS_V: tl.constexpr,  # y has v's head dim, not q's and k's
-    META: tl.constexpr,
 ):
-    # acc += x @ y, for x that becomes FP8 here and y in a transposed copy, which is to be multiplied with `descale`. Each product
-    # is made in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
-    WIDTH0: tl.constexpr = META.V0 if IS_V else META.QK0
-    WIDTH1: tl.constexpr = META.V1 if IS_V else META.QK1
-    HEAD_DIM: tl.constexpr = META.HEAD_DIM_V if IS_V else META.HEAD_DIM_QK
-    x, descale_x = to_fp8_rows(x, DTYPE)
-    descale = (descale_x * descale)[:, None]
-    y0 = load_columns(*copy, first, num_rows, ROWS, 0, WIDTH0, HEAD_DIM, CHECK_ROWS)
-    acc0 += tl.dot(x, tl.trans(y0)) * descale
-    if WIDTH1 > 0:
-        y1 = load_columns(*copy, first, num_rows, ROWS, WIDTH0, WIDTH1, HEAD_DIM, CHECK_ROWS)
-        acc1 += tl.dot(x, tl.trans(y1)) * descale
-    return acc0, acc1
+    # x @ y for y in a transposed copy: in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
+    y = load_columns(copy, first, num_rows, x.shape[1], COLUMN, WIDTH, HEAD_DIM, CHECK_ROWS)
+    return tl.dot(x, tl.trans(y))
 
 
 @triton.jit
@@ -455,13 +444,12 @@ def store_tile(
     offsets,
     first,
     num_rows,
-    ROWS: tl.constexpr,
     COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     columns = COLUMN + tl.arange(0, WIDTH)
-    inside = (first + tl.arange(0, ROWS) < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
+    inside = (first + tl.arange(0, offsets.shape[0]) < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(pointer + (offsets[:, None] + columns[None, :]), tile.to(pointer.dtype.element_ty), mask=inside)
 
 
@@ -472,109 +460,103 @@ def store_zeros(
     offsets,
     begin,
     end,
-    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH0: tl.constexpr,
     WIDTH1: tl.constexpr,
 ):
+    ROWS: tl.constexpr = offsets.shape[0]
     for row in range(begin, end, ROWS):
         pointer = base + tl.cast(row, tl.int64) * step
-        store_tile(pointer, tl.zeros([ROWS, WIDTH0], tl.float32), offsets, row, end, ROWS, 0, WIDTH0, HEAD_DIM)
+        store_tile(pointer, tl.zeros([ROWS, WIDTH0], tl.float32), offsets, row, end, 0, WIDTH0, HEAD_DIM)
         if WIDTH1 > 0:
-            store_tile(pointer, tl.zeros([ROWS, WIDTH1], tl.float32), offsets, row, end, ROWS, WIDTH0, WIDTH1, HEAD_DIM)
+            store_tile(pointer, tl.zeros([ROWS, WIDTH1], tl.float32), offsets, row, end, WIDTH0, WIDTH1, HEAD_DIM)
+
+
+class Padding(NamedTuple):
+    """The rows that a block must write as 0 on its own account, inside a kernel."""
+
+    begin: Any  # to `end`: all rows of a block without a token, and for the last block what is left of the slot
+    end: Any
+    front_begin: Any  # to `front`: what is before all slots, for the first block of all
+    front: Any
+    slot: Any  # within which a block with some tokens masks the rest of its rows itself
 
 
 @triton.jit
-def padding_rows(
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    b,
-    batch,
-    num_tokens,
-    max_seqlen,
-    start,
-    length,
-    first,
-    is_last,
-    BLOCK: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-    META: tl.constexpr,
-):
-    # The rows that a block, which begins at `first`, must write as 0 on its own account: (begin, end) of all of them where none
-    # holds a token, and for the last block of what is left of the slot; (begin, end) of what is before all slots, for the first
-    # block of all; and the slot, within which a block with some tokens masks the rest of its rows itself.
+def padding_rows(lengths, b, start, length, first, is_last, BLOCK: tl.constexpr, IS_RAGGED: tl.constexpr):
+    # Those of a block that begins at `first`.
     front = b * 0 - start
     slot = b * 0 + length
     if (first + BLOCK > length) | is_last | ((b == 0) & (first == 0)):
-        front, slot = load_padding(
-            cu_seqlens_ptr,
-            cu_seqlens_padded_ptr,
-            b,
-            batch,
-            num_tokens,
-            max_seqlen,
-            start,
-            length,
-            IS_RAGGED,
-            HAS_GAPS,
-            META,
-        )
+        front, slot = load_padding(lengths, b, start, length, IS_RAGGED)
     begin = tl.where(first < length, first + BLOCK, first)
     end = tl.where(is_last, slot, tl.minimum(slot, first + BLOCK))
-    return begin, end, tl.where(first == 0, -start, front), front, slot
+    return Padding(begin=begin, end=end, front_begin=tl.where(first == 0, -start, front), front=front, slot=slot)
+
+
+class VisibleRange(NamedTuple):
+    """The rows of the other side that a block of rows sees, inside a kernel: all but `end` are multiples of that side's block."""
+
+    begin: Any
+    full_begin: Any  # to `full_end` every row sees everything
+    full_end: Any
+    end: Any
 
 
 @triton.jit
-def visible_range(
-    first,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    length,
-    shift,
-    before,
-    after,
-    HAS_BEFORE: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
-):
-    # Rows first .. first + BLOCK of one side see, on the other side, row + shift - before .. row + shift + after.
-    # Returns begin <= full_begin <= full_end, end: in full_begin .. full_end every row sees everything. All but end are
-    # multiples of STEP. For keys seen by queries pass the band as it is; for queries that see keys, -shift and the band swapped.
+def _visible_range(first, BLOCK: tl.constexpr, STEP: tl.constexpr, length, shift, before, after):
+    # Rows first .. first + BLOCK of one side see, on the other side, row + shift - before .. row + shift + after, None for all.
     begin = 0
     full_begin = 0
     end = length
     full_end = length
-    if HAS_BEFORE:
+    if before is not None:
         begin = tl.maximum(first + shift - before, 0) // STEP * STEP
         full_begin = tl.maximum(first + BLOCK - 1 + shift - before, 0)
-    if HAS_AFTER:
+    if after is not None:
         end = tl.minimum(length, first + BLOCK + shift + after)
         full_end = tl.minimum(length, first + 1 + shift + after)
     end = tl.maximum(end, begin)
     full_begin = tl.minimum(tl.cdiv(full_begin, STEP), tl.cdiv(end, STEP)) * STEP
     full_end = tl.maximum(tl.maximum(full_end, 0) // STEP * STEP, full_begin)
-    return begin, full_begin, full_end, end
+    return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
 
 
 @triton.jit
-def visible_keys(i, j, len_kv, shift, window_left, window_right, META: tl.constexpr):
+def visible_range_of_keys(first_row, len_kv, shift, band, META: tl.constexpr):
+    # The keys that BLOCK_M queries see.
+    before = band.left if META.HAS_LEFT else None
+    after = band.right if META.HAS_RIGHT else None
+    return _visible_range(first_row, META.BLOCK_M, META.BLOCK_N, len_kv, shift, before, after)
+
+
+@triton.jit
+def visible_range_of_queries(first_column, len_q, shift, band, META: tl.constexpr):
+    # The queries that see BLOCK_N keys.
+    before = band.right if META.HAS_RIGHT else None
+    after = band.left if META.HAS_LEFT else None
+    return _visible_range(first_column, META.BLOCK_N, META.BLOCK_M, len_q, -shift, before, after)
+
+
+@triton.jit
+def visible_keys(i, j, len_kv, shift, band, META: tl.constexpr):
     # For a tile [queries, keys]. The bounds are found per query, so that an element costs one comparison a side.
     last = len_kv - 1
     if META.HAS_RIGHT:
-        last = tl.minimum(last, i + shift + window_right)
+        last = tl.minimum(last, i + shift + band.right)
     visible = j <= last
     if META.HAS_LEFT:
-        visible = visible & (j >= i + shift - window_left)
+        visible = visible & (j >= i + shift - band.left)
     return visible
 
 
 @triton.jit
-def visible_queries(i, j, shift, window_left, window_right, META: tl.constexpr):
+def visible_queries(i, j, shift, band, META: tl.constexpr):
     # The same for a tile [keys, queries], per key. Keys and queries past the end need no mask there: what a key past the end
     # gathers is dropped, and a query past the end has probability 0.
-    visible = i >= j - shift - window_right
+    visible = i >= j - shift - band.right
     if META.HAS_LEFT:
-        in_window = i <= j - shift + window_left
+        in_window = i <= j - shift + band.left
         visible = (visible & in_window) if META.HAS_RIGHT else in_window
     return visible
 
@@ -601,31 +583,13 @@ def tanh_in_half(x):
 
 
 @triton.jit
-def load_bias(base, i, j, len_q, len_kv, stride_m, stride_n, META: tl.constexpr):
-    offsets = i.to(tl.int64) * stride_m + (j if META.IS_BIAS_CONTIGUOUS else j.to(tl.int64) * stride_n)
-    return tl.load(base + offsets, mask=(i < len_q) & (j < len_kv), other=0.0).to(tl.float32)
+def load_bias(head, i, j, META: tl.constexpr):
+    offsets = i.to(tl.int64) * head.bias_stride_m + (j if META.IS_BIAS_CONTIGUOUS else j.to(tl.int64) * head.bias_stride_n)
+    return tl.load(head.bias_ptr + offsets, mask=(i < head.len_q) & (j < head.len_kv), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def logits(
-    qk,
-    i,
-    j,
-    len_q,
-    len_kv,
-    shift,
-    softmax_scale,
-    softcap,
-    bias_base,
-    stride_bias_m,
-    stride_bias_n,
-    alibi_slope,
-    b,
-    h,
-    captures,
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
     # (s, factor, cap_tanh, score): s * factor is the logit in units of log2, before the mask; cap_tanh is the softcap's tanh, and
     # score what score_mod is given. With nothing to add, s stays the raw product, and the scale is folded into the exponent's
     # multiply-add.
@@ -636,18 +600,18 @@ def logits(
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP or META.HAS_SCORE_MOD:
         factor = LOG2E
         if META.HAS_PRE_SCALE_BIAS:
-            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
+            s += load_bias(head, i, j, META)
         s *= softmax_scale
         if META.HAS_SOFTCAP:
-            cap_tanh = tanh(s / softcap) if META.HAS_EXACT_TANH else tanh_in_half(s * (1.0 / softcap))
-            s = softcap * cap_tanh
+            cap_tanh = tanh(s / head.softcap) if META.HAS_EXACT_TANH else tanh_in_half(s * (1.0 / head.softcap))
+            s = head.softcap * cap_tanh
         score = s
         if META.HAS_SCORE_MOD:
-            s = MODS.score(score, b, h, i, j, captures)
+            s = MODS.score(score, head.b, head.h, i, j, head.captures)
         if META.HAS_POST_SCALE_BIAS:
-            s += load_bias(bias_base, i, j, len_q, len_kv, stride_bias_m, stride_bias_n, META)
+            s += load_bias(head, i, j, META)
         if META.HAS_ALIBI:
-            s -= alibi_slope * tl.abs(j - i - shift).to(tl.float32)
+            s -= head.alibi_slope * tl.abs(j - i - head.shift).to(tl.float32)
     return s, factor, cap_tanh, score
 
 
@@ -717,18 +681,10 @@ def score_gradient(
     len_q,
     len_kv,
     shift,
-    window_left,
-    window_right,
+    band,
     softmax_scale,
-    softcap,
     keep_scale,
-    bias_base,
-    stride_bias_m,
-    stride_bias_n,
-    alibi_slope,
-    b,
-    h,
-    captures,
+    head,
     MODS: tl.constexpr,
     is_full,  # whether the mask_mod need not be asked
     MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
@@ -736,51 +692,33 @@ def score_gradient(
 ):
     # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score,
     # the score that score_mod was given).
-    s, factor, cap_tanh, score = logits(
-        qk,
-        i,
-        j,
-        len_q,
-        len_kv,
-        shift,
-        softmax_scale,
-        softcap,
-        bias_base,
-        stride_bias_m,
-        stride_bias_n,
-        alibi_slope,
-        b,
-        h,
-        captures,
-        MODS,
-        META,
-    )
-    s = relative_to_lse(s, -lse_log2, large, b, h, i, len_q, META)
+    s, factor, cap_tanh, score = logits(qk, i, j, softmax_scale, head, MODS, META)
+    s = relative_to_lse(s, -lse_log2, large, head.b, head.h, i, len_q, META)
     p = tl.exp2(tl.fma(s, factor, -lse_log2))
     if META.NORMALIZES:
         p *= p_scale
     if MASK == "keys":
-        p = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), p, 0.0)
+        p = tl.where(visible_keys(i, j, len_kv, shift, band, META), p, 0.0)
     elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
-        p = tl.where(visible_queries(i, j, shift, window_left, window_right, META), p, 0.0)
+        p = tl.where(visible_queries(i, j, shift, band, META), p, 0.0)
     if MASK != "none" and META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
         p = tl.where(i < len_q, p, 0.0)
     if META.HAS_MASK_MOD and (MASK != "none" or META.BLOCK_SIZE_Q == 0):
-        p = tl.where(MODS.mask(b, h, i, j, captures) | is_full, p, 0.0)
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, p, 0.0)
     p_dropped = p
     if META.HAS_DROPOUT:
         p_dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     dlogit = p * (dp - delta)
-    return p, p_dropped, dlogit, through_mods(dlogit, cap_tanh, score, b, h, i, j, captures, MODS, META), score
+    return p, p_dropped, dlogit, through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META), score
 
 
 @triton.jit
-def through_mods(dlogit, cap_tanh, score, b, h, i, j, captures, MODS: tl.constexpr, META: tl.constexpr):
+def through_mods(dlogit, cap_tanh, score, i, j, head, MODS: tl.constexpr, META: tl.constexpr):
     # From d loss / d logit to d loss / d scaled score, with what `logits` returned.
     dscore = dlogit
     if META.HAS_SCORE_MOD:
-        dscore = MODS.gradient(dlogit, score, b, h, i, j, captures)
+        dscore = MODS.gradient(dlogit, score, head.b, head.h, i, j, head.captures)
     if META.HAS_SOFTCAP:
         dscore *= 1 - cap_tanh * cap_tanh
     return dscore

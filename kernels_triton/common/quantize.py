@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.primitives import (
     load_padding,
     load_sequence,
@@ -109,7 +110,7 @@ def _rotations(DTYPE: tl.constexpr, META: tl.constexpr):
 @triton.jit
 def _load_part(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
-        x = load_tile(pointer, offsets, row, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
+        x = load_tile(pointer, offsets, row, length, COLUMN, WIDTH, META.HEAD_DIM, True)
         if META.ROTATION > 0:
             return tl.dot(x, matrix, input_precision="tf32x3")  # of fp32 all but the last bits count
         else:
@@ -164,7 +165,7 @@ def to_fp8(x, scale, DTYPE: tl.constexpr):
 def _store_part(pointer, offsets, row, slot, x, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
         y = to_fp8(x, scale, pointer.dtype.element_ty)
-        store_tile(pointer, y, offsets, row, slot, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
+        store_tile(pointer, y, offsets, row, slot, COLUMN, WIDTH, META.HEAD_DIM)
 
 
 @triton.jit
@@ -216,17 +217,17 @@ def _quantize_item(
     cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
     h = item % num_heads
     b, block = _tile_of(item // num_heads, lengths, META)
-    place = (cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen)
-    start, length = load_sequence(*place, META.IS_RAGGED, META.HAS_GAPS, META)
+    of_side = Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen)
+    start, length = load_sequence(of_side, b, META.IS_RAGGED)
     front, slot = -start, length
     if not META.HAS_GAPS:  # which are 0 already
-        front, slot = load_padding(*place, start, length, META.IS_RAGGED, META.HAS_GAPS, META)
+        front, slot = load_padding(of_side, b, start, length, META.IS_RAGGED)
     first = block * META.ITEM_ROWS
     if (block == 0) | ((block > 0) & (first < slot)):
         group = b * stride_ab + h * stride_ah
         if META.BY_BLOCK:
             group += block
-        x_base = row_pointer(x_ptr, b, h, start + first, stride_xb, stride_xs, stride_xh, META)
+        x_base = row_pointer(Rows(x_ptr, stride_xb, stride_xs, stride_xh), b, h, start + first, META)
         x_step, x_offsets = row_steps(stride_xs, ROWS, META)
         matrices = _rotations(x_ptr.dtype.element_ty, META)
         largest = tl.zeros([ROWS], tl.float32)
@@ -251,7 +252,7 @@ def _quantize_item(
                         tl.store(descale_ptr + group + other, 1.0)
             elif block == 0:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
-            data_base = row_pointer(data_ptr, b, h, start + first, stride_db, stride_ds, stride_dh, META)
+            data_base = row_pointer(Rows(data_ptr, stride_db, stride_ds, stride_dh), b, h, start + first, META)
             data_step, data_offsets = row_steps(stride_ds, ROWS, META)
             for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
                 parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
@@ -486,7 +487,7 @@ def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
 def _store_signed(pointer, offsets, row, num_rows, x, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
         y = x * rotation_signs(COLUMN, WIDTH)[None, :]
-        store_tile(pointer, y, offsets, row, num_rows, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM)
+        store_tile(pointer, y, offsets, row, num_rows, COLUMN, WIDTH, META.HEAD_DIM)
 
 
 @kernel
@@ -534,7 +535,7 @@ def _transpose_part(
     out_base, stride_od, column, pointer, offsets, first, length, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr
 ):
     d = COLUMN + tl.arange(0, WIDTH)
-    x = load_tile(pointer, offsets, first, length, META.ROWS, COLUMN, WIDTH, META.HEAD_DIM, True)
+    x = load_tile(pointer, offsets, first, length, COLUMN, WIDTH, META.HEAD_DIM, True)
     inside = (d < META.HEAD_DIM)[:, None] & (first + tl.arange(0, META.ROWS) // 16 * 16 < length)[None, :]
     tl.store(out_base + d.to(tl.int64)[:, None] * stride_od * 16 + column[None, :], tl.trans(x), mask=inside)
 
@@ -562,14 +563,12 @@ def _transpose_kernel(
     first = tl.program_id(0) % blocks * ROWS
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
-    start, length = load_sequence(
-        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
-    )
+    start, length = load_sequence(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, META.IS_RAGGED)
     if first >= length:
         return
-    pointer = row_pointer(x_ptr, b, h, start + first, stride_xb, stride_xs, stride_xh, META)
+    pointer = row_pointer(Rows(x_ptr, stride_xb, stride_xs, stride_xh), b, h, start + first, META)
     _, offsets = row_steps(stride_xs, ROWS, META)
-    place = packed_start(cu_seqlens_ptr, b, start, num_tokens, META.HAS_GAPS)
+    place = packed_start(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, 0, num_tokens, 0), b, start)
     column = transposed_column(place, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
     out_base = out_ptr + (tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh) * 16
     _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.W0, META)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Rows
 from flexattn.kernels_triton.common.primitives import LN2, LOG2E, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES
@@ -155,7 +156,7 @@ def _combine_splits_kernel(
         inside = is_split[:, None] & (columns < HEAD_DIM)[None, :]
         part = tl.load(parts_ptr + (rows * WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)
-    pointer = row_pointer(out_ptr, b, h, token, stride_ob, stride_os, stride_oh, META)
+    pointer = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, token, META)
     tl.store(pointer + columns, (out / total).to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
     tl.store(lse_ptr + row, largest + tl.log2(total) * LN2)
 

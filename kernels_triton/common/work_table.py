@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.tiles import split_head_dim
@@ -61,7 +62,7 @@ def _work_table_kernel(
     b = tl.program_id(0) % batch
     block = tl.program_id(0) // batch * CHUNK + tl.arange(0, CHUNK)
     _own_start, own_length = load_sequence(
-        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
+        Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, IS_RAGGED
     )
     own_blocks = tl.cdiv(own_length, BLOCK)
     after = block if LAST_FIRST else own_blocks - 1 - block  # of its sequence's, as many come after this one
@@ -71,7 +72,7 @@ def _work_table_kernel(
         other = first + tl.arange(0, CHUNK)
         last = batch - 1
         _, length = load_sequence(
-            cu_seqlens_ptr, cu_seqlens_padded_ptr, tl.minimum(other, last), batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
+            Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), tl.minimum(other, last), IS_RAGGED
         )
         count = tl.where(other < batch, tl.cdiv(length, BLOCK), 0)
         total += tl.sum(count, 0)
@@ -134,17 +135,17 @@ def _padding_kernel(
     part = tl.program_id(0) % PARTS
     h = tl.program_id(0) // PARTS % num_heads
     b = tl.program_id(0) // PARTS // num_heads
-    place = (cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen)
-    start, length = load_sequence(*place, IS_RAGGED, HAS_GAPS, META)
-    front, slot = load_padding(*place, start, length, IS_RAGGED, HAS_GAPS, META)
-    base = row_pointer(out_ptr, b, h, start, stride_ob, stride_os, stride_oh, META)
+    lengths = Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen)
+    start, length = load_sequence(lengths, b, IS_RAGGED)
+    front, slot = load_padding(lengths, b, start, length, IS_RAGGED)
+    base = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start, META)
     step, offsets = row_steps(stride_os, ROWS, META)
     for n in tl.static_range(2 if IS_RAGGED else 1):
         first, last = (length, slot) if n == 0 else (-start, front)
         share = tl.cdiv(last - first, PARTS)
         begin = first + part * share
         end = tl.minimum(begin + share, last)
-        store_zeros(base, step, offsets, begin, end, ROWS, HEAD_DIM, WIDTH0, WIDTH1)
+        store_zeros(base, step, offsets, begin, end, HEAD_DIM, WIDTH0, WIDTH1)
         if lse_ptr is not None:
             lse_base = lse_ptr + tl.cast(h if IS_RAGGED else b * num_heads + h, tl.int64) * num_tokens + start
             for row in range(begin, end, ROWS):

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton.common.arguments import Lengths
 from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     head_values,
@@ -48,7 +49,7 @@ from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state,
 from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
-from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.scores import head_group, head_of, modified, scores_of_head
 from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
@@ -268,7 +269,9 @@ def _compute(
             if META.DOUT_APART:
                 mbarrier.arrive(dout_empty.index(slot), count=1)
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
+        dscore = through_mods(
+            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
+        )
         ds = dscore.to(DTYPE)
         if META.DP_FIRST:  # the other warpgroup's dq of the turn before the last has read what is overwritten
             named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
@@ -439,7 +442,7 @@ def _attn_bwd_one_pass_hopper_kernel(
         dv_descriptor,
     )
     tiles = (q_tiles, dout_tiles, k_tiles, v_tiles, statistics_tiles, ds_tiles, dq_tiles)
-    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
     first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_a_head, META, BLOCK_M)
     of_dq = (len_q, first_tile, tiles_of_a_head)
     places = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.block_lists import list_from, listed_tile, load_block_list
+from flexattn.kernels_triton.common.block_lists import TileList, cut_list, list_from, listed_tile
 from flexattn.kernels_triton.common.split_kv import share_of_split
 from flexattn.kernels_triton.hopper.operands import ROWS
 
@@ -59,10 +59,10 @@ def _listed(
     # (masked blocks, full ones, masked ones before these, full ones before these).
     counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, _, _, list_length = lists
     row = _row_of_lists(lists, b, h, first, SIZE)
-    before, num_masked = load_block_list(counts_ptr, indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META)
-    full_before, num_full = load_block_list(
-        full_counts_ptr, full_indices_ptr, row, list_length, begin, end, OTHER, HAS_BEFORE, META
-    )
+    pointer = list_from(indices_ptr, row, list_length, 0)
+    before, num_masked = cut_list(pointer, gl.load(counts_ptr + row), begin, end, OTHER, HAS_BEFORE, META)
+    pointer = list_from(full_indices_ptr, row, list_length, 0)
+    full_before, num_full = cut_list(pointer, gl.load(full_counts_ptr + row), begin, end, OTHER, HAS_BEFORE, META)
     return num_masked, num_full, before, full_before
 
 
@@ -81,7 +81,7 @@ def _listed_blocks(listed, lists, b, h, first, SIZE: gl.constexpr, OTHER: gl.con
 def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
     # (the first token of tile t, whether the mask_mod need not be asked)
     masked_ptr, num_masked, full_ptr = found
-    return listed_tile(t, masked_ptr, num_masked, full_ptr, 0, 0, OTHER, BLOCK)
+    return listed_tile(t, TileList(masked_ptr, num_masked, full_ptr, 0, 0), OTHER, BLOCK)
 
 
 @gluon.jit

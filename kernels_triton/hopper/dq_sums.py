@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.preprocess import statistics_tile
 from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem, row_strides
@@ -103,23 +104,23 @@ def _attn_bwd_dq_conversion_kernel(
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     first_row = block * BLOCK_M
     if first_row >= len_q:
         return
-    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
     first_sum = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) * SIZE + first_row
     rows = tl.arange(0, BLOCK_M)
     sums = dq_sums_ptr + tl.cast(first_sum, tl.int64) * HEAD_DIM
     sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `write_dq` put them
-    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+    dq_pointer = row_pointer(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), b, h, start_q + first_row, META)
     _, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
-    dq0 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM, True)
-    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, HEAD_DIM)
+    dq0 = load_tile(sums, sum_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM, True)
+    store_tile(dq_pointer, dq0 * softmax_scale, dq_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM)
     if META.QK1 > 0:
-        dq1 = load_tile(sums, sum_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM, True)
-        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, HEAD_DIM)
+        dq1 = load_tile(sums, sum_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM, True)
+        store_tile(dq_pointer, dq1 * softmax_scale, dq_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM)
 
 
 def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:

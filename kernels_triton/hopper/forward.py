@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.common.arguments import Alibi, Bias
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -460,7 +461,13 @@ def _compute_partition(common, given, CONSUMER: gl.constexpr, MODS: gl.constexpr
             rows = own_row + in_tile // GROUP
             h_of_rows = h + in_tile % GROUP
             h_of_scores = h_of_rows[:, None]
-        head = load_head(bias_ptr, alibi_slopes_ptr, b, h_of_scores, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        head = load_head(
+            Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+            Alibi(alibi_slopes_ptr, stride_alibi_b),
+            b,
+            h_of_scores,
+            META,
+        )
         place = (len_q, len_kv, shift, b, h_of_scores)
         own_captures = captures_of_head(b, h_of_scores, captures, MODS, META)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton.common.arguments import Alibi, Bias, Lengths
 from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     LOG2E,
@@ -40,7 +41,7 @@ from flexattn.kernels_triton.hopper.fp8_backward_fused import halves_of, is_plai
 from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
 from flexattn.kernels_triton.hopper.operands import opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
-from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.scores import head_group, head_of, modified, scores_of_head
 from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
@@ -297,7 +298,7 @@ def _dq_compute(
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(empty8.index(slot), count=1)
         dlogit = p * (dp * dp_factor + minus_delta[:, None])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, rows[:, None], columns[None, :], captures, MODS, META)
+        dscore = through_mods(dlogit, cap_tanh, score, rows[:, None], columns[None, :], head_group(place, scores, head), MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_k = warpgroup_mma(ds, k16_tiles[0].index(slot16).reshape([BLOCK_N, QK0]), dq, is_async=True)
         if QK1 > 0:
@@ -434,7 +435,7 @@ def _attn_bwd_dq_fp8_hopper_kernel(
     num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
     num_blocks = gl.where(first_row < len_q, num_blocks, 0)
     h_kv = h // group_size
-    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
     first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_statistics, META, META.STATISTICS)
     own_statistics = statistics_ptr + first_tile.to(gl.int64) * (2 * META.STATISTICS)
     descriptors = (of_q, of_k, of_k16, of_dq, dout_descriptor, v_descriptor)
@@ -460,7 +461,13 @@ def _attn_bwd_dq_fp8_hopper_kernel(
         h_kv,
         softmax_scale,
     )
-    head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    head = load_head(
+        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        Alibi(alibi_slopes_ptr, stride_alibi_b),
+        b,
+        h,
+        META,
+    )
     captures = captures_of_head(b, h, captures, MODS, META)
     scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
     large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
@@ -618,7 +625,9 @@ def _dkdv_compute(
         dp = warpgroup_mma_wait(1, deps=[dp])
         mbarrier.arrive(empty8.index(slot), count=1)
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
+        dscore = through_mods(
+            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
+        )
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_q = warpgroup_mma(ds, q16_tiles[0].index(slot16).reshape([BLOCK_M, QK0]), dk, is_async=True)
         if QK1 > 0:
@@ -728,7 +737,9 @@ def _dkdv_compute_columns(
             part = dout16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
+        dscore = through_mods(
+            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
+        )
         shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(_DS_WRITTEN, BOTH)
@@ -897,7 +908,7 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
     num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
     num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
     first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_statistics, META, BLOCK_M)
     descriptors = (
         of_q,

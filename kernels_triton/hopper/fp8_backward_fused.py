@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton.common.arguments import Lengths
 from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     LOG2E,
@@ -59,7 +60,7 @@ from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_en
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
 from flexattn.kernels_triton.hopper.quantize import dequantize
-from flexattn.kernels_triton.hopper.scores import head_of, modified, scores_of_head
+from flexattn.kernels_triton.hopper.scores import head_group, head_of, modified, scores_of_head
 from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch
 
@@ -277,7 +278,9 @@ def _compute(
         minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, b, h, columns[None, :], rows[:, None], own_scores[4], MODS, META)
+        dscore = through_mods(
+            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
+        )
         ds = dscore.to(DTYPE)
         # The other warpgroup's dq of the turn before the last has read what is overwritten.
         named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
@@ -474,7 +477,7 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(
         ds_tiles,
         dq_tiles,
     )
-    place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
+    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
     first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_a_head, META, BLOCK_M)
     of_dq = (len_q, first_tile, tiles_of_a_head)
     places = (

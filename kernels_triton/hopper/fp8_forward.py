@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.common.arguments import Alibi, Bias, Lengths
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -181,7 +182,7 @@ def _load_partition(common, scales, META: gl.constexpr):
         tell(tile + (descale_q, descale_k, descale_v), turn, barriers, META)
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        place_kv = packed_start(cu_seqlens[1], b, start_kv, num_tokens_kv, META.HAS_GAPS_KV)
+        place_kv = packed_start(Lengths(cu_seqlens[1], cu_seqlens[3], batch, num_tokens_kv, max_seqlen_kv), b, start_kv)
         v_block = h_kv * v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * _ROWS
@@ -398,7 +399,13 @@ def _compute_partition(
         shift = (len_kv - len_q) * bottom_right
         num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
         h_kv = h // group_size
-        head = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+        head = load_head(
+            Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+            Alibi(alibi_slopes_ptr, stride_alibi_b),
+            b,
+            h,
+            META,
+        )
         place = (len_q, len_kv, shift, b, h)
         own_captures = captures_of_head(b, h, captures, MODS, META)
         scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)

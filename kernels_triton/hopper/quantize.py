@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.tiles import split_head_dim
@@ -141,9 +142,7 @@ def _quantize_kernel(
     h = tl.program_id(0) % num_heads
     n = tl.program_id(0) // num_heads % blocks
     b = tl.program_id(0) // num_heads // blocks
-    start, length = load_sequence(
-        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, META.IS_RAGGED, META.HAS_GAPS, META
-    )
+    start, length = load_sequence(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, META.IS_RAGGED)
     row = n * TOKENS
     if row < length:
         stride_s = stride_xs.to(tl.int64) * META.ALIGN
@@ -151,7 +150,7 @@ def _quantize_kernel(
         scale_base = descale_ptr + b * stride_descale_b + h * stride_descale_h
         stride_rows = stride_rs.to(tl.int64) * META.ROWS_ALIGN
         rows_base = rows_ptr + (b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh) * META.ROWS_ALIGN + start * stride_rows
-        place = packed_start(cu_seqlens_ptr, b, start, num_tokens, META.HAS_GAPS)
+        place = packed_start(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, start)
         first = place // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(num_tokens, TOKENS)
         quads_base = quads_ptr + (h * quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * _QUADS)
         own = (x_base, stride_s, scale_base, stride_descale_n, rows_base, stride_rows, quads_base)
@@ -255,19 +254,17 @@ def _dequantize_kernel(
     h = tl.program_id(0) % num_heads
     row = tl.program_id(0) // num_heads % blocks * ROWS
     b = tl.program_id(0) // num_heads // blocks
-    start, length = load_sequence(
-        cu_seqlens_ptr, cu_seqlens_padded_ptr, b, batch, num_tokens, max_seqlen, IS_RAGGED, HAS_GAPS, META
-    )
+    start, length = load_sequence(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, IS_RAGGED)
     if row < length:
         descale = tl.load(descale_ptr + b * stride_descale_b + h * stride_descale_h + row // block_rows * stride_descale_n)
-        x_rows = row_pointer(x_ptr, b, h, start + row, stride_xb, stride_xs, stride_xh, META)
-        out_rows = row_pointer(out_ptr, b, h, start + row, stride_ob, stride_os, stride_oh, META)
+        x_rows = row_pointer(Rows(x_ptr, stride_xb, stride_xs, stride_xh), b, h, start + row, META)
+        out_rows = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start + row, META)
         x_offsets, out_offsets = row_steps(stride_xs, ROWS, META)[1], row_steps(stride_os, ROWS, META)[1]
-        x0 = load_tile(x_rows, x_offsets, row, length, ROWS, 0, D0, HEAD_DIM, True)
-        store_tile(out_rows, x0.to(tl.float32) * descale, out_offsets, row, length, ROWS, 0, D0, HEAD_DIM)
+        x0 = load_tile(x_rows, x_offsets, row, length, 0, D0, HEAD_DIM, True)
+        store_tile(out_rows, x0.to(tl.float32) * descale, out_offsets, row, length, 0, D0, HEAD_DIM)
         if D1 > 0:
-            x1 = load_tile(x_rows, x_offsets, row, length, ROWS, D0, D1, HEAD_DIM, True)
-            store_tile(out_rows, x1.to(tl.float32) * descale, out_offsets, row, length, ROWS, D0, D1, HEAD_DIM)
+            x1 = load_tile(x_rows, x_offsets, row, length, D0, D1, HEAD_DIM, True)
+            store_tile(out_rows, x1.to(tl.float32) * descale, out_offsets, row, length, D0, D1, HEAD_DIM)
 
 
 def dequantize(problem: Problem, side: Literal["q", "kv"], x: Tensor, scale: Scale, out: Tensor) -> Tensor:

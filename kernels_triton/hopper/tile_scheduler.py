@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flexattn.kernels_triton.common.arguments import Lengths
 from flexattn.kernels_triton.common.primitives import load_sequence
 from flexattn.kernels_triton.common.problem import Problem
 
@@ -36,18 +37,10 @@ def section_of(problem: Problem, heads: int, bytes_per_head: int) -> int:
 def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META: gl.constexpr):
     cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr = cu_seqlens
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     start_kv, len_kv = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
+        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
     )
     return start_q, len_q, start_kv, len_kv
 

@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.block_lists import listed_tile, load_block_lists
+from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, BlockMaskLists, Channels, Head, Lengths, Rows
+from flexattn.kernels_triton.common.block_lists import TileList, listed_tile, load_block_lists
 from flexattn.kernels_triton.common.preprocess import new_statistics
 from flexattn.kernels_triton.common.primitives import (
-    add_fp8_product,
+    HeadChannels,
     captures_of_head,
     descaled_products,
     dropout_keep,
+    fp8_product,
     load_descale,
     load_head,
     load_large,
@@ -36,8 +38,10 @@ from flexattn.kernels_triton.common.primitives import (
     statistics_row,
     store_tile,
     store_zeros,
-    transposed_pointer,
-    visible_range,
+    to_fp8_rows,
+    transposed_head,
+    visible_range_of_keys,
+    visible_range_of_queries,
 )
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.quantize import transposed
@@ -102,19 +106,19 @@ def _attn_bwd_dq_loop(
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, *listed, META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = k_base + tl.cast(n, tl.int64) * k_step
             v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
-        k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        v0 = load_tile(v_pointer, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         if META.V1 > 0:
-            v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            v1 = load_tile(v_pointer, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
         qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h_kv, first_row, n, softmax_scale, META)
         keep = True
@@ -133,18 +137,10 @@ def _attn_bwd_dq_loop(
             len_q,
             len_kv,
             shift,
-            window_left,
-            window_right,
+            Band(window_left, window_right, 0),
             score_scale,
-            softcap,
             keep_scale,
-            bias_base,
-            stride_bias_m,
-            stride_bias_n,
-            alibi_slope,
-            b,
-            h,
-            captures,
+            Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
             MODS,
             is_full,
             "keys" if IS_MASKED else "none",
@@ -154,7 +150,11 @@ def _attn_bwd_dq_loop(
             row_sum += tl.sum(p, 1)
         if META.IS_FP8:
             descale_k = load_descale(descales, 1, b, h_kv, n, META)
-            dq0, dq1 = add_fp8_product(dq0, dq1, ds, descale_k, k_t, n, len_kv, BLOCK_N, IS_MASKED, dout0.dtype, False, META)
+            ds, descale_ds = to_fp8_rows(ds, dout0.dtype)
+            descale = (descale_ds * descale_k)[:, None]
+            dq0 += fp8_product(ds, k_t, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
+            if META.QK1 > 0:
+                dq1 += fp8_product(ds, k_t, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED) * descale
         else:
             ds = ds.to(k0.dtype)
             dq0 = tl.dot(ds, k0, dq0, input_precision=META.PRECISION)
@@ -253,112 +253,99 @@ def _attn_bwd_dq_kernel(
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     start_kv, len_kv = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
+        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
     )
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    dq_base = row_pointer(dq_ptr, b, h, start_q, stride_dqb, stride_dqs, stride_dqh, META)
+    dq_base = row_pointer(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), b, h, start_q, META)
     dq_step, dq_offsets = row_steps(stride_dqs, BLOCK_M, META)
     slot_q = len_q
     if META.HAS_LENGTHS:
         begin, end, front_begin, front, slot_q = padding_rows(
-            cu_seqlens_q_ptr,
-            cu_seqlens_q_padded_ptr,
+            Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q),
             b,
-            batch,
-            num_tokens_q,
-            max_seqlen_q,
             start_q,
             len_q,
             first_row,
             block == blocks - 1,
             BLOCK_M,
             META.IS_RAGGED_Q,
-            META.HAS_GAPS_Q,
-            META,
         )
-        store_zeros(dq_base, dq_step, dq_offsets, begin, end, BLOCK_M, META.HEAD_DIM_QK, QK0, QK1)
+        store_zeros(dq_base, dq_step, dq_offsets, begin, end, META.HEAD_DIM_QK, QK0, QK1)
         if META.IS_RAGGED_Q:
-            store_zeros(dq_base, dq_step, dq_offsets, front_begin, front, BLOCK_M, META.HEAD_DIM_QK, QK0, QK1)
+            store_zeros(dq_base, dq_step, dq_offsets, front_begin, front, META.HEAD_DIM_QK, QK0, QK1)
         if first_row >= len_q:
             if META.HAS_OFFSET:
                 tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
             return
 
-    q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
-    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
+    q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
+    dout_pointer = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
     _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
     _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
     k_step, k_offsets = row_steps(stride_ks, META.BLOCK_N, META)
     v_step, v_offsets = row_steps(stride_vs, META.BLOCK_N, META)
     h_kv = h // group_size if META.IS_GROUPED else h
-    k_base = row_pointer(k_ptr, b, h_kv, start_kv, stride_kb, stride_ks, stride_kh, META)
-    v_base = row_pointer(v_ptr, b, h_kv, start_kv, stride_vb, stride_vs, stride_vh, META)
-    bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    k_base = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h_kv, start_kv, META)
+    v_base = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h_kv, start_kv, META)
+    bias_base, alibi_slope = load_head(
+        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        Alibi(alibi_slopes_ptr, stride_alibi_b),
+        b,
+        h,
+        META,
+    )
     captures = captures_of_head(b, h, captures, MODS, META)
     shift = (len_kv - len_q) * bottom_right
 
     # q too is on its way before anything is waited for.
-    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK, True)
+    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, QK0, META.HEAD_DIM_QK, True)
     q1 = q0
     if QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK, True)
-    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, QK0, QK1, META.HEAD_DIM_QK, True)
+    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
     dout1 = dout0
     if META.V1 > 0:
-        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-    out = (out_ptr, stride_ob, stride_os, stride_oh)
+        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
+    out = Rows(out_ptr, stride_ob, stride_os, stride_oh)
     lse_log2, delta = make_row_statistics(
-        dout0, dout1, *out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
+        dout0, dout1, out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first_row, descales, META
     )
     large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
     row = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     tl.store(lse_log2_ptr + row + rows, lse_log2, mask=rows < len_q)
     tl.store(delta_ptr + row + rows, delta, mask=rows < len_q)
 
-    k_t = (k_t_ptr, stride_ktd)
+    k_t = HeadChannels(k_t_ptr, stride_ktd)
     if META.IS_FP8:
-        place_kv = packed_start(cu_seqlens_kv_ptr, b, start_kv, num_tokens_kv, META.HAS_GAPS_KV)
-        k_t = (transposed_pointer(k_t_ptr, b, h_kv, place_kv, stride_ktb, stride_kth, META.IS_RAGGED_KV), stride_ktd)
+        place_kv = packed_start(Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, 0, num_tokens_kv, 0), b, start_kv)
+        k_t = transposed_head(Channels(k_t_ptr, stride_ktb, stride_kth, stride_ktd), b, h_kv, place_kv, META.IS_RAGGED_KV)
 
     dq0 = tl.zeros([BLOCK_M, QK0], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     dq1 = dq0
     if QK1 > 0:
         dq1 = tl.zeros([BLOCK_M, QK1], tl.float32)
-    begin, full_begin, full_end, end = visible_range(
-        first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
-    )
+    visible = visible_range_of_keys(first_row, len_kv, shift, Band(window_left, window_right, 0), META)
+    begin, full_begin, full_end, end = visible
     masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
     if META.BLOCK_SIZE_Q > 0:
         list_row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = load_block_lists(
-            block_counts_ptr,
-            block_indices_ptr,
-            full_counts_ptr,
-            full_indices_ptr,
+        own_lists = load_block_lists(
+            BlockMaskLists(
+                block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length
+            ),
             list_row,
-            list_length,
-            begin,
-            full_begin,
-            full_end,
-            end,
+            visible,
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
             META.HAS_LEFT,
             META,
         )
+        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = own_lists
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
         first = 0 if META.BLOCK_SIZE_Q > 0 else (begin if phase == 0 else (full_begin if phase == 1 else full_end))
         last = full_begin if phase == 0 else (full_end if phase == 1 else end)
@@ -401,9 +388,9 @@ def _attn_bwd_dq_kernel(
                 b,
                 h,
                 captures,
-                (masked_ptr, 0, full_ptr, 0, first_inside)
+                TileList(masked_ptr, 0, full_ptr, 0, first_inside)
                 if phase == 1
-                else (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
+                else TileList(masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
                 descales,
                 h_kv,
                 k_t,
@@ -424,16 +411,16 @@ def _attn_bwd_dq_kernel(
     if META.HAS_OFFSET:
         tl.store(dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
     is_real = (rows < len_q)[:, None]  # without lengths what is past the end is not stored
-    dq_pointer = row_pointer(dq_ptr, b, h, start_q + first_row, stride_dqb, stride_dqs, stride_dqh, META)
+    dq_pointer = row_pointer(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), b, h, start_q + first_row, META)
     dq0 *= dq_scale[:, None]
     if META.HAS_LENGTHS:
         dq0 = tl.where(is_real, dq0, 0.0)
-    store_tile(dq_pointer, dq0, dq_offsets, first_row, slot_q, BLOCK_M, 0, QK0, META.HEAD_DIM_QK)
+    store_tile(dq_pointer, dq0, dq_offsets, first_row, slot_q, 0, QK0, META.HEAD_DIM_QK)
     if QK1 > 0:
         dq1 *= dq_scale[:, None]
         if META.HAS_LENGTHS:
             dq1 = tl.where(is_real, dq1, 0.0)
-        store_tile(dq_pointer, dq1, dq_offsets, first_row, slot_q, BLOCK_M, QK0, QK1, META.HEAD_DIM_QK)
+        store_tile(dq_pointer, dq1, dq_offsets, first_row, slot_q, QK0, QK1, META.HEAD_DIM_QK)
 
 
 @triton.jit
@@ -499,21 +486,21 @@ def _attn_bwd_dkdv_loop(
         m = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            m, is_full = listed_tile(t, *listed, META.BLOCK_SIZE_Q, BLOCK_M)
+            m, is_full = listed_tile(t, listed, META.BLOCK_SIZE_Q, BLOCK_M)
             q_pointer = q_base + tl.cast(m, tl.int64) * q_step
             dout_pointer = dout_base + tl.cast(m, tl.int64) * dout_step
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        q0 = load_tile(q_pointer, q_offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        dout0 = load_tile(dout_pointer, dout_offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         statistics = (lse_log2_ptr, delta_ptr, p_scale_ptr)
         lse_log2, delta, p_scale = load_row_statistics(*statistics, first_statistic + m, len_q - m, BLOCK_M, IS_MASKED, META)
         kq = tl.dot(k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, q_offsets, m, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            q1 = load_tile(q_pointer, q_offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             kq = tl.dot(k1, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dout1 = load_tile(dout_pointer, dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
         kq, dp, score_scale = descaled_products(kq, dp, descales, b, h, h_kv, m, first_column, softmax_scale, META)
         keep = True
@@ -532,18 +519,10 @@ def _attn_bwd_dkdv_loop(
             len_q,
             len_kv,
             shift,
-            window_left,
-            window_right,
+            Band(window_left, window_right, 0),
             score_scale,
-            softcap,
             keep_scale,
-            bias_base,
-            stride_bias_m,
-            stride_bias_n,
-            alibi_slope,
-            b,
-            h,
-            captures,
+            Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
             MODS,
             is_full,
             "queries" if IS_MASKED else "none",
@@ -552,12 +531,18 @@ def _attn_bwd_dkdv_loop(
         if META.IS_FP8:
             if HAS_DV:
                 descale_dout = load_descale(descales, 3, b, h, m, META)
-                dv0, dv1 = add_fp8_product(
-                    dv0, dv1, p, descale_dout, dout_t, m, len_q, BLOCK_M, IS_MASKED, tl.float8e4nv, True, META
-                )
+                p, descale_p = to_fp8_rows(p, tl.float8e4nv)
+                descale = (descale_p * descale_dout)[:, None]
+                dv0 += fp8_product(p, dout_t, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED) * descale
+                if META.V1 > 0:
+                    dv1 += fp8_product(p, dout_t, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED) * descale
             if HAS_DK:
                 descale_q = load_descale(descales, 0, b, h, m, META)
-                dk0, dk1 = add_fp8_product(dk0, dk1, ds, descale_q, q_t, m, len_q, BLOCK_M, IS_MASKED, dout0.dtype, False, META)
+                ds, descale_ds = to_fp8_rows(ds, dout0.dtype)
+                descale = (descale_ds * descale_q)[:, None]
+                dk0 += fp8_product(ds, q_t, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
+                if META.QK1 > 0:
+                    dk1 += fp8_product(ds, q_t, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED) * descale
         else:
             if HAS_DV:
                 p = p.to(dout0.dtype)
@@ -672,83 +657,68 @@ def _attn_bwd_dkdv_kernel(
         h_kv = pid // blocks // num_splits % num_heads_kv
         b = pid // blocks // num_splits // num_heads_kv
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     start_kv, len_kv = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
+        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
     )
     first_column = block * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     slot_kv = len_kv
     if META.HAS_LENGTHS:
         begin, end, front_begin, front, slot_kv = padding_rows(
-            cu_seqlens_kv_ptr,
-            cu_seqlens_kv_padded_ptr,
+            Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv),
             b,
-            batch,
-            num_tokens_kv,
-            max_seqlen_kv,
             start_kv,
             len_kv,
             first_column,
             block == blocks - 1,
             BLOCK_N,
             META.IS_RAGGED_KV,
-            META.HAS_GAPS_KV,
-            META,
         )
     if dk_ptr is not None:
-        dk_base = row_pointer(dk_ptr, b, h_kv, start_kv, stride_dkb, stride_dks, stride_dkh, META)
+        dk_base = row_pointer(Rows(dk_ptr, stride_dkb, stride_dks, stride_dkh), b, h_kv, start_kv, META)
         dk_base += tl.cast(split, tl.int64) * stride_dk_split * META.ALIGN
         dk_step, dk_offsets = row_steps(stride_dks, BLOCK_N, META)
         if META.HAS_LENGTHS:
-            store_zeros(dk_base, dk_step, dk_offsets, begin, end, BLOCK_N, META.HEAD_DIM_QK, QK0, QK1)
+            store_zeros(dk_base, dk_step, dk_offsets, begin, end, META.HEAD_DIM_QK, QK0, QK1)
             if META.IS_RAGGED_KV:
-                store_zeros(dk_base, dk_step, dk_offsets, front_begin, front, BLOCK_N, META.HEAD_DIM_QK, QK0, QK1)
+                store_zeros(dk_base, dk_step, dk_offsets, front_begin, front, META.HEAD_DIM_QK, QK0, QK1)
     if dv_ptr is not None:
-        dv_base = row_pointer(dv_ptr, b, h_kv, start_kv, stride_dvb, stride_dvs, stride_dvh, META)
+        dv_base = row_pointer(Rows(dv_ptr, stride_dvb, stride_dvs, stride_dvh), b, h_kv, start_kv, META)
         dv_base += tl.cast(split, tl.int64) * stride_dv_split * META.ALIGN
         dv_step, dv_offsets = row_steps(stride_dvs, BLOCK_N, META)
         if META.HAS_LENGTHS:
-            store_zeros(dv_base, dv_step, dv_offsets, begin, end, BLOCK_N, META.HEAD_DIM_V, V0, V1)
+            store_zeros(dv_base, dv_step, dv_offsets, begin, end, META.HEAD_DIM_V, V0, V1)
             if META.IS_RAGGED_KV:
-                store_zeros(dv_base, dv_step, dv_offsets, front_begin, front, BLOCK_N, META.HEAD_DIM_V, V0, V1)
+                store_zeros(dv_base, dv_step, dv_offsets, front_begin, front, META.HEAD_DIM_V, V0, V1)
     if first_column >= len_kv:
         return
 
-    k_pointer = row_pointer(k_ptr, b, h_kv, start_kv + first_column, stride_kb, stride_ks, stride_kh, META)
-    v_pointer = row_pointer(v_ptr, b, h_kv, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
+    k_pointer = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h_kv, start_kv + first_column, META)
+    v_pointer = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h_kv, start_kv + first_column, META)
     _, k_offsets = row_steps(stride_ks, BLOCK_N, META)
     _, v_offsets = row_steps(stride_vs, BLOCK_N, META)
     q_step, q_offsets = row_steps(stride_qs, META.BLOCK_M, META)
     dout_step, dout_offsets = row_steps(stride_dos, META.BLOCK_M, META)
-    k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, 0, QK0, META.HEAD_DIM_QK, True)
-    v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, 0, V0, META.HEAD_DIM_V, True)
+    k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, QK0, META.HEAD_DIM_QK, True)
+    v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, V0, META.HEAD_DIM_V, True)
     dk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
     dv0 = tl.zeros([BLOCK_N, V0], tl.float32)
     k1 = k0
     dk1 = dk0
     if QK1 > 0:
-        k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, QK0, QK1, META.HEAD_DIM_QK, True)
+        k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, QK0, QK1, META.HEAD_DIM_QK, True)
         dk1 = tl.zeros([BLOCK_N, QK1], tl.float32)
     v1 = v0
     dv1 = dv0
     if V1 > 0:
-        v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, V0, V1, META.HEAD_DIM_V, True)
+        v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, V0, V1, META.HEAD_DIM_V, True)
         dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
 
     shift = (len_kv - len_q) * bottom_right
-    begin, full_begin, full_end, end = visible_range(
-        first_column, BLOCK_N, META.BLOCK_M, len_q, -shift, window_right, window_left, META.HAS_RIGHT, META.HAS_LEFT
-    )
+    visible = visible_range_of_queries(first_column, len_q, shift, Band(window_left, window_right, 0), META)
+    begin, full_begin, full_end, end = visible
     first_head, num_heads_here = h_kv, 1
     if META.IS_GROUPED:
         heads_per_split = tl.cdiv(group_size, num_splits)
@@ -759,14 +729,20 @@ def _attn_bwd_dkdv_kernel(
         h = first_head + head
         b_h = b * num_heads + h
         first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-        q_base = row_pointer(q_ptr, b, h, start_q, stride_qb, stride_qs, stride_qh, META)
-        dout_base = row_pointer(dout_ptr, b, h, start_q, stride_dob, stride_dos, stride_doh, META)
-        q_t, dout_t = (q_t_ptr, stride_qtd), (dout_t_ptr, stride_dotd)
+        q_base = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q, META)
+        dout_base = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q, META)
+        q_t, dout_t = HeadChannels(q_t_ptr, stride_qtd), HeadChannels(dout_t_ptr, stride_dotd)
         if META.IS_FP8:
-            place_q = packed_start(cu_seqlens_q_ptr, b, start_q, num_tokens_q, META.HAS_GAPS_Q)
-            q_t = (transposed_pointer(q_t_ptr, b, h, place_q, stride_qtb, stride_qth, META.IS_RAGGED_Q), stride_qtd)
-            dout_t = (transposed_pointer(dout_t_ptr, b, h, place_q, stride_dotb, stride_doth, META.IS_RAGGED_Q), stride_dotd)
-        bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+            place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, 0, num_tokens_q, 0), b, start_q)
+            q_t = transposed_head(Channels(q_t_ptr, stride_qtb, stride_qth, stride_qtd), b, h, place_q, META.IS_RAGGED_Q)
+            dout_t = transposed_head(Channels(dout_t_ptr, stride_dotb, stride_doth, stride_dotd), b, h, place_q, META.IS_RAGGED_Q)
+        bias_base, alibi_slope = load_head(
+            Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+            Alibi(alibi_slopes_ptr, stride_alibi_b),
+            b,
+            h,
+            META,
+        )
         own_captures = captures_of_head(b, h, captures, MODS, META)
         # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
         # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
@@ -775,22 +751,24 @@ def _attn_bwd_dkdv_kernel(
         num_tiles, num_full_tiles = 0, 0
         if META.BLOCK_SIZE_Q > 0:
             row = b * stride_list_b + h * stride_list_h + first_column // META.BLOCK_SIZE_KV
-            masked_ptr, num_masked, full_ptr, first_inside, last_inside, num_tiles, num_full_tiles = load_block_lists(
-                block_counts_ptr,
-                block_indices_ptr,
-                full_counts_ptr,
-                full_indices_ptr,
+            own_lists = load_block_lists(
+                BlockMaskLists(
+                    block_counts_ptr,
+                    block_indices_ptr,
+                    full_counts_ptr,
+                    full_indices_ptr,
+                    stride_list_b,
+                    stride_list_h,
+                    list_length,
+                ),
                 row,
-                list_length,
-                begin,
-                full_begin,
-                full_end,
-                end,
+                visible,
                 META.BLOCK_SIZE_Q,
                 META.BLOCK_M,
                 META.HAS_RIGHT,
                 META,
             )
+            masked_ptr, num_masked, full_ptr, first_inside, last_inside, num_tiles, num_full_tiles = own_lists
         for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the one that is cut
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
             last_part = 1 + tl.cast(full_end < end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
@@ -845,9 +823,9 @@ def _attn_bwd_dkdv_kernel(
                     b,
                     h,
                     own_captures,
-                    (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside)
+                    TileList(masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside)
                     if phase == 1
-                    else (masked_ptr, 0, full_ptr, 0, first_inside),
+                    else TileList(masked_ptr, 0, full_ptr, 0, first_inside),
                     descales,
                     h_kv,
                     q_t,
@@ -864,21 +842,21 @@ def _attn_bwd_dkdv_kernel(
         dk0 *= softmax_scale
         if META.HAS_LENGTHS:
             dk0 = tl.where(is_real, dk0, 0.0)
-        store_tile(dk_pointer, dk0, dk_offsets, first_column, slot_kv, BLOCK_N, 0, QK0, META.HEAD_DIM_QK)
+        store_tile(dk_pointer, dk0, dk_offsets, first_column, slot_kv, 0, QK0, META.HEAD_DIM_QK)
         if QK1 > 0:
             dk1 *= softmax_scale
             if META.HAS_LENGTHS:
                 dk1 = tl.where(is_real, dk1, 0.0)
-            store_tile(dk_pointer, dk1, dk_offsets, first_column, slot_kv, BLOCK_N, QK0, QK1, META.HEAD_DIM_QK)
+            store_tile(dk_pointer, dk1, dk_offsets, first_column, slot_kv, QK0, QK1, META.HEAD_DIM_QK)
     if dv_ptr is not None:
         dv_pointer = dv_base + tl.cast(first_column, tl.int64) * dv_step
         if META.HAS_LENGTHS:
             dv0 = tl.where(is_real, dv0, 0.0)
-        store_tile(dv_pointer, dv0, dv_offsets, first_column, slot_kv, BLOCK_N, 0, V0, META.HEAD_DIM_V)
+        store_tile(dv_pointer, dv0, dv_offsets, first_column, slot_kv, 0, V0, META.HEAD_DIM_V)
         if V1 > 0:
             if META.HAS_LENGTHS:
                 dv1 = tl.where(is_real, dv1, 0.0)
-            store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, BLOCK_N, V0, V1, META.HEAD_DIM_V)
+            store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, V0, V1, META.HEAD_DIM_V)
 
 
 def attention_backward(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, Head, Lengths, Rows
 from flexattn.kernels_triton.common.preprocess import Statistics
 from flexattn.kernels_triton.common.primitives import (
     captures_of_head,
@@ -131,18 +132,10 @@ def _attn_bwd_dbias_kernel(
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = tile_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
         start_q, len_q = load_sequence(
-            cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+            Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
         )
         start_kv, len_kv = load_sequence(
-            cu_seqlens_kv_ptr,
-            cu_seqlens_kv_padded_ptr,
-            b,
-            batch,
-            num_tokens_kv,
-            max_seqlen_kv,
-            META.IS_RAGGED_KV,
-            META.HAS_GAPS_KV,
-            META,
+            Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
         )
         shift = (len_kv - len_q) * bottom_right
         large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
@@ -179,25 +172,31 @@ def _attn_bwd_dbias_kernel(
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
             b_h = b * num_heads + h
-            q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
-            k_pointer = row_pointer(k_ptr, b, h // group_size, start_kv + first_column, stride_kb, stride_ks, stride_kh, META)
-            v_pointer = row_pointer(v_ptr, b, h // group_size, start_kv + first_column, stride_vb, stride_vs, stride_vh, META)
-            dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
-            bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+            q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
+            k_pointer = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h // group_size, start_kv + first_column, META)
+            v_pointer = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h // group_size, start_kv + first_column, META)
+            dout_pointer = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
+            bias_base, alibi_slope = load_head(
+                Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+                Alibi(alibi_slopes_ptr, stride_alibi_b),
+                b,
+                h,
+                META,
+            )
             own_captures = captures_of_head(b, h, captures, MODS, META)
-            q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
-            k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, True)
+            q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
+            k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
             qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
             if META.QK1 > 0:
-                q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
-                k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+                q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+                k1 = load_tile(k_pointer, k_offsets, first_column, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
                 qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
-            dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
-            v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, True)
+            dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
+            v0 = load_tile(v_pointer, v_offsets, first_column, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
             dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
             if META.V1 > 0:
-                dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-                v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, True)
+                dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
+                v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)
                 dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
             first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
             lse_log2, delta, p_scale = load_row_statistics(
@@ -222,18 +221,10 @@ def _attn_bwd_dbias_kernel(
                 len_q,
                 len_kv,
                 shift,
-                window_left,
-                window_right,
+                Band(window_left, window_right, 0),
                 score_scale,
-                softcap,
                 keep_scale,
-                bias_base,
-                stride_bias_m,
-                stride_bias_n,
-                alibi_slope,
-                b,
-                h,
-                own_captures,
+                Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, own_captures),
                 MODS,
                 is_full,
                 "keys",

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.block_lists import listed_tile, load_block_lists
+from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, BlockMaskLists, Head, Lengths, Rows
+from flexattn.kernels_triton.common.block_lists import TileList, listed_tile, load_block_lists
 from flexattn.kernels_triton.common.preprocess import Statistics
 from flexattn.kernels_triton.common.primitives import (
     captures_of_head,
@@ -25,7 +26,7 @@ from flexattn.kernels_triton.common.primitives import (
     row_steps,
     score_gradient,
     statistics_row,
-    visible_range,
+    visible_range_of_keys,
 )
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
@@ -108,88 +109,81 @@ def _attn_bwd_captures_kernel(
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     start_kv, len_kv = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
+        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
     )
     first_row = block * BLOCK_M
     if first_row >= len_q:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
     shift = (len_kv - len_q) * bottom_right
-    q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
-    dout_pointer = row_pointer(dout_ptr, b, h, start_q + first_row, stride_dob, stride_dos, stride_doh, META)
-    k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
-    v_base = row_pointer(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META)
+    q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
+    dout_pointer = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
+    k_base = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h // group_size, start_kv, META)
+    v_base = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h // group_size, start_kv, META)
     _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
     _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
     k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
     v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
-    bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    bias_base, alibi_slope = load_head(
+        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        Alibi(alibi_slopes_ptr, stride_alibi_b),
+        b,
+        h,
+        META,
+    )
     captures = captures_of_head(b, h, captures, MODS, META)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
     large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
     lse_log2, delta, p_scale = load_row_statistics(
         lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
     )
-    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
-    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, 0, META.V0, META.HEAD_DIM_V, True)
+    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
+    dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
     q1 = q0
     dout1 = dout0
     if META.QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     if META.V1 > 0:
-        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, BLOCK_M, META.V0, META.V1, META.HEAD_DIM_V, True)
-    begin, full_begin, full_end, end = visible_range(
-        first_row, BLOCK_M, BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
-    )
+        dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
+    visible = visible_range_of_keys(first_row, len_kv, shift, Band(window_left, window_right, 0), META)
+    begin, _full_begin, _full_end, end = visible
     masked_ptr, num_masked, full_ptr = block_indices_ptr, 0, full_indices_ptr
     if META.BLOCK_SIZE_Q > 0:
         row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        masked_ptr, num_masked, full_ptr, _first, _last, num_cut, num_uncut = load_block_lists(
-            block_counts_ptr,
-            block_indices_ptr,
-            full_counts_ptr,
-            full_indices_ptr,
+        own_lists = load_block_lists(
+            BlockMaskLists(
+                block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length
+            ),
             row,
-            list_length,
-            begin,
-            full_begin,
-            full_end,
-            end,
+            visible,
             META.BLOCK_SIZE_KV,
             BLOCK_N,
             META.HAS_LEFT,
             META,
         )
+        masked_ptr, num_masked, full_ptr, _first, _last, num_cut, num_uncut = own_lists
         begin = 0
         end = num_cut + num_uncut
     for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, masked_ptr, num_masked, full_ptr, 0, 0, META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, TileList(masked_ptr, num_masked, full_ptr, 0, 0), META.BLOCK_SIZE_KV, BLOCK_N)
         columns = n + tl.arange(0, BLOCK_N)
         k_pointer = k_base + tl.cast(n, tl.int64) * k_step
         v_pointer = v_base + tl.cast(n, tl.int64) * v_step
-        k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, True)
-        v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, True)
+        k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
+        v0 = load_tile(v_pointer, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, True)
         qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         dp = tl.dot(dout0, tl.trans(v0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+            k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         if META.V1 > 0:
-            v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, True)
+            v1 = load_tile(v_pointer, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
         qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h // group_size, first_row, n, softmax_scale, META)
         keep = True
@@ -208,18 +202,10 @@ def _attn_bwd_captures_kernel(
             len_q,
             len_kv,
             shift,
-            window_left,
-            window_right,
+            Band(window_left, window_right, 0),
             score_scale,
-            softcap,
             keep_scale,
-            bias_base,
-            stride_bias_m,
-            stride_bias_n,
-            alibi_slope,
-            b,
-            h,
-            captures,
+            Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
             MODS,
             is_full,
             "keys",

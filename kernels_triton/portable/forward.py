@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.block_lists import listed_tile, load_block_lists
+from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, BlockMaskLists, Channels, Head, Lengths, Rows
+from flexattn.kernels_triton.common.block_lists import TileList, listed_tile, load_block_lists
 from flexattn.kernels_triton.common.primitives import (
     FP8_OFFSET,
     LN2,
     LOG2E,
+    HeadChannels,
     captures_of_head,
     descaled,
     dropout_keep,
@@ -32,9 +34,9 @@ from flexattn.kernels_triton.common.primitives import (
     row_steps,
     store_tile,
     store_zeros,
-    transposed_pointer,
+    transposed_head,
     visible_keys,
-    visible_range,
+    visible_range_of_keys,
 )
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.quantize import transposed
@@ -104,15 +106,15 @@ def _attn_fwd_loop(
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, *listed, META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = k_base + tl.cast(n, tl.int64) * k_step
             v_pointer = v_base + tl.cast(n, tl.int64) * v_step
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
-        k0 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, k_offsets, n, len_kv, BLOCK_N, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = softmax_scale
         if META.IS_FP8:
@@ -122,23 +124,13 @@ def _attn_fwd_loop(
             qk,
             i,
             j,
-            len_q,
-            len_kv,
-            shift,
             score_scale,
-            softcap,
-            bias_base,
-            stride_bias_m,
-            stride_bias_n,
-            alibi_slope,
-            b,
-            h,
-            captures,
+            Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
             MODS,
             META,
         )
         if IS_MASKED:
-            s = tl.where(visible_keys(i, j, len_kv, shift, window_left, window_right, META), s, float("-inf"))
+            s = tl.where(visible_keys(i, j, len_kv, shift, Band(window_left, window_right, 0), META), s, float("-inf"))
         if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
             s = tl.where(MODS.mask(b, h, i, j, captures) | is_full, s, float("-inf"))
         if META.IS_FP8 and not (META.IS_UNBOUNDED or META.HAS_SOFTCAP):
@@ -163,17 +155,19 @@ def _attn_fwd_loop(
             # Each product in an accumulator of its own: the matrix instruction's keeps 14 bits or so.
             p = p.to(tl.float8e4nv)
             descale_v = load_descale(descales, 2, b, h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
-            v0 = load_columns(v_t_base, stride_vtd, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            v0 = load_columns(HeadChannels(v_t_base, stride_vtd), n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             acc0 = acc0 * decay[:, None] + tl.dot(p, tl.trans(v0)) * descale_v
             if META.V1 > 0:
-                v1 = load_columns(v_t_base, stride_vtd, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                v1 = load_columns(
+                    HeadChannels(v_t_base, stride_vtd), n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED
+                )
                 acc1 = acc1 * decay[:, None] + tl.dot(p, tl.trans(v1)) * descale_v
         else:
-            v0 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            v0 = load_tile(v_pointer, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
-                v1 = load_tile(v_pointer, v_offsets, n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                v1 = load_tile(v_pointer, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * k_step
@@ -265,46 +259,32 @@ def _attn_fwd_kernel(
     if num_splits is not None:
         place = place * num_splits + split
     start_q, len_q = load_sequence(
-        cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, b, batch, num_tokens_q, max_seqlen_q, META.IS_RAGGED_Q, META.HAS_GAPS_Q, META
+        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
     )
     start_kv, len_kv = load_sequence(
-        cu_seqlens_kv_ptr,
-        cu_seqlens_kv_padded_ptr,
-        b,
-        batch,
-        num_tokens_kv,
-        max_seqlen_kv,
-        META.IS_RAGGED_KV,
-        META.HAS_GAPS_KV,
-        META,
+        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
     )
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    out_base = row_pointer(out_ptr, b, h, start_q, stride_ob, stride_os, stride_oh, META)
+    out_base = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start_q, META)
     out_step, out_offsets = row_steps(stride_os, BLOCK_M, META)
     lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
 
     slot_q = len_q
     if META.HAS_LENGTHS:
         begin, end, front_begin, front, slot_q = padding_rows(
-            cu_seqlens_q_ptr,
-            cu_seqlens_q_padded_ptr,
+            Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q),
             b,
-            batch,
-            num_tokens_q,
-            max_seqlen_q,
             start_q,
             len_q,
             first_row,
             block == blocks - 1,
             BLOCK_M,
             META.IS_RAGGED_Q,
-            META.HAS_GAPS_Q,
-            META,
         )
         for rows_of in tl.static_range(2 if META.IS_RAGGED_Q else 1):
             first_padding, end_padding = (begin, end) if rows_of == 0 else (front_begin, front)
-            store_zeros(out_base, out_step, out_offsets, first_padding, end_padding, BLOCK_M, META.HEAD_DIM_V, V0, V1)
+            store_zeros(out_base, out_step, out_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
             for row in range(first_padding, end_padding, BLOCK_M):
                 padding = row + tl.arange(0, BLOCK_M)
                 tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end_padding)
@@ -313,19 +293,25 @@ def _attn_fwd_kernel(
                 tl.store(max_logit_ptr + place, float("-inf"))
             return
 
-    q_pointer = row_pointer(q_ptr, b, h, start_q + first_row, stride_qb, stride_qs, stride_qh, META)
+    q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
     _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
     k_step, k_offsets = row_steps(stride_ks, META.BLOCK_N, META)
     v_step, v_offsets = row_steps(stride_vs, META.BLOCK_N, META)
-    k_base = row_pointer(k_ptr, b, h // group_size, start_kv, stride_kb, stride_ks, stride_kh, META)
-    v_base = row_pointer(v_ptr, b, h // group_size, start_kv, stride_vb, stride_vs, stride_vh, META)
-    bias_base, alibi_slope = load_head(bias_ptr, alibi_slopes_ptr, b, h, stride_bias_b, stride_bias_h, stride_alibi_b, META)
+    k_base = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h // group_size, start_kv, META)
+    v_base = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h // group_size, start_kv, META)
+    bias_base, alibi_slope = load_head(
+        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
+        Alibi(alibi_slopes_ptr, stride_alibi_b),
+        b,
+        h,
+        META,
+    )
     captures = captures_of_head(b, h, captures, MODS, META)
     shift = (len_kv - len_q) * bottom_right
-    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, 0, META.QK0, META.HEAD_DIM_QK, True)
+    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
     q1 = q0
     if META.QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, BLOCK_M, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = acc0
     if V1 > 0:
@@ -336,34 +322,31 @@ def _attn_fwd_kernel(
     descale_q, v_t_base = 1.0, v_t_ptr
     if META.IS_FP8:
         descale_q = load_descale(descales, 0, b, h, first_row, META)
-        place_kv = packed_start(cu_seqlens_kv_ptr, b, start_kv, num_tokens_kv, META.HAS_GAPS_KV)
-        v_t_base = transposed_pointer(v_t_ptr, b, h // group_size, place_kv, stride_vtb, stride_vth, META.IS_RAGGED_KV)
+        place_kv = packed_start(Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, 0, num_tokens_kv, 0), b, start_kv)
+        v_t_base = transposed_head(
+            Channels(v_t_ptr, stride_vtb, stride_vth, stride_vtd), b, h // group_size, place_kv, META.IS_RAGGED_KV
+        ).ptr
 
-    begin, full_begin, full_end, end = visible_range(
-        first_row, BLOCK_M, META.BLOCK_N, len_kv, shift, window_left, window_right, META.HAS_LEFT, META.HAS_RIGHT
-    )
+    visible = visible_range_of_keys(first_row, len_kv, shift, Band(window_left, window_right, 0), META)
+    begin, full_begin, full_end, end = visible
     masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
     if num_splits is not None and META.BLOCK_SIZE_Q == 0:
         begin, full_begin, full_end, end = range_of_split(begin, full_begin, full_end, end, split, num_splits, META.BLOCK_N)
     rest_begin = full_end
     if META.BLOCK_SIZE_Q > 0:
         row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = load_block_lists(
-            block_counts_ptr,
-            block_indices_ptr,
-            full_counts_ptr,
-            full_indices_ptr,
+        own_lists = load_block_lists(
+            BlockMaskLists(
+                block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length
+            ),
             row,
-            list_length,
-            begin,
-            full_begin,
-            full_end,
-            end,
+            visible,
             META.BLOCK_SIZE_KV,
             META.BLOCK_N,
             META.HAS_LEFT,
             META,
         )
+        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = own_lists
         full_begin, rest_begin = 0, 0
         if num_splits is not None:
             full_begin, full_end = share_of_split(full_end, split, num_splits)
@@ -404,9 +387,9 @@ def _attn_fwd_kernel(
             b,
             h,
             captures,
-            (masked_ptr, 0, full_ptr, 0, first_inside)
+            TileList(masked_ptr, 0, full_ptr, 0, first_inside)
             if phase == 1
-            else (masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
+            else TileList(masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
             descales,
             h // group_size,
             descale_q,
@@ -452,12 +435,12 @@ def _attn_fwd_kernel(
     else:
         lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
-    out_pointer = row_pointer(out_ptr, b, h, start_q + first_row, stride_ob, stride_os, stride_oh, META)
+    out_pointer = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start_q + first_row, META)
     out0 = tl.where(is_real[:, None], acc0 * rescale[:, None], 0.0)
-    store_tile(out_pointer, out0, out_offsets, first_row, slot_q, BLOCK_M, 0, V0, META.HEAD_DIM_V)
+    store_tile(out_pointer, out0, out_offsets, first_row, slot_q, 0, V0, META.HEAD_DIM_V)
     if V1 > 0:
         out1 = tl.where(is_real[:, None], acc1 * rescale[:, None], 0.0)
-        store_tile(out_pointer, out1, out_offsets, first_row, slot_q, BLOCK_M, V0, V1, META.HEAD_DIM_V)
+        store_tile(out_pointer, out1, out_offsets, first_row, slot_q, V0, V1, META.HEAD_DIM_V)
 
 
 def tiles_and_room(problem: Problem, tile: Tile) -> tuple[int, int]:
