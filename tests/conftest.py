@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,37 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = ("TRITON_INTERPRET", "FLEXATTN_", "PYTHONPATH")
 
 FreshPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Tests that docs/faults.md says find a fault: they run by default.
+FIND_FAULTS = frozenset(
+    test.replace(r"\|", "|") for test in re.findall(r"`(tests/[^`]+)` \|$", (ROOT / "docs/faults.md").read_text("utf-8"), re.M)
+)
+
+
+def sampled(cases: Sequence[frozenset[tuple[str, str]]], begin: Iterable[int] = ()) -> set[int]:
+    """Which of the cases, each a set of parameters with their values, have every value together: `begin`, and at least one."""
+    chosen = set(begin) or {0}
+    missing = frozenset().union(*cases).difference(*(cases[i] for i in chosen))
+    while missing:
+        chosen.add(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
+        missing = missing.difference(*(cases[i] for i in chosen))
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what is not in the sample that a test's mark asks for."""
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not any(item.get_closest_marker(name) for name in ("slow", "exhaustive")):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        names = cases[0].get_closest_marker("sample").args
+        values = [frozenset((name, repr(case.callspec.params[name])) for name in names) for case in cases]
+        chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
+        for i, case in enumerate(cases):
+            if i not in chosen:
+                case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ def run(mask: BlockMask, device: str, score_mod: Any = None, call: dict[str, Any
     return check((score_mod, mask.mask_mod), device, {**(call or {}), "blocks": blocks}, **inputs)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("make_mask", "maker"), [*((make_mask, "ours") for make_mask in MASKS), (by_batch_and_head, "torch's")])
 def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
     # partial last blocks, and a mask that is larger than the input
@@ -104,6 +105,7 @@ def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
     run(mask, device, lengths_q=[sq, sq], lengths_kv=[skv, skv])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_lengths_bands_biases_and_a_score_mod(dtype: torch.dtype, device: str) -> None:
     lengths_q, lengths_kv = lengths(130, 0, 40), lengths(97, 30, 140)

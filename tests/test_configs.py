@@ -120,13 +120,17 @@ def _cases(
     return [Case(kernel, sm, dtype, dims, features) for kernel in kernels.split() for sm in sms for dims in head_dims]
 
 
+FEW = [
+    *_cases("forward dq dkdv", (80, 90), torch.bfloat16, ((128, 128),), "plain"),
+    *_cases("dbias", (90,), torch.bfloat16, ((128, 128),), "full"),
+    *_cases("forward dq dkdv", (90,), FP8, ((128, 128),), "plain"),
+]
 SOME = [
     *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "plain"),
     *_cases("forward dq", (90,), torch.bfloat16, ((128, 128),), "short"),
     *_cases("dq dkdv", (90,), torch.bfloat16, ((64, 64), (128, 128), (256, 256)), "open"),
     *_cases("forward dq dkdv", (80, 89, 100), torch.bfloat16, ((128, 128), (256, 256)), "plain"),
     *_cases("forward dq dkdv dbias", (80, 90), torch.bfloat16, ((128, 128),), "full"),
-    *_cases("forward dq dkdv", (90,), FP8, ((128, 128),), "plain"),
     *_cases("forward", (89, 100), FP8, ((128, 128),), "plain"),
 ]
 ALL = [
@@ -173,8 +177,9 @@ def check(cases: list[Case]) -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_tiles_that_matter_most() -> None:
-    check(SOME)
+@pytest.mark.parametrize("cases", [FEW, pytest.param(SOME, marks=pytest.mark.slow)], ids=["few", "some"])
+def test_the_tiles_that_matter_most(cases: list[Case]) -> None:
+    check(cases)
 
 
 @pytest.mark.exhaustive

@@ -58,6 +58,7 @@ def backward(case: emulated.Problem, seed: int, kernels: Any = gluon_attention, 
     emulated.check_backward(case, *emulated.backward(kernels, case, seed, **tile))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [forward, backward])
 def test_twenty_schedules(run: Any) -> None:
     for seed in SEEDS:
@@ -81,6 +82,7 @@ def test_ragged_lengths(length: int) -> None:
             backward(case, seed)
 
 
+@pytest.mark.sample("block_n", "programs")
 @pytest.mark.parametrize(("block_n", "stages"), [(32, 1), (32, 3), (64, 1), (128, 2)])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_tiles(block_n: int, stages: int, programs: int) -> None:
@@ -309,6 +311,7 @@ def check_found(found: list[emulator.Report], wanted: set[str]) -> None:
         assert wanted & set(report.kinds), f"wanted one of {sorted(wanted)}\n{report}"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bug", FORWARD_BUGS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_forward_bug(bug: str, seeds: Any, tmp_path: Path) -> None:
@@ -317,6 +320,7 @@ def test_forward_bug(bug: str, seeds: Any, tmp_path: Path) -> None:
     check_found([emulated.forward(kernels, case, seed, programs=2, block_n=32)[0] for seed in seeds], wanted)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bug", BACKWARD_BUGS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_backward_bug(bug: str, seeds: Any, tmp_path: Path) -> None:
@@ -364,6 +368,7 @@ SUPERFLUOUS = {  # each is among the legal edits above, or only tidies up
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "statement"), STATEMENTS, ids=[f"line {line}" for line, _ in STATEMENTS])
 def test_every_synchronisation_is_missed(line: int, statement: str, tmp_path: Path) -> None:
     """Each wait, arrive, expect, fence and barrier deleted in turn: found, unless the kernel does not need it."""

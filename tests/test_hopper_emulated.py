@@ -116,6 +116,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
         check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
+@pytest.mark.sample("fmt", "band")
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -126,6 +127,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_slots_in_reverse(dim: int) -> None:
@@ -134,6 +136,7 @@ def test_slots_in_reverse(dim: int) -> None:
     check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.sample("band", "dims")
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -324,7 +327,9 @@ def kernels_with(part: ModuleType, old: str, new: str, folder: Path) -> tuple[Mo
 
 @without_gpu
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
+# round robin and random; eager, lazy and random
+@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_a_planted_bug_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
     where, old, new = PLANTED[name]
     if where in KERNELS:
         planted = tuple(edited(m, old, new, tmp_path) if m is where else m for m in KERNELS)
@@ -333,7 +338,7 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
     call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}  # in one pass they differ in the order of products
     backwards = ("one_pass_backward",) if "one pass" in name else ("hopper_backward",)
-    for seed in (0, 1, 2, 5, 11):  # eager, lazy, round robin, random
+    for seed in seeds:
         reports = run(seed, call, planted, backwards, **inputs)
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
 

@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample("kind", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 def test_portable(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +90,7 @@ def test_behind_a_band(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(run(case, "post_scale_bias", **band), case, Rounding(torch.float32), visible=(j <= i) & (j >= i - 40))
 
 
+@pytest.mark.sample("kind", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[4]], ids=str)
 def test_keys_split(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +130,7 @@ def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
     return got
 
 
+@pytest.mark.sample("dim")
 @without_gpu
 @pytest.mark.parametrize(
     ("kind", "how", "dtype", "dim"),
@@ -207,6 +210,7 @@ def test_a_part_whose_lse_is_large(how: str, device: str) -> None:
 E4M3 = torch.float8_e4m3fn
 
 
+@pytest.mark.sample("kind", "granularity")
 @pytest.mark.parametrize("granularity", ["head", "block"])
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)
 def test_portable_fp8(kind: str, how: str, granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +231,7 @@ def test_portable_fp8(kind: str, how: str, granularity: str, device: str, monkey
     check(got, case, Rounding(torch.bfloat16, E4M3, E4M3))
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)
 def test_hopper_fp8(kind: str, how: str) -> None:

@@ -192,6 +192,7 @@ def test_what_speaks_against_a_tile(made: Any, against: list[str]) -> None:
     assert compiled.complaints("forward", Tile(64, 64, 4, 3), 90, made) == against
 
 
+@pytest.mark.slow
 def test_a_sweep_prunes_by_compiling_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ def page_blocks() -> list[str]:
     return [text for text in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if text.startswith("$ cp ")]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("text", page_blocks())
 def test_the_pages_walk_through_a_change_is_real(text: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "kernels_triton", tmp_path / "kernels_triton", ignore=shutil.ignore_patterns("__pycache__"))

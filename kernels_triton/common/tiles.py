@@ -1,9 +1,9 @@
 """Tile sizes as data, per compute capability, element size and head dim. No autotuner: what is here is what runs.
 
 Every row is compiled ahead of time for its architecture, and held to its shared memory, its spills and the matrix instructions
-expected of it: the ones that matter most in every test run, all of them with `pytest -m exhaustive`. The fp16 and bf16 rows of 9.0
-were chosen among several on an NVIDIA H200, by times at 512 to 4096 tokens, causal and full (bench/results/tiles_*_h200.json has
-the last of them); no other row has been timed.
+expected of it: one of each kernel in every test run, the ones that matter most with `pytest -m slow`, all of them with `-m
+exhaustive`. The fp16 and bf16 rows of 9.0 were chosen among several on an NVIDIA H200, by times at 512 to 4096 tokens, causal and
+full (bench/results/tiles_*_h200.json has the last of them); no other row has been timed.
 """
 
 from __future__ import annotations
