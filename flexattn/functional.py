@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -30,12 +30,96 @@ from flexattn.dispatch.spec import (
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Unpack
 
     from flexattn.mods.dynamo import Recorded
     from flexattn.mods.trace import Mod, Traced
 
 
 NO_TENSORS: tuple[Tensor, ...] = ()  # what a call's score_mod_tensors is where none are given
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `attention` that do not decide what it returns, for its overloads; `attention` documents them."""
+
+    qkv_format: str
+    attn_mask_type: str
+    window_size: tuple[int, int]
+    bottom_right_diagonal: bool | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    bias_type: str
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softmax_type: str
+    softmax_offset: Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    rng_state: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
+    block_mask: BlockMask | None
+    fp8_recipe: fp8.Recipe | None
+    fp8_state: fp8.DelayedScaling | None
+    descale_q: Tensor | None
+    descale_k: Tensor | None
+    descale_v: Tensor | None
+    deterministic: bool | None
+    backend: str | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_max_logit: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logit: bool = False, **options: Unpack[Options]
+) -> Any: ...
 
 
 def attention(
@@ -162,6 +246,34 @@ def attention(
             is accepted. The values in cu_seqlens and descales are checked only under FLEXATTN_CHECK=1, as reading them waits for
             the device; wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
+
+    Examples:
+        >>> import torch
+        >>> from flexattn import attention
+        >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)
+        >>> k, v = torch.randn(2, 2, 128, 2, 64)
+        >>> out, lse = attention(q, k, v, attn_mask_type="causal", return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
+
+        Two sequences of 3 and 5 tokens, packed, with a score that falls by the distance:
+
+        >>> slopes = torch.tensor([0.5, 0.25])
+        >>> x = torch.randn(8, 2, 64)
+        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> attention(
+        ...     x,
+        ...     x,
+        ...     x,
+        ...     qkv_format="thd",
+        ...     attn_mask_type="padding_causal",
+        ...     cu_seqlens_q=cu_seqlens,
+        ...     cu_seqlens_kv=cu_seqlens,
+        ...     max_seqlen_q=5,
+        ...     max_seqlen_kv=5,
+        ...     score_mod=lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx),
+        ... ).shape
+        torch.Size([8, 2, 64])
     """
     request, call = None, None
     is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)

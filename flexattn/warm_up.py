@@ -83,9 +83,14 @@ def _resolved(call: AttentionSpec | Mapping[str, Any], backend: str | None) -> _
             f"warmup() was given a {type(call).__name__}; accepted: a dict of attention's arguments, or an AttentionSpec"
         )
     x, settings = bind_call(**call)
-    if x.dropout_p > 0.0 and x.rng_state is None:
-        x = x._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=x.q.device))
-    return _Call(ops.spec_to_run(x, settings), settings.backend, x)
+    return _Call(ops.spec_to_run(x, settings), settings.backend, _with_rng_state(x))
+
+
+def _with_rng_state(x: Operands) -> Operands:
+    """The operands with a state of the generator where dropout needs one and the call leaves it out."""
+    if x.dropout_p == 0.0 or x.rng_state is not None:
+        return x
+    return x._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=x.q.device))
 
 
 def _directions(spec: AttentionSpec) -> tuple[Direction, ...]:
@@ -115,7 +120,7 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
     """The launches of a call, with nothing launched; one of each kernel. Raises ValueError where the Triton backend has none."""
     from flexattn.kernels_triton.runtime import launch
 
-    capability = spec.capability
+    x, capability = _with_rng_state(x), spec.capability
     assert capability is not None
     architecture = 10 * capability[0] + capability[1]
     with launch.pretended_device(architecture, PROCESSORS), launch.recorded_launches() as launches:

@@ -16,6 +16,7 @@ from torch import Tensor
 # Masks of large finite numbers leave scores beyond this. The softmax is defined in float32, which cannot hold their differences as
 # float64 does, so the oracle rounds them to it before an exact softmax. Smaller ones stay: a rounding does little there.
 LARGE = 2.0**13
+FARTHEST = 104.0  # from a row's largest score, where exp is 0 in float32
 NEG_INF = float("-inf")
 WORD = 0xFFFFFFFF
 
@@ -174,9 +175,15 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
 
     size = origin.abs()
     is_large = (size > LARGE) & (peak == row_max)
-    # Kernels multiply by log2(e) and round again: what is some roundings from the largest score may become equal to it.
-    near = ((s < row_max[..., None]) & (s > (row_max - size * 2.0**-19)[..., None])).any(-1)
-    largest = torch.cat([size.masked_fill(is_large, 0.0).flatten(), size.new_zeros(1)]).max()
+    # Kernels multiply by log2(e) and round again: what is some roundings from the largest score may become equal to it. And where a
+    # score_mod computes with large scores, equal ones may become unequal: torch's vectorised sigmoid, say, rounds otherwise than
+    # the one that it takes for the last elements of a tensor.
+    is_below = s < row_max[..., None]
+    may_part = p.score_mod is not None and p.bias_type == "pre_scale_bias"
+    others = (s > NEG_INF) if may_part else is_below
+    near = (others & (s > (row_max - size * 2.0**-19)[..., None])).sum(-1) > (1 if may_part else 0)
+    counts = (is_below & (s > row_max[..., None] - FARTHEST)).any(-1)  # a weight that a rounding of the scores moves
+    largest = torch.cat([size.masked_fill(is_large & ~counts, 0.0).flatten(), size.new_zeros(1)]).max()
 
     total_q = _rows(x["q"], p.q.fmt).shape[0]
     lse, is_level, is_vague = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import math
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flexattn
+from flexattn import functional
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,
@@ -114,6 +117,19 @@ def test_matches_the_reference(backend, device, name):
         assert (ref is None) == (call.get(label) is None)
         if ref is not None:
             check_close(f"d{label}", call[label].grad, ref, eager, factor=GRADIENT_FACTOR)
+
+
+def test_examples_of_the_docstring_hold():
+    found = doctest.testmod(functional)
+    assert found.attempted > 5
+    assert found.failed == 0
+
+
+def test_overloads_take_what_the_function_takes():
+    """With the same annotations; those that decide what is returned stand in each overload."""
+    parameters = inspect.signature(functional.attention).parameters.values()
+    own = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and not p.name.startswith("return_")}
+    assert {name: hint.__forward_arg__ for name, hint in functional.Options.__annotations__.items()} == own
 
 
 def test_what_is_returned_is_what_is_asked_for():

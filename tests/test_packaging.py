@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import zipfile
@@ -11,6 +12,9 @@ import pytest
 from conftest import ROOT, FreshPython
 
 PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator")
+
+IMPORTED_AS = {"nvidia-cudnn-frontend": "cudnn", "import-linter": "importlinter", "pytest-xdist": "xdist"}
+CUDNN_LIBRARIES = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")
 
 # A directory that only exists on somebody's machine; as a pattern, so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|tmp|mnt|opt|Users)/\w|\b[A-Z]:\\\w")
@@ -64,10 +68,24 @@ def test_metadata_names_licence_and_python(metadata: str) -> None:
 
 def test_every_requirement_has_a_pin(metadata: str) -> None:
     requirements = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", metadata, re.MULTILINE)
-    assert {name for name, rest in requirements if "extra ==" not in rest} == {"torch", "triton", "nvidia-cudnn-frontend", "einops"}
+    assert {name for name, rest in requirements if "extra ==" not in rest} == {"torch", "triton", "nvidia-cudnn-frontend"}
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pinned |= {name for name, rest in requirements if rest.startswith("==")}
     assert {name for name, _ in requirements} - pinned == {"flexattn"}  # which its own extras name
+
+
+def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path]) -> None:
+    """Or is a tool that CI runs, a plugin, what builds the wheel, or a library that cuDNN's own plans load."""
+    imported = set()
+    for path in tracked_files:
+        if path.suffix == ".py" and not (ROOT / path).is_symlink():
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                imported |= {name.partition(".")[0] for name in names}
+    required = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
+    not_imported = {IMPORTED_AS.get(name, name) for name in required} - imported
+    assert not_imported == {"mypy", "ruff", "importlinter", "xdist", "setuptools", *CUDNN_LIBRARIES}
 
 
 def test_users_own_modules_do_not_break_an_installed_flexattn(wheel: Path, tmp_path: Path, fresh_python: FreshPython) -> None:
