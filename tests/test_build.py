@@ -32,7 +32,7 @@ if sys.argv[1] == "no":
     JITFunction._do_compile = refuse
 q, k, v = (torch.zeros(3, 200, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 for length in (200, 150):
-    out = flexattn.attention(q[:, :length], k, v, attn_mask_type="causal", backend="triton")
+    out = flexattn.attention(q[:, :length], k, v, attn_mask_type="causal", dropout_p=0.1, backend="triton")
     out.sum().backward()
 print(launch.kernel_cache_info())
 """
@@ -41,7 +41,7 @@ print(launch.kernel_cache_info())
 @needs_compiler
 def test_what_is_built_ahead_is_what_a_call_compiles(fresh_python, tmp_path: Path) -> None:
     shipped, own = tmp_path / "shipped", tmp_path / "own"
-    what = ("--q", "1,190,4,64", "--mask", "causal", "--capability", "9.0", "--workers", "2")
+    what = ("--q", "1,190,4,64", "--mask", "causal", "--dropout", "0.1", "--capability", "9.0", "--workers", "2")
     env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_HOPPER": "never"}
     built = fresh_python("-m", "flexattn", "build", *what, "--out", str(shipped), env=env)
     assert built.returncode == 0, built.stderr
