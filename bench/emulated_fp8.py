@@ -64,7 +64,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
     v_transposed = empty_transposed(v, problem.batch, _DTYPE)
     quantize(problem, "kv", v, scales[2], transposed=v_transposed)
     with pretended_device(90, 1):
-        refuse(hopper_fp8_forward.refusal(problem, v_transposed, scales, like_out))
+        refuse(hopper_fp8_forward.unsupported(problem, like_out))
     wanted, budget = reference_attention(spec, x), eager_backend.forward(spec, x)
     if kernel == "fp8-forward":
 
@@ -83,7 +83,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
     is_one_pass = kernel == "fp8-one-pass"
     run = hopper_fp8_one_pass.fp8_one_pass_backward if is_one_pass else hopper_fp8_backward.fp8_backward
     with pretended_device(90, 1):
-        refuse((hopper_fp8_one_pass if is_one_pass else hopper_fp8_backward).refusal(problem, out, dout8))
+        refuse((hopper_fp8_one_pass if is_one_pass else hopper_fp8_backward).unsupported(problem, out, dout8))
 
     def backward() -> dict[str, Tensor]:
         dq, dk, dv = (torch.full(t.shape, float("nan"), dtype=out.dtype) for t in (q, k, v))

@@ -123,8 +123,8 @@ def _sums_rounded_weights(name: str, spec: AttentionSpec, x: Operands) -> bool:
     """Of backends Triton alone, and of its kernels the one for FP8 on sm_90."""
     if name != "triton":
         return False
-    kernels = triton_backend.kernels_of(spec, x, "forward")
-    return kernels is not None and kernels.family == "sm_90 FP8"
+    choice = triton_backend.choice_of(spec, x, "forward")
+    return choice is not None and choice.family.name == "sm_90 FP8"
 
 
 def _lengths(spec: AttentionSpec) -> tuple[list[int], list[int]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexattn.dispatch import options, refusals
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.refusals import Refusals
 from flexattn.dispatch.select import Decision, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
-from flexattn.dispatch.triton_backend import Kernels, kernels_of
+from flexattn.dispatch.triton_backend import choice_of
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.families import Choice
 
 
 class Explanation(NamedTuple):
@@ -19,9 +23,9 @@ class Explanation(NamedTuple):
     request: str
     forward: Decision
     backward: Decision | None  # None: the call asks for no gradient
-    # Of the Triton backend, where it runs a direction of a call whose tensors are known: which of its kernels.
-    forward_kernels: Kernels | None = None
-    backward_kernels: Kernels | None = None
+    # The Triton backend's choice among its kernels, where it runs a direction of a call whose tensors are known.
+    forward_kernels: Choice | None = None
+    backward_kernels: Choice | None = None
     refused: Refusals = ()  # of calls of these very shapes, by backends that were asked to run one
 
     def __str__(self) -> str:
@@ -50,26 +54,30 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
     backward = select(spec.of_backward(), "backward", request, refused) if spec.needs_grad else None
     forward = select(spec, "forward", request, refused)
 
-    def kernels(direction: Direction, decision: Decision | None) -> Kernels | None:
+    def kernels(direction: Direction, decision: Decision | None) -> Choice | None:
         is_triton = decision is not None and decision.backend == "triton"
-        return kernels_of(spec, x, direction) if x is not None and is_triton else None
+        return choice_of(spec, x, direction) if x is not None and is_triton else None
 
     return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward), refused)
 
 
-def _section(
-    spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Kernels | None, refused: Refusals
-) -> list[str]:
+def _section(spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Choice | None, refused: Refusals) -> list[str]:
     lines = reasons(spec, direction, decision, refused)
     if kernels is None:
         return [f"{direction}: {decision.backend}", *(f"  {line}" for line in lines)]
-    others = [f"not {family}: {reason}" for family, reason in kernels.rejected]
-    lines[1:1] = [f"{kernels.family}: {kernels.why}", *others, *_splits(kernels)]
-    return [f"{direction}: {decision.backend} ({kernels.family})", *(f"  {line}" for line in lines)]
+    name = kernels.family.name
+    lines[1:1] = [f"{name}: {kernels.why}", *_rejected(kernels), f"tile: {kernels.blocks}", *_splits(kernels)]
+    return [f"{direction}: {decision.backend} ({name})", *(f"  {line}" for line in lines)]
 
 
-def _splits(kernels: Kernels) -> list[str]:
-    """What there is to say about few queries."""
+def _rejected(kernels: Choice) -> list[str]:
+    """Returns a line for each reason against families, which may be several that follow one another."""
+    by_reason = groupby(kernels.rejected, lambda pair: pair[1])
+    return [f"not {' or '.join(name for name, _ in pairs)}: {reason}" for reason, pairs in by_reason]
+
+
+def _splits(kernels: Choice) -> list[str]:
+    """Returns what there is to say about few queries."""
     if kernels.splits is None or not kernels.splits.why:
         return []
     count = kernels.splits.count

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Problem
-    from flexattn.kernels_triton.common.split_kv import Splits
+    from flexattn.kernels_triton.families import Backward, Choice, Forward, Policy
 
 SUPPORT_IS_FINAL = True
 _PROCESSORS = 132  # of a GPU that is only asked about: an H200's
@@ -115,254 +114,131 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    from flexattn.kernels_triton.mods.diagonals import with_diagonals
-    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
-    from flexattn.kernels_triton.portable.forward import attention_forward
+    from flexattn.kernels_triton.families import choose
 
-    out, lse, max_logit = empty_outputs(spec, x)
-    problem = with_diagonals(with_mask_blocks(to_problem(spec, x), "forward"))
-    rows = as_bshd(out, spec.q_format)
-    wanted = max_logit if spec.return_max_logit else None
-    if not _hopper_forward(spec, problem, rows, lse, wanted):
-        if (considered := _considered.get()) is not None:
-            considered.splits.append(_portable_splits(problem))
-        attention_forward(problem, rows, lse, wanted)
-    return out, lse, max_logit
-
-
-def _hopper_wish(spec: AttentionSpec) -> str:
-    """FLEXATTN_HOPPER where there can be such kernels; Triton's interpreter does not run Gluon."""
-    if spec.capability != (9, 0):
-        return "never"
-    from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
-
-    return "never" if INTERPRETED else options.hopper()
-
-
-def _hopper_forward(spec: AttentionSpec, problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> bool:
-    """Whether the kernels of sm_90 did it."""
-    if (wish := _hopper_wish(spec)) == "never":
-        return False
-    if spec.fp8 is not None:
-        return _hopper_fp8_forward(spec, wish, problem, out, lse)
-    from flexattn.kernels_triton.hopper import conditions
-    from flexattn.kernels_triton.hopper import forward as hopper
-
-    slower = conditions.forward_slower(problem) if wish == "auto" else None
-    if not _takes("sm_90", slower or conditions.forward_unsupported(problem, out)):
-        return False
-    if (considered := _considered.get()) is not None:
-        considered.splits.append(_hopper_splits(problem))
-    hopper.hopper_forward(problem, out, lse, max_logit)
-    return True
-
-
-def _hopper_fp8_forward(spec: AttentionSpec, wish: str, problem: Problem, out: Tensor, lse: Tensor) -> bool:
-    from flexattn.kernels_triton.hopper import fp8_forward as hopper
-    from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
-    from flexattn.kernels_triton.hopper.quantize import quantize
-
-    if wish == "auto" and not hopper.is_faster(problem):
-        return _takes("sm_90 FP8", "it was not measured to be faster")
-    q, k, v = (Scale(descale, problem.scale_rows) for descale in problem.descales[:3])
-    v_transposed = empty_transposed(problem.v, problem.batch, problem.v.dtype)
-    if not _takes("sm_90 FP8", hopper.refusal(problem, v_transposed, (q, k, v), out, spec.return_max_logit)):
-        return False
-    quantize(problem, "kv", problem.v, v, transposed=v_transposed)
-    hopper.hopper_fp8_forward(problem, v_transposed, (q, k, v), out, lse)
-    return True
-
-
-def _hopper_backward(
-    spec: AttentionSpec,
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    doffset: Tensor | None,
-) -> bool:
-    if (wish := _hopper_wish(spec)) == "never":
-        return False
-    if spec.fp8 is not None:
-        return _hopper_fp8_backward(spec, wish, problem, out, lse, dout, dlse, gradients, doffset)
-    found = _hopper_kernels(spec, wish, problem, out, dout)
-    if found is None:
-        return False
-    run, problem = found
-    run(problem, out, lse, dout, dlse, *gradients, doffset)
-    return True
-
-
-_NOT_REPEATED = "its dq does not repeat to the bit"
-
-
-def _hopper_kernels(
-    spec: AttentionSpec, wish: str, problem: Problem, out: Tensor, dout: Tensor
-) -> tuple[Callable[..., None], Problem] | None:
-    """The backward of sm_90 for q, k and v in a half type, and the problem with the lists of blocks that it reads."""
-    from flexattn.kernels_triton.hopper import backward as hopper_backward
-    from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
-    from flexattn.kernels_triton.hopper import conditions
-    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
-
-    reason = _NOT_REPEATED if spec.deterministic else conditions.fused_slower(problem) if wish == "auto" else None
-    if _takes("sm_90 one pass", reason or conditions.fused_unsupported(problem, out, dout)):
-        return hopper_one_pass.one_pass_backward, problem
-    problem = with_key_lists(problem)
-    reason = conditions.backward_slower(problem) if wish == "auto" else None
-    if _takes("sm_90 split", reason or conditions.backward_unsupported(problem, out, dout)):
-        return hopper_backward.hopper_backward, problem
-    return None
-
-
-def _hopper_fp8_backward(
-    spec: AttentionSpec,
-    wish: str,
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    doffset: Tensor | None,
-) -> bool:
-    """On the FP8 kernels, or on those of a half type after a pass that undoes the scales: all are faster than the portable ones."""
-    from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-    from flexattn.kernels_triton.hopper import fp8_backward_fused as fp8
-    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
-
-    name = "sm_90 FP8 one pass"
-    if spec.needs_bias_grad or (spec.mods is not None and any(spec.mods.is_reached)):
-        return _takes(name, "the gradients of a bias and of captures read what the portable backward writes on its way")
-    reason = _NOT_REPEATED if spec.deterministic else fp8.objection(problem) if wish == "auto" else None
-    if _takes(name, reason or fp8.refusal(problem, out, dout)):
-        fp8.fp8_one_pass_backward(problem, out, lse, dout, dlse, *gradients, doffset)
-        return True
-    reason = hopper_fp8_backward.objection(problem) if wish == "auto" else None
-    if _takes("sm_90 FP8 split", reason or hopper_fp8_backward.refusal(problem, out, dout)):
-        hopper_fp8_backward.fp8_backward(with_key_lists(problem), out, lse, dout, dlse, *gradients, doffset)
-        return True
-    half, half_dout = fp8.in_half(problem, dout, gradients[0].dtype)
-    found = _hopper_kernels(spec, wish, half, out, half_dout)
-    if found is None:
-        return False
-    run, half = found
-    fp8.fill_half(problem, dout, half, half_dout)
-    run(half, out, lse, half_dout, dlse, *gradients, doffset)
-    return True
-
-
-class Kernels(NamedTuple):
-    """Which of this backend's kernels run a call in one direction."""
-
-    family: str  # "portable", "sm_90", "sm_90 one pass", "sm_90 split", "sm_90 FP8", "sm_90 FP8 one pass", "sm_90 FP8 split"
-    why: str
-    rejected: tuple[tuple[str, str], ...]  # (family, reason) of each one that was asked first
-    splits: Splits | None = None  # of the keys, in a forward; None where the kernel has no splits
-
-
-class _Considered(NamedTuple):
-    families: list[tuple[str, str | None]]
-    splits: list[Splits]
-
-
-_considered: ContextVar[_Considered | None] = ContextVar("considered", default=None)
-
-
-def _takes(family: str, objection: str | None) -> bool:
-    if (considered := _considered.get()) is not None:
-        considered.families.append((family, objection))
-    return objection is None
-
-
-def _portable_splits(problem: Problem) -> Splits:
-    from flexattn.kernels_triton.common.split_kv import splits_of
-    from flexattn.kernels_triton.common.tiles import FORWARD
-    from flexattn.kernels_triton.portable.forward import tiles_and_room
-
-    return splits_of(problem, *tiles_and_room(problem, problem.tile(FORWARD)))
-
-
-def _hopper_splits(problem: Problem) -> Splits:
-    from flexattn.kernels_triton.common.split_kv import splits_of
-    from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
-    from flexattn.kernels_triton.hopper.forward import tiles_and_room
-
-    tile = forward_tile(problem)
-    return splits_of(problem, *tiles_and_room(problem, tile, heads_of_a_tile(problem, tile)))
-
-
-def kernels_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Kernels | None:
-    """What `forward` or `backward` of these operands would launch; None where those of a backward are not known before it.
-
-    Found by going through the call with nothing allocated or launched. Only the tensors' addresses are not asked.
-    """
-    if direction == "backward" and spec.of_backward() is not spec:
-        return None
-    from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
-
-    capability, x = spec.capability or (0, 0), x.on_meta()
-    considered = _Considered([], [])
-    token = _considered.set(considered)
-    try:
-        with torch.no_grad(), pretended_device(10 * capability[0] + capability[1], _PROCESSORS), recorded_launches():
-            out, lse, _ = forward(spec, x)
-            if direction == "backward":
-                considered.families.clear()
-                considered.splits.clear()
-                backward(spec, x, out, lse, dout_like(spec, x, out), None)
-    finally:
-        _considered.reset(token)
-    rejected = tuple((family, reason) for family, reason in considered.families if reason is not None)
-    chosen = next((family for family, reason in considered.families if reason is None), None)
-    splits = considered.splits[0] if considered.splits else None
-    wish = _hopper_wish(spec)
-    if chosen is not None:
-        why = "FLEXATTN_HOPPER=always asks for them" if wish == "always" else "measured to be faster for such a call"
-        return Kernels(chosen, why, rejected, splits)
-    if spec.capability != (9, 0):
-        why = "those of sm_90 need compute capability 9.0"
-    elif wish == "never":
-        why = "FLEXATTN_HOPPER=never asks for them" if options.hopper() == "never" else "Triton's interpreter runs no others"
-    else:
-        why = "no others run such a call" if not rejected else "no others run it, or were measured to be faster"
-    return Kernels("portable", why, rejected, splits)
+    results = empty_outputs(spec, x)
+    call = _forward_call(spec, x, results)
+    choice = choose(call, policy_of(spec))
+    choice.family.run(call, choice.tile)
+    return results
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    from flexattn.kernels_triton.mods.diagonals import with_diagonals
-    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
-    from flexattn.kernels_triton.portable.backward import attention_backward
-    from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
+    from flexattn.kernels_triton.families import choose
 
+    gradients = _empty_gradients(spec, x)
+    policy = policy_of(spec)
+    call = _backward_call(spec, x, (out, lse, dout, dlse), gradients, policy)
+    choice = choose(call, policy)
+    choice.family.run(call, choice.tile)
+    if gradients.dsoftmax_offset is not None and x.softmax_offset is not None:
+        gradients = gradients._replace(dsoftmax_offset=gradients.dsoftmax_offset.to(x.softmax_offset.dtype))
+    return gradients
+
+
+def policy_of(spec: AttentionSpec) -> Policy:
+    """Returns what FLEXATTN_HOPPER says where there can be kernels for sm_90; Triton's interpreter does not run Gluon."""
+    from flexattn.kernels_triton.families import Policy
+    from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
+
+    if spec.capability != (9, 0):
+        return Policy(portable_only="compute capability 9.0 is needed")
+    if INTERPRETED:
+        return Policy(portable_only="Triton's interpreter runs no Gluon")
+    wish = options.hopper()
+    if wish == "never":
+        return Policy(portable_only="FLEXATTN_HOPPER=never")
+    return Policy(ignores_measurements=wish == "always")
+
+
+def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice | None:
+    """Returns the kernels that `forward` or `backward` of these operands would run; None where those of a backward are not known
+    before it.
+
+    Nothing is allocated or launched. Only the tensors' addresses are not asked.
+    """
+    from flexattn.kernels_triton.families import choose
+
+    if direction == "backward" and spec.of_backward() is not spec:
+        return None
+    x = x.on_meta()
+    with torch.no_grad(), recorded_on(spec):
+        results, policy = empty_outputs(spec, x), policy_of(spec)
+        if direction == "backward":
+            out, lse, _ = results
+            given = (out, lse, dout_like(spec, x, out), None)
+            return choose(_backward_call(spec, x, given, _empty_gradients(spec, x), policy), policy)
+        call = _forward_call(spec, x, results)
+        choice = choose(call, policy)
+        splits = choice.family.splits
+        return choice if splits is None else choice._replace(splits=splits(call, choice.tile))
+
+
+@contextmanager
+def recorded_on(spec: AttentionSpec) -> Iterator[list[Any]]:
+    """Inside, tensors are on a GPU of the spec's capability, which need not be there, and the list fills with its launches."""
+    from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+
+    major, minor = spec.capability or (0, 0)
+    with pretended_device(10 * major + minor, _PROCESSORS), recorded_launches() as launches:
+        yield launches
+
+
+def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tensor, Tensor]) -> Forward:
+    from flexattn.kernels_triton.families import Forward
+    from flexattn.kernels_triton.mods.diagonals import with_diagonals
+    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
+
+    out, lse, max_logit = results
+    problem = with_diagonals(with_mask_blocks(to_problem(spec, x), "forward"))
+    return Forward(problem, as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
+
+
+def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
+    """Memory for the gradients, that of captures zeroed, as the derivative may not reach one."""
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
     dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
-    # A capture that the derivative does not reach keeps its zeros.
-    dcaptures = [t for t, is_reached in zip(dmod_tensors, spec.mods.is_reached, strict=True) if is_reached] if spec.mods else []
+    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
+
+
+def _backward_call(
+    spec: AttentionSpec,
+    x: Operands,
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    gradients: Gradients,
+    policy: Policy,
+) -> Backward:
+    """given: out, lse, dout and dlse."""
+    from flexattn.kernels_triton.families import Backward
+    from flexattn.kernels_triton.mods.diagonals import with_diagonals
+    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
+
+    out, lse, dout, dlse = given
+    dcaptures: list[Tensor] = []
+    if spec.mods and gradients.dmod_tensors is not None:
+        dcaptures = [t for t, is_reached in zip(gradients.dmod_tensors, spec.mods.is_reached, strict=True) if is_reached]
     quantises = spec.fp8 is not None and dout.element_size() > 1
     if quantises:
         x, dout = _with_dout_to_come(spec, x, dout)
-    needs_all = dbias is not None or bool(dcaptures) or spec.deterministic or _hopper_wish(spec) == "never"
-    own = dataclasses.replace(to_problem(spec, x), dout_is_to_come=quantises)
-    problem = with_diagonals(with_mask_blocks(own, "backward" if needs_all else "one pass"))
-    out, dout = as_bshd(out, spec.q_format), as_bshd(_loadable(dout), spec.q_format)
-    dlse = dlse.contiguous() if dlse is not None else None
-    gradients = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
-    if _hopper_backward(spec, problem, out, lse, dout, dlse, gradients, doffset):
-        bias_and_capture_gradients(problem, out, lse, dout, dlse, dbias, dcaptures, spec.deterministic)
-    else:
-        if quantises:
-            problem, dout = _with_dout(spec, x, problem)
-        how: dict[str, Any] = {"dcaptures": dcaptures, "deterministic": spec.deterministic}
-        attention_backward(with_key_lists(problem), out, lse, dout, dlse, *gradients, dbias, doffset, **how)
-    if doffset is not None and x.softmax_offset is not None:
-        doffset = doffset.to(x.softmax_offset.dtype)
-    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
+    needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or policy.portable_only is not None
+    problem = replace(to_problem(spec, x), dout_is_to_come=quantises)
+    return Backward(
+        problem=with_diagonals(with_mask_blocks(problem, "backward" if needs_all else "one pass")),
+        out=as_bshd(out, spec.q_format),
+        lse=lse,
+        dout=as_bshd(_loadable(dout), spec.q_format),
+        dlse=dlse.contiguous() if dlse is not None else None,
+        dq=as_bshd(gradients.dq, spec.q_format),
+        dk=as_bshd(gradients.dk, spec.kv_format),
+        dv=as_bshd(gradients.dv, spec.kv_format),
+        dsoftmax_offset=gradients.dsoftmax_offset,
+        dbias=gradients.dbias,
+        dcaptures=dcaptures,
+        deterministic=spec.deterministic,
+    )
 
 
 def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[Operands, Tensor]:
@@ -372,15 +248,6 @@ def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[
     descale = torch.empty(sizes, dtype=torch.float32, device=dout.device)
     data = torch.empty(dout.shape, dtype=spec.fp8.grad_dtype, device=dout.device)
     return x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves]), data
-
-
-def _with_dout(spec: AttentionSpec, x: Operands, problem: Problem) -> tuple[Problem, Tensor]:
-    """(the problem, dout in FP8), by a pass of its own."""
-    assert spec.fp8 is not None
-    source = Unquantized(x.halves[0], spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q, None)
-    (data,), (descale,), _ = quantize([source], spec.fp8.grad_dtype, "block", BLOCK_ROWS, 0)
-    descales = (*problem.descales[:3], descale)
-    return dataclasses.replace(problem, descales=descales, dout_is_to_come=False), as_bshd(data, spec.q_format)
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:

@@ -20,7 +20,6 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, empty_out
 from flexattn.functional import bind_call
 from flexattn.progress import progress_bar
 
-PROCESSORS = 132  # of a GPU that is not here: any number, as kernels do not depend on it
 LENGTH = 128  # of a spec's sequences where its length class is not known
 
 
@@ -118,12 +117,12 @@ def _prepare(spec: AttentionSpec, direction: Direction, request: str, x: Operand
 
 def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:
     """The launches of a call, with nothing launched; one of each kernel. Raises ValueError where the Triton backend has none."""
-    from flexattn.kernels_triton.runtime import launch
+    from flexattn.kernels_triton.runtime.launch import description_of
 
-    x, capability = _with_rng_state(x), spec.capability
-    assert capability is not None
-    architecture = 10 * capability[0] + capability[1]
-    with launch.pretended_device(architecture, PROCESSORS), launch.recorded_launches() as launches:
+    x = _with_rng_state(x)
+    assert spec.capability is not None
+    major, minor = spec.capability
+    with triton_backend.recorded_on(spec) as launches:
         for direction in directions:
             if reason := triton_backend.support_error(spec, direction):
                 raise ValueError(f"there is no kernel to build: {reason}")
@@ -132,7 +131,7 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
             elif spec.of_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
                 out, lse, _ = empty_outputs(spec, x)
                 triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
-    return list({launch.description_of(one, architecture): one for one in launches}.values())
+    return list({description_of(one, 10 * major + minor): one for one in launches}.values())
 
 
 def build_missing(

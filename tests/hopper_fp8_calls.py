@@ -224,7 +224,7 @@ def run_backward(
     views = [as_bshd(t, fmt) for t, fmt in zip(grads, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
     doffset = torch.empty(spec.num_heads, device=device) if problem.softmax_offset is not None else None
     out, lse, dout = (t.to(device) for t in (as_bshd(backward.out, spec.q_format), backward.lse, backward.dout))
-    assert kernels.refusal(problem, out, dout) in (None, "it is written for Hopper, sm_90")
+    assert kernels.unsupported(problem, out, dout) in (None, "it is written for Hopper, sm_90")
     run = kernels.fp8_backward if hasattr(kernels, "fp8_backward") else kernels.fp8_one_pass_backward
     run(problem, out, lse, dout, None, *views, doffset, tile)
     return grads

@@ -29,7 +29,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(heuristics, "DEFAULTS", dict.fromkeys(("cpu", "cuda"), heuristics.DEFAULTS["cuda"]))
     for name in ("support_error", "forward", "backward"):
         monkeypatch.setattr(triton_backend, name, getattr(eager_backend, name))
-    monkeypatch.setattr(explain, "kernels_of", lambda *call: None)  # it has none in this guise
+    monkeypatch.setattr(explain, "choice_of", lambda *call: None)  # it has none in this guise
     forget()
     yield
     forget()

@@ -281,12 +281,15 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--q 2,16384,16,128 --mask causal", ["forward: triton (sm_90)", "backward: triton (sm_90 one pass)", "  sm_90: measured"]),
+        (
+            "--q 2,16384,16,128 --mask causal",
+            ["forward: triton (sm_90)", "backward: triton (sm_90 fused)", "  sm_90: measured", "  tile: 128 queries x 128 keys"],
+        ),
         (
             "--q 2,16384,16,128 --mask causal --deterministic",
-            ["backward: triton (sm_90 split)", "one pass: its dq does not repeat"],
+            ["backward: triton (sm_90 two-kernel)", "  not sm_90 fused: its dq does not repeat"],
         ),
-        ("--q 2,4096,16,128 --window 99,0", ["forward: triton (sm_90)", "  not sm_90 one pass: windows of fewer than 256"]),
+        ("--q 2,4096,16,128 --window 99,0", ["forward: triton (sm_90)", "  not sm_90 fused: windows of fewer than 256"]),
         ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),
         ("--q 2,64,16,128", ["not sm_90: open_from of its row is 256 tokens, and the longest sequence has 64", "too few for this"]),
         ("--q 1,1,32,128 --kv 1,65536,8,128", ["forward: triton (sm_90)", "keys in 16 splits: 8 tiles of up to 65536 keys"]),
@@ -295,7 +298,10 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
             ["keys not split: 512 tiles of up to 8192 keys, on a device with room for 132 programs"],
         ),
         ("--q 1,1,32,128 --kv 1,65536,8,128 --fp8 head", ["(portable)", "keys in 8 splits: 32 tiles"]),
-        ("--q 2,16384,16,128 --capability 8.0", ["(portable)", "portable: those of sm_90 need compute capability 9.0"]),
+        (
+            "--q 2,16384,16,128 --capability 8.0",
+            ["(portable)", "  not sm_90 fused or sm_90 two-kernel: compute capability 9.0 is needed"],
+        ),
     ],
 )
 def test_explain_names_the_kernels(arguments: str, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -387,11 +387,13 @@ def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
         assert canary.mismatch("triton", spec, direction, torch.device(device)) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "wish", "expected"), [("triton", "always", True), ("triton", "never", False), ("eager", "always", False)]
-)
-def test_the_canary_knows_what_sums_rounded_weights(name: str, wish: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: wish)
+@pytest.mark.parametrize(("name", "hopper", "expected"), [("triton", True, True), ("triton", False, False), ("eager", True, False)])
+def test_the_canary_knows_what_sums_rounded_weights(
+    name: str, hopper: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = pytest.importorskip("flexattn.kernels_triton.families", reason="triton is not installed")
+    policy = families.Policy(portable_only=None if hopper else "for a test", ignores_measurements=True)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
     spec = spec_to_run(*bind_call(**inputs("cpu"), fp8_recipe=fp8.Recipe()))._replace(device_type="cuda", capability=(9, 0))
     x = sample_operands(spec, torch.device("cpu"), [150, 150], [130, 130])
     assert canary._sums_rounded_weights(name, spec, x) == expected

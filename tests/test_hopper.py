@@ -27,6 +27,7 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_tile,
 )
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as one_pass_kernels
 from flexattn.kernels_triton.hopper import conditions, dq_sums
@@ -312,20 +313,27 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("wish", "deterministic", "chosen"), [("always", False, "one pass"), ("always", True, "split"), ("auto", False, "split")]
+    ("policy", "deterministic", "chosen"),
+    [
+        (Policy(ignores_measurements=True), False, "fused"),
+        (Policy(ignores_measurements=True), True, "two kernels"),
+        (Policy(), False, "two kernels"),
+    ],
 )
-def test_one_pass_is_for_what_need_not_repeat(wish: str, deterministic: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both kernels are refused nothing, and the split ones alone are measured to be faster."""
+def test_the_fused_backward_is_for_what_need_not_repeat(
+    policy: Policy, deterministic: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both families run anything here, and the two kernels alone are measured to be faster."""
     seen = []
-    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: wish)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
     for module, kernel, run, slower in (
         (one_pass_kernels, "fused", "one_pass_backward", "it is slower"),
         (backward_kernels, "backward", "hopper_backward", None),
     ):
         monkeypatch.setattr(conditions, f"{kernel}_unsupported", lambda *_: None)
         monkeypatch.setattr(conditions, f"{kernel}_slower", lambda *_, slower=slower: slower)
-        label = "one pass" if kernel == "fused" else "split"
-        monkeypatch.setattr(module, run, lambda *_, label=label: seen.append(label))
+        label = "fused" if kernel == "fused" else "two kernels"
+        monkeypatch.setattr(module, run, lambda *_, label=label, **__: seen.append(label))
     spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)
     triton_backend.backward(spec, x, x.q, torch.zeros(1, 4, 8), x.q, None)
     assert seen == [chosen]

@@ -33,6 +33,7 @@ from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
 from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
@@ -250,7 +251,7 @@ def test_what_the_one_pass_backward_leaves_to_others(
     x = torch.zeros(2, 256, 4, dim)
     descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
     problem = Problem(*(x.to(E4M3) for _ in "qkv"), softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
-    found = hopper_fp8_one_pass.refusal(problem, x.to(dtype), x.to(E5M2))
+    found = hopper_fp8_one_pass.unsupported(problem, x.to(dtype), x.to(E5M2))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -314,7 +315,7 @@ def test_sinks(softmax_type: str) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_calls(dims: tuple[int, int], granularity: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole calls on the kernels of sm_90, whichever take them."""
-    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
     given = make_inputs("thd", **UNEVEN, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, gap=3, device="cuda")
     fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", deterministic=deterministic)
 

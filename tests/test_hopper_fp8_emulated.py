@@ -28,6 +28,8 @@ from flexattn import emulator, mods
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.families import Backward, Policy
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
 from flexattn.kernels_triton.hopper import forward as hopper_forward
@@ -286,8 +288,8 @@ def test_what_a_backward_runs_on(
     modules = (hopper_fp8_one_pass, hopper_fp8_backward, hopper_one_pass, hopper_backward)
     for module in (hopper_fp8_one_pass, hopper_forward):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
-    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")
-    monkeypatch.setattr(triton_backend, "_hopper_forward", lambda *_: False)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
+    monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
     lengths = {"lengths_q": [70, 0, 9], "lengths_kv": [80, 9, 65], "num_heads": 2, "num_heads_kv": 1, "gap": 2}
     given = make_inputs("thd", **lengths, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16)
     with emulated(6, *modules) as reports:
@@ -297,10 +299,10 @@ def test_what_a_backward_runs_on(
 
 
 def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
-    bias = torch.randn(1, 1, 8, 8)
-    spec, _ = make_call(make_inputs(lengths_q=[8]), bias_type="post_scale_bias", bias=bias)
     nothing: Any = None
-    assert not triton_backend._hopper_fp8_backward(spec, "always", *[nothing] * 7)
+    call = Backward(*[nothing] * 8, dbias=torch.randn(1, 1, 8, 8))
+    for family in families.BACKWARDS[True][:-1]:
+        assert "gradients of a bias" in str(family.unsupported(call))
 
 
 # What is edited, what becomes of it.

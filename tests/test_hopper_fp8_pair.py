@@ -23,6 +23,7 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper.fp8 import Scale
@@ -346,7 +347,7 @@ def test_what_it_leaves_to_others(
     descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
     q8, v8 = q.to(E4M3), v.to(E4M3)
     problem = Problem(q8, q8, v8, softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
-    found = hopper_fp8_backward.refusal(problem, v.to(torch.bfloat16), v.to(E5M2))
+    found = hopper_fp8_backward.unsupported(problem, v.to(torch.bfloat16), v.to(E5M2))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -386,7 +387,7 @@ def test_dense_on_gpu(dims: tuple[int, int], sq: int, skv: int) -> None:
 @on_hopper
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_calls_on_gpu(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_hopper_wish", lambda spec: "always")
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
     more = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": torch.bfloat16, "gap": 3, "device": "cuda"}
     given = make_inputs("thd", **UNEVEN_AND_LONG, **more)
     fp8_calls.check(given, "head", E5M2, attn_mask_type="padding_causal", deterministic=True, softcap=30.0)

@@ -46,7 +46,7 @@ def call(n):
 def explain(n):
     tensors, arguments = CASES[n]
     said = flexattn.explain(*tensors, backend="triton", **arguments)
-    if said.forward_kernels is None or said.forward_kernels.family != "portable":
+    if said.forward_kernels is None or said.forward_kernels.family.name != "portable":
         failures.append(f"thread {n}: explain says {said}")
 
 def warm(n):

@@ -29,11 +29,11 @@ from flexattn.kernels_triton.common.primitives import (
     through_mods,
 )
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import HopperBackwardTile, select_hopper_backward_tile, split_head_dim
+from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, P_WRITTEN, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries, key_block, query_block
-from flexattn.kernels_triton.hopper.conditions import QUERIES
+from flexattn.kernels_triton.hopper.conditions import QUERIES, backward_tile
 from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, load_statistics, ragged_descriptor, store_rows
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
@@ -815,7 +815,7 @@ def hopper_backward(
     dq, dk and dv are contiguous. A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
     x = problem
-    tile = tile or select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    tile = tile or backward_tile(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v
     size = tile.block_m

@@ -157,10 +157,16 @@ def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | N
     return backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 
 
+def backward_tile(problem: Problem) -> HopperBackwardTile:
+    """Returns the committed tile."""
+    x = problem
+    return select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+
+
 def backward_slower(problem: Problem) -> str | None:
     """Returns why the two kernels of a backward were not measured to be faster than the portable ones; None: they were."""
     x = problem
-    tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
+    tile = backward_tile(x)
     # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
     return slower_for_few_keys(x, tile.keys) or slower_by_row(x, tile)
 

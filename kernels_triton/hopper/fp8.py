@@ -45,6 +45,11 @@ class Scale(NamedTuple):
         return (self.descale, *strides, max(1, self.block_rows))  # type: ignore[return-value]
 
 
+def scales_of(problem: Problem) -> tuple[Scale, ...]:
+    """Returns the scales of q, k, v and dout, as far as the problem knows them."""
+    return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
+
+
 def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple: int) -> str | None:
     """None if the kernels take the scale of a tensor with so many heads, whose blocks must be multiples of so many rows."""
     shape = scale.descale.shape

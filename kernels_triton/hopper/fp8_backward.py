@@ -36,8 +36,8 @@ from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sy
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries, key_block, query_block
 from flexattn.kernels_triton.hopper.conditions import backward_slower, backward_unsupported_block_mask
 from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, load_statistics, ragged_descriptor, store_rows
-from flexattn.kernels_triton.hopper.fp8 import load_descale
-from flexattn.kernels_triton.hopper.fp8_backward_fused import halves_of, is_plain, refusal_of_any, scales_of
+from flexattn.kernels_triton.hopper.fp8 import load_descale, scales_of
+from flexattn.kernels_triton.hopper.fp8_backward_fused import halves_of, is_plain, unsupported_operands
 from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
 from flexattn.kernels_triton.hopper.operands import opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
@@ -1000,18 +1000,18 @@ def tile_of(problem: Problem) -> Fp8BackwardTile:
     return next(t for t in FP8_BACKWARD if dim_qk <= t.head_dim_qk and dim_v <= t.head_dim_v and t.block_n <= most)
 
 
-def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """None if the kernels run this problem's backward, else why others do."""
+def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why the kernels cannot run this problem's backward; None: they can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 256:
         return "its accumulators hold head dims up to 256"
     tile = tile_of(x)
-    return refusal_of_any(x, out, dout) or backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
+    return unsupported_operands(x, out, dout) or backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 
 
-def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those where this is faster than others, else why not: where `hopper_backward` is in a half type,
-    which this was measured to be faster than (bench/results/fp8_kernels_h200.json), without what that needs dequantised."""
+def slower(problem: Problem) -> str | None:
+    """Returns why the two kernels in a half type would be slower than others, which this was measured to be faster than
+    (bench/results/fp8_kernels_h200.json), without what those need dequantised; None: they would not."""
     return backward_slower(problem)
 
 
@@ -1027,7 +1027,7 @@ def fp8_backward(
     dsoftmax_offset: Tensor | None = None,
     tile: Fp8BackwardTile | None = None,
 ) -> None:
-    """`hopper_backward.hopper_backward` in FP8, for what `refusal` has no objection to; arguments as of
+    """`hopper_backward.hopper_backward` in FP8, for what is not `unsupported`; arguments as of
     `hopper_fp8_one_pass.fp8_one_pass_backward`.
     """
     x = problem

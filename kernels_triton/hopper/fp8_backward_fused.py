@@ -55,7 +55,7 @@ from flexattn.kernels_triton.hopper.descriptors import (
     store_rows,
 )
 from flexattn.kernels_triton.hopper.dq_sums import add_dq, convert_dq, dq_product, hand_over, write_dq
-from flexattn.kernels_triton.hopper.fp8 import Scale, load_descale, scale_error
+from flexattn.kernels_triton.hopper.fp8 import Scale, load_descale, scale_error, scales_of
 from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
@@ -530,11 +530,6 @@ def tile_of(problem: Problem) -> Fp8OnePassTile:
     return next(tile for tile in FP8_ONE_PASS if width <= tile.head_dim and tile.queries <= most)
 
 
-def scales_of(problem: Problem) -> tuple[Scale, ...]:
-    """Of q, k, v and dout, as far as the problem knows them."""
-    return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
-
-
 def is_plain(score_meta: dict[str, Any]) -> bool:
     """Whether a logit is a scaled score, of a problem with such `score_meta`."""
     adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
@@ -556,10 +551,14 @@ def halves_of(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return half("q", "q", x.q, scales[0]), half("k", "kv", x.k, scales[1]), half("dout", "q", dout, scales[3])
 
 
-def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Problem, Tensor]:
+def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype, device: torch.device | str | None = None) -> tuple[Problem, Tensor]:
     """The same backward for the kernels of a half type: the problem and dout, whose q, k and v and which itself are not written
-    yet, unless dout came so; `fill_half` does that."""
-    q, k, v, half = (torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (*_of(problem), dout))
+    yet, unless dout came so; `fill_half` does that.
+
+    device: "meta" to ask about it alone, without memory; None: theirs.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "memory_format": torch.contiguous_format}
+    q, k, v, half = (torch.empty_like(t, **options) for t in (*_of(problem), dout))
     if problem.dout_is_to_come:
         half = problem.halves[0]
     return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0, dout_is_to_come=False), half
@@ -575,16 +574,16 @@ def _of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return problem.q, problem.k, problem.v
 
 
-def refusal(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """None if the kernel runs this problem's backward, else why others do."""
+def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why the kernel cannot run this problem's backward; None: it can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
-    return refusal_of_any(x, out, dout) or unsupported_block_mask(x, (tile_of(x).queries, KEYS))
+    return unsupported_operands(x, out, dout) or unsupported_block_mask(x, (tile_of(x).queries, KEYS))
 
 
-def refusal_of_any(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """What `refusal` says whatever the head dims and the tiles."""
+def unsupported_operands(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns what `unsupported` says whatever the head dims and the tiles."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
@@ -606,9 +605,9 @@ def refusal_of_any(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     return descriptor_error("out", out)
 
 
-def objection(problem: Problem) -> str | None:
-    """None if a problem is one of those where this is faster than others, else why not: where `hopper_one_pass` is in a half type,
-    which after a dequantisation is slower than this."""
+def slower(problem: Problem) -> str | None:
+    """Returns why the fused backward in a half type would be slower than others: this is faster where that is, as that needs a
+    dequantisation first; None: it would not."""
     return fused_slower(problem)
 
 
@@ -624,7 +623,7 @@ def fp8_one_pass_backward(
     dsoftmax_offset: Tensor | None = None,
     tile: Fp8OnePassTile | None = None,
 ) -> None:
-    """`hopper_one_pass.one_pass_backward` in FP8, for what `refusal` has no objection to.
+    """`hopper_one_pass.one_pass_backward` in FP8, for what is not `unsupported`.
 
     problem: q, k and v in FP8, with the descales of them and of dout.
     dout: in FP8. Its sums with out are of what it stands for, as dp is: else a query that sees one key would get a gradient.

@@ -52,6 +52,7 @@ from flexattn.kernels_triton.hopper.fp8 import (
     load_descale,
     pack_quads,
     scale_error,
+    scales_of,
     transposed_descriptor,
     unpack_quads,
 )
@@ -621,14 +622,12 @@ def _attn_fwd_fp8_hopper_kernel(
         )
 
 
-def refusal(
-    problem: Problem, v_transposed: Tensor, scales: tuple[Scale, Scale, Scale], out: Tensor, return_max_logit: bool = False
-) -> str | None:
-    """None if the kernel runs this problem, else why the portable one does."""
+def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -> str | None:
+    """Returns why the kernel cannot run this problem, with q, k and v in FP8; None: it can."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
-    for name, tensor in (("q", x.q), ("k", x.k), ("v", v_transposed)):
+    for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
         if tensor.dtype not in FP8_DTYPES:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
     for has, what in (
@@ -640,22 +639,33 @@ def refusal(
             return f"it does not do {what} yet"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
-    tile = select_fp8_tile(x.q.shape[-1], v_transposed.shape[-2], is_modified=x.is_modified)
+    tile = tile_of(x)
     errors: list[str | None] = [descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("out", out))]
     heads = (x.num_heads, x.num_heads_kv, x.num_heads_kv)
     errors += [
         scale_error(name, scale, x, h, 1 if name == "q" else tile.block_n)
-        for name, scale, h in zip("qkv", scales, heads, strict=True)
+        for name, scale, h in zip("qkv", scales_of(x)[:3], heads, strict=True)
     ]
     return next((error for error in errors if error), None) or unsupported_block_mask(x, tile[2:4])
 
 
-def is_faster(problem: Problem) -> bool:
-    """Whether a problem is one of those that were measured, and are faster here than with the portable kernel."""
+def slower(problem: Problem) -> str | None:
+    """Returns why the kernel was not measured to be faster than the portable one for this problem; None: it was."""
     x = problem
     tokens = x.q.numel() // x.q.shape[-1]  # of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if x.window_right is None else 0.5)
-    return not x.is_modified and x.window_left is None and max(x.longest_q, x.longest_kv) >= SHORTEST and flops >= HOPPER_FLOPS
+    longest = max(x.longest_q, x.longest_kv)
+    if x.is_modified or x.window_left is not None:
+        return "modified scores and windows were not measured"
+    if longest < SHORTEST:
+        return f"it was measured from {SHORTEST} tokens, and the longest sequence has {longest}"
+    return None if flops >= HOPPER_FLOPS else "there is too little work for its large tiles"
+
+
+def tile_of(problem: Problem) -> Fp8Tile:
+    """Returns the committed tile."""
+    x = problem
+    return select_fp8_tile(x.q.shape[-1], x.v.shape[-1], is_modified=x.is_modified)
 
 
 def hopper_fp8_forward(
@@ -666,7 +676,7 @@ def hopper_fp8_forward(
     lse: Tensor,
     tile: Fp8Tile | None = None,
 ) -> None:
-    """`hopper_forward.hopper_forward` in FP8, for what `refusal` has no objection to.
+    """`hopper_forward.hopper_forward` in FP8, for what is not `unsupported`.
 
     problem: q and k in FP8; of its v only the shape is read.
     v_transposed: [h_kv, blocks, d_v, BLOCK], as `hopper_fp8_quantize` writes it.
@@ -674,8 +684,7 @@ def hopper_fp8_forward(
     out: bf16 or fp16, [.., h, d_v] laid out as q or otherwise.
     """
     x = problem
-    d_v = v_transposed.shape[-2]
-    tile = tile or select_fp8_tile(x.q.shape[-1], d_v, is_modified=x.is_modified)
+    tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v // tile.parts
     has_lengths = x.cu_seqlens_q is not None

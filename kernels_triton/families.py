@@ -1,0 +1,348 @@
+"""The kernel families as values, and the choice among them for one call.
+
+A family is a set of kernels that run one direction of a call. It says whether it can (`unsupported`), whether it should (`slower`),
+with which tile, and how it is launched. `choose` asks those for the call's operands in their order, and launches nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.quantize import Source, quantize
+from flexattn.kernels_triton.common.split_kv import Splits, splits_of
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
+from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
+from flexattn.kernels_triton.portable import forward as portable_forward
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
+from flexattn.kernels_triton.runtime.launch import capability_of, num_processors, pretended_device
+
+
+def _hopper(name: str) -> Any:
+    """Returns a module of kernels for sm_90; importing them takes a third of a second, which other devices need not spend."""
+    return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
+
+
+class Forward(NamedTuple):
+    """A forward: its problem, and the tensors that it writes."""
+
+    problem: Problem
+    out: Tensor  # laid out as the problem's q, with v's head dim
+    lse: Tensor
+    max_logit: Tensor | None = None  # None: not asked for
+
+
+class Backward(NamedTuple):
+    """A backward: its problem, what comes from the forward and the loss, and the gradients that it writes."""
+
+    problem: Problem
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsoftmax_offset: Tensor | None = None
+    dbias: Tensor | None = None
+    dcaptures: Sequence[Tensor] = ()  # of the captures that need one
+    deterministic: bool = False
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Returns the gradients that every family writes itself."""
+        return {"dq": self.dq, "dk": self.dk, "dv": self.dv, "dsoftmax_offset": self.dsoftmax_offset}
+
+
+Call = TypeVar("Call", Forward, Backward)
+
+
+@dataclass(frozen=True)
+class Family(Generic[Call]):
+    """Kernels that run one direction of a call."""
+
+    name: str
+    direction: Literal["forward", "backward"]
+    unsupported: Callable[[Call], str | None]  # why they cannot run a call; None: they can
+    slower: Callable[[Call], str | None]  # why they were not measured to be faster than those asked later; None: they were
+    tile: Callable[[Call], Any]  # the committed one
+    blocks: Callable[[Any], str]  # how many queries and keys a program takes at a time with a tile
+    run: Callable[[Call, Any], None]  # launches them with a tile
+    splits: Callable[[Call, Any], Splits] | None = None  # how many parts they take the keys of few queries in; None: always one
+
+
+class Policy(NamedTuple):
+    """Rules of a choice that are no property of the call."""
+
+    portable_only: str | None = None  # why no family but the portable one may run; None: all may
+    ignores_measurements: bool = False  # FLEXATTN_HOPPER=always: what is slower may run too
+
+
+class Choice(NamedTuple):
+    """The family that runs a call, and why."""
+
+    family: Family[Any]
+    tile: Any
+    why: str
+    rejected: tuple[tuple[str, str], ...]  # (name, reason) of each family that was asked before it
+    splits: Splits | None = None  # for who explains the choice
+
+    @property
+    def blocks(self) -> str:
+        return self.family.blocks(self.tile)
+
+
+def choose(call: Call, policy: Policy) -> Choice:
+    """Returns the first family that can run a call and is not slower, of those for its direction and operands."""
+    order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
+    rejected = []
+    for family in order[:-1]:
+        reason = policy.portable_only or family.unsupported(call)
+        if reason is None and not policy.ignores_measurements:
+            reason = family.slower(call)
+        if reason is None:
+            why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "measured to be faster for such a call"
+            return Choice(family, family.tile(call), why, tuple(rejected))
+        rejected.append((family.name, reason))
+    portable = order[-1]
+    return Choice(portable, portable.tile(call), "runs what the others leave", tuple(rejected))
+
+
+def _never(call: Any) -> None:
+    """The answer of the portable family: it runs every call, and is what others are compared with."""
+
+
+def _blocks(queries: int, keys: int) -> str:
+    return f"{queries} queries x {keys} keys"
+
+
+def _run_portable_forward(call: Forward, tile: Any) -> None:
+    portable_forward.attention_forward(call.problem, call.out, call.lse, call.max_logit, tile)
+
+
+def _portable_splits(call: Forward, tile: Any) -> Splits:
+    return splits_of(call.problem, *portable_forward.tiles_and_room(call.problem, tile))
+
+
+PORTABLE_FORWARD = Family[Forward](
+    name="portable",
+    direction="forward",
+    unsupported=_never,
+    slower=_never,
+    tile=lambda call: call.problem.tile(FORWARD),
+    blocks=lambda tile: _blocks(*tile[:2]),
+    run=_run_portable_forward,
+    splits=_portable_splits,
+)
+
+
+def _run_portable_backward(call: Backward, tile: Any) -> None:
+    call = _with_dout(call)
+    dq_tile, dkdv_tile = tile
+    attention_backward(
+        with_key_lists(call.problem),
+        call.out,
+        call.lse,
+        call.dout,
+        call.dlse,
+        **call.gradients(),
+        dbias=call.dbias,
+        dcaptures=call.dcaptures,
+        deterministic=call.deterministic,
+        tile_dq=dq_tile,
+        tile_dkdv=dkdv_tile,
+    )
+
+
+def _with_dout(call: Backward) -> Backward:
+    """The call with dout in FP8, by a pass of its own where that is yet to be made."""
+    x = call.problem
+    if not x.dout_is_to_come:
+        return call
+    sizes = x.descales[3].shape
+    source = Source(
+        x=x.halves[0],
+        data=call.dout,
+        cu_seqlens=x.cu_seqlens_q,
+        cu_seqlens_padded=x.cu_seqlens_q_padded,
+        max_seqlen=x.max_seqlen_q,
+        scale=None,
+        history=None,
+        sizes=(sizes[0], sizes[1], sizes[2]),
+    )
+    (descale,), _ = quantize([source], x.scale_rows, 0)
+    return call._replace(problem=replace(x, descales=(*x.descales[:3], descale), dout_is_to_come=False))
+
+
+PORTABLE_BACKWARD = Family[Backward](
+    name="portable",
+    direction="backward",
+    unsupported=_never,
+    slower=_never,
+    tile=lambda call: (call.problem.tile(DQ), call.problem.tile(DKDV)),
+    blocks=lambda tile: f"dq {_blocks(*tile[0][:2])}, dk and dv {_blocks(*tile[1][:2])}",
+    run=_run_portable_backward,
+)
+
+
+def _hopper_splits(call: Forward, tile: Any) -> Splits:
+    group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *_hopper("forward").tiles_and_room(call.problem, tile, group))
+
+
+HOPPER_FORWARD = Family[Forward](
+    name="sm_90",
+    direction="forward",
+    unsupported=lambda call: _hopper("conditions").forward_unsupported(call.problem, call.out),
+    slower=lambda call: _hopper("conditions").forward_slower(call.problem),
+    tile=lambda call: _hopper("conditions").forward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
+    splits=_hopper_splits,
+)
+
+
+def _run_fp8_forward(call: Forward, tile: Any) -> None:
+    from flexattn.kernels_triton.hopper.fp8 import empty_transposed, scales_of
+    from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward
+    from flexattn.kernels_triton.hopper.quantize import quantize as transpose
+
+    x = call.problem
+    of_q, of_k, of_v, *_ = scales_of(x)
+    v_transposed = empty_transposed(x.v, x.batch, x.v.dtype)
+    transpose(x, "kv", x.v, of_v, transposed=v_transposed)
+    hopper_fp8_forward(x, v_transposed, (of_q, of_k, of_v), call.out, call.lse, tile)
+
+
+HOPPER_FP8_FORWARD = Family[Forward](
+    name="sm_90 FP8",
+    direction="forward",
+    unsupported=lambda call: _hopper("fp8_forward").unsupported(call.problem, call.out, call.max_logit is not None),
+    slower=lambda call: _hopper("fp8_forward").slower(call.problem),
+    tile=lambda call: _hopper("fp8_forward").tile_of(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=_run_fp8_forward,
+)
+
+
+def _unsupported_if_repeated(call: Backward) -> str | None:
+    return "its dq does not repeat to the bit" if call.deterministic else None
+
+
+def _unsupported_in_fp8(call: Backward) -> str | None:
+    is_reached = call.dbias is not None or len(call.dcaptures) > 0
+    return "the gradients of a bias and of captures read what the portable backward writes on its way" if is_reached else None
+
+
+def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
+    x = call.problem
+    launcher(x, call.out, call.lse, call.dout, call.dlse, **call.gradients(), tile=tile)
+    of_scores = {"dbias": call.dbias, "dcaptures": call.dcaptures, "deterministic": call.deterministic}
+    bias_and_capture_gradients(x, call.out, call.lse, call.dout, call.dlse, **of_scores)
+
+
+def _with_key_lists(call: Backward) -> Backward:
+    return call._replace(problem=with_key_lists(call.problem))
+
+
+def _blocks_of_fused(tile: Any) -> str:
+    return _blocks(tile.queries, _hopper("conditions").KEYS)
+
+
+def _blocks_of_two_kernels(tile: Any) -> str:
+    return f"dq {tile.block_n} keys, dk and dv {_blocks(tile.block_m, tile.keys)}"
+
+
+HOPPER_FUSED = Family[Backward](
+    name="sm_90 fused",
+    direction="backward",
+    unsupported=lambda call: (
+        _unsupported_if_repeated(call) or _hopper("conditions").fused_unsupported(call.problem, call.out, call.dout)
+    ),
+    slower=lambda call: _hopper("conditions").fused_slower(call.problem),
+    tile=lambda call: _hopper("conditions").fused_tile(call.problem),
+    blocks=_blocks_of_fused,
+    run=lambda call, tile: _run_backward(_hopper("backward_fused").one_pass_backward, call, tile),
+)
+
+HOPPER_TWO_KERNELS = Family[Backward](
+    name="sm_90 two-kernel",
+    direction="backward",
+    unsupported=lambda call: _hopper("conditions").backward_unsupported(call.problem, call.out, call.dout),
+    slower=lambda call: _hopper("conditions").backward_slower(call.problem),
+    tile=lambda call: _hopper("conditions").backward_tile(call.problem),
+    blocks=_blocks_of_two_kernels,
+    run=lambda call, tile: _run_backward(_hopper("backward").hopper_backward, _with_key_lists(call), tile),
+)
+
+HOPPER_FP8_FUSED = Family[Backward](
+    name="sm_90 FP8 fused",
+    direction="backward",
+    unsupported=lambda call: (
+        _unsupported_in_fp8(call)
+        or _unsupported_if_repeated(call)
+        or _hopper("fp8_backward_fused").unsupported(call.problem, call.out, call.dout)
+    ),
+    slower=lambda call: _hopper("fp8_backward_fused").slower(call.problem),
+    tile=lambda call: _hopper("fp8_backward_fused").tile_of(call.problem),
+    blocks=_blocks_of_fused,
+    run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_one_pass_backward, call, tile),
+)
+
+HOPPER_FP8_TWO_KERNELS = Family[Backward](
+    name="sm_90 FP8 two-kernel",
+    direction="backward",
+    unsupported=lambda call: _unsupported_in_fp8(call) or _hopper("fp8_backward").unsupported(call.problem, call.out, call.dout),
+    slower=lambda call: _hopper("fp8_backward").slower(call.problem),
+    tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
+    blocks=_blocks_of_two_kernels,
+    run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
+)
+
+
+def _dequantized(family: Family[Backward]) -> Family[Backward]:
+    """A family for operands in a half type, on what operands in FP8 stand for."""
+
+    def ask(question: Callable[[Backward], Any], call: Backward) -> Any:
+        """Puts a question about the call in a half type, of which no memory is made for that."""
+        x = call.problem
+        problem, dout = _hopper("fp8_backward_fused").in_half(x, call.dout, call.dq.dtype, "meta")
+        with pretended_device(capability_of(x.device), num_processors(x.device)):
+            return question(call._replace(problem=problem, dout=dout))
+
+    def run(call: Backward, tile: Any) -> None:
+        kernels = _hopper("fp8_backward_fused")
+        problem, dout = kernels.in_half(call.problem, call.dout, call.dq.dtype)
+        kernels.fill_half(call.problem, call.dout, problem, dout)
+        family.run(call._replace(problem=problem, dout=dout), tile)
+
+    return replace(
+        family,
+        name=f"{family.name}, dequantized",
+        unsupported=lambda call: _unsupported_in_fp8(call) or ask(family.unsupported, call),
+        slower=lambda call: ask(family.slower, call),
+        tile=lambda call: ask(family.tile, call),
+        run=run,
+    )
+
+
+# By whether q, k and v are in FP8, in the order that the families are asked: the portable one takes whatever the others leave.
+FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
+    False: (HOPPER_FORWARD, PORTABLE_FORWARD),
+    True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
+}
+BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
+    False: (HOPPER_FUSED, HOPPER_TWO_KERNELS, PORTABLE_BACKWARD),
+    True: (
+        HOPPER_FP8_FUSED,
+        HOPPER_FP8_TWO_KERNELS,
+        _dequantized(HOPPER_FUSED),
+        _dequantized(HOPPER_TWO_KERNELS),
+        PORTABLE_BACKWARD,
+    ),
+}
