@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +23,8 @@ from flexattn.bench.implementations import (
     KERNELS,
     TRITON,
     Implementation,
-    Launchers,
     committed_launchers,
     committed_tile,
-    one_kernel,
     with_launchers,
 )
 from flexattn.bench.inputs import make_tensors
@@ -37,17 +35,16 @@ from flexattn.bench.peers import peers
 from flexattn.bench.record import Ceilings, Record, Row
 from flexattn.bench.run import line
 from flexattn.bench.shapes import Workload, select
+from flexattn.bench.subject import PASSED, REFUSED, WRONG, Subject, alone, check, record_facts, small_enough
 from flexattn.bench.tables import Table
 from flexattn.bench.tiles import FIELDS, tile_name, with_options
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport
-    from flexattn.kernels_triton.runtime.launch import Tile
 
 DEFAULT_SHAPE = "sweep-d128-causal-s4096"
 DEFAULT_ARCH = 90
 POLL_SECONDS = 0.5
-PASSED, WRONG, REFUSED = 0, 1, 2
 EPILOGUE = """examples:
   %(prog)s forward                                      the committed kernel and tile
   %(prog)s forward --shape llama3-8b-s8192 --block-m 128 --num-stages 2
@@ -107,24 +104,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE.json", help="also write what was measured, for `bench --compare` and --emit-rows"
     )
     return parser
-
-
-class Subject(NamedTuple):
-    """What is played with: one kernel on one workload."""
-
-    kernel: str
-    workload: Workload
-    launchers: Launchers  # the candidate
-    tile: Tile
-    committed: Tile
-    arch: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.kernel} {tile_name(self.tile)}"
-
-    def with_tile(self, tile: Tile) -> Subject:
-        return self._replace(tile=tile, launchers=self.launchers._replace(tiles={self.kernel: tile}))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -254,25 +233,6 @@ def play(subject: Subject, args: argparse.Namespace, command: str) -> int:
     return time_beside(subject, args, command)
 
 
-def small_enough(workload: Workload, tile: Tile) -> Workload:
-    """Few heads and sequences, and long enough for three blocks each way, the last of them cut."""
-    return workload.shortened(2 * max(tile.block_m, tile.block_n) + 3)
-
-
-def check(subject: Subject, workload: Workload, device: str) -> tuple[list[Error], str | None]:
-    """(errors of each result, what is wrong with them, if anything)."""
-    direction, _ = KERNELS[subject.kernel]
-    tensors = make_tensors(workload, device)
-    checker = Checker(workload, tensors)
-    results = with_launchers(subject.launchers, workload, tensors, direction).results()
-    errors = checker.errors(direction, results)
-    try:
-        checker.check(direction, results)
-    except AssertionError as e:
-        return errors, str(e)
-    return errors, None
-
-
 def error_table(errors: Sequence[Error]) -> str:
     rows = []
     for error in errors:
@@ -309,12 +269,6 @@ def roofline_text(subject: Subject, ceilings: Ceilings | None) -> str:
         f"{text}; the ceilings of this run, {ceilings.matmul_tflops:.0f} TFLOP/s and {ceilings.copy_gb_s:.0f} GB/s, meet at "
         f"{found.ridge:.0f}: bound by {found.bound}, {found.attainable_tflops:.0f} TFLOP/s at most"
     )
-
-
-def alone(subject: Subject, name: str) -> Implementation:
-    """The kernel by itself, with the subject's launchers and tile."""
-    prepare = functools.partial(one_kernel, subject.kernel, subject.launchers)
-    return Implementation(name, flexattn.__version__, prepare)
 
 
 def time_beside(subject: Subject, args: argparse.Namespace, command: str) -> int:
@@ -384,16 +338,3 @@ def watch(arguments: Sequence[str], kernel_file: Path | None) -> int:
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         return status
-
-
-def record_facts(command: str, ceilings: Ceilings | None, method: dict[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
-    """What a record says of how it was made."""
-    return {
-        "command": command,
-        "started": record.now(),
-        "device": record.device_facts(),
-        "versions": record.versions(),
-        "ceilings": None if ceilings is None else ceilings._asdict(),
-        "method": method,
-        "workloads": {w.name: w for w in workloads},
-    }

@@ -14,9 +14,9 @@ from flexattn.bench.check import Checker
 from flexattn.bench.implementations import KERNELS, committed_launchers
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.measure import HOST, MEASURES, measure, measure_ceilings, time_on_device
-from flexattn.bench.play import PASSED, WRONG, Subject, alone, check, record_facts, small_enough
 from flexattn.bench.record import Record, Row
 from flexattn.bench.run import line, progress
+from flexattn.bench.subject import PASSED, WRONG, Subject, alone, check, record_facts, small_enough
 from flexattn.bench.tiles import candidates, tile_name
 
 if TYPE_CHECKING:

@@ -1,0 +1,84 @@
+"""A kernel that is played with: its launchers, tile and shape, its check against the reference, and the facts of a result file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import flexattn
+from flexattn.bench import record
+from flexattn.bench.check import Checker, Error
+from flexattn.bench.implementations import (
+    KERNELS,
+    Implementation,
+    Launchers,
+    one_kernel,
+    with_launchers,
+)
+from flexattn.bench.inputs import make_tensors
+from flexattn.bench.record import Ceilings
+from flexattn.bench.shapes import Workload
+from flexattn.bench.tiles import tile_name
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.runtime.launch import Tile
+
+
+PASSED, WRONG, REFUSED = 0, 1, 2  # exit statuses of the playground
+
+
+class Subject(NamedTuple):
+    """What is played with: one kernel on one workload."""
+
+    kernel: str
+    workload: Workload
+    launchers: Launchers  # the candidate
+    tile: Tile
+    committed: Tile
+    arch: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel} {tile_name(self.tile)}"
+
+    def with_tile(self, tile: Tile) -> Subject:
+        return self._replace(tile=tile, launchers=self.launchers._replace(tiles={self.kernel: tile}))
+
+
+def small_enough(workload: Workload, tile: Tile) -> Workload:
+    """Few heads and sequences, and long enough for three blocks each way, the last of them cut."""
+    return workload.shortened(2 * max(tile.block_m, tile.block_n) + 3)
+
+
+def check(subject: Subject, workload: Workload, device: str) -> tuple[list[Error], str | None]:
+    """(errors of each result, what is wrong with them, if anything)."""
+    direction, _ = KERNELS[subject.kernel]
+    tensors = make_tensors(workload, device)
+    checker = Checker(workload, tensors)
+    results = with_launchers(subject.launchers, workload, tensors, direction).results()
+    errors = checker.errors(direction, results)
+    try:
+        checker.check(direction, results)
+    except AssertionError as e:
+        return errors, str(e)
+    return errors, None
+
+
+def alone(subject: Subject, name: str) -> Implementation:
+    """The kernel by itself, with the subject's launchers and tile."""
+    prepare = functools.partial(one_kernel, subject.kernel, subject.launchers)
+    return Implementation(name, flexattn.__version__, prepare)
+
+
+def record_facts(command: str, ceilings: Ceilings | None, method: dict[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
+    """What a record says of how it was made."""
+    return {
+        "command": command,
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions(),
+        "ceilings": None if ceilings is None else ceilings._asdict(),
+        "method": method,
+        "workloads": {w.name: w for w in workloads},
+    }
