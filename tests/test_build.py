@@ -38,6 +38,7 @@ print(launch.kernel_cache_info())
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_is_built_ahead_is_what_a_call_compiles(fresh_python, tmp_path: Path) -> None:
     shipped, own = tmp_path / "shipped", tmp_path / "own"

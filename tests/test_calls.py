@@ -220,6 +220,7 @@ def test_modes_transforms_subclasses_and_checks_have_no_key(keys: list[Any], mon
     assert keys[-1] is not None
 
 
+@pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:

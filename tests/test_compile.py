@@ -211,6 +211,7 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     return counts
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.exhaustive) for k in KINDS])
 def test_a_mod_of_any_kind_is_one_graph(kind, monkeypatch):
     assert check(kind, [(2, 5), (3, 9), (2, 12)], monkeypatch)[-1] <= 2
@@ -373,6 +374,7 @@ def sleeps(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score * SLOPES[h]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mod", [writes_to_itself, sleeps])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 def test_a_mod_that_dynamo_cannot_trace_breaks_the_graph(mod: Any) -> None:

@@ -32,18 +32,18 @@ def printed_as_shown(printed: str, shown: str) -> bool:
 
 
 @pytest.mark.parametrize(("language", "text"), BLOCKS)
-def test_example_runs(language: str, text: str, fresh_python: FreshPython, tmp_path: Path) -> None:
+def test_example_runs(language: str, text: str, forked_python: FreshPython, tmp_path: Path) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": ""}  # pages show what a machine without a GPU prints
     if language == "python":
         script = tmp_path / "example.py"  # a kernel's source must be in a file
         script.write_text(text, "utf-8")
-        ran = fresh_python(str(script), env=environment)
+        ran = forked_python(str(script), env=environment)
         assert ran.returncode == 0, ran.stderr
         return
     command, _, expected = text.partition("\n")
     if not command.startswith(COMMAND):
         pytest.skip(f"not a command of flexattn: {command}")
-    ran = fresh_python("-m", "flexattn", *shlex.split(command.removeprefix(COMMAND)), env=environment)
+    ran = forked_python("-m", "flexattn", *shlex.split(command.removeprefix(COMMAND)), env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert printed_as_shown(ran.stdout, expected), ran.stdout
 

@@ -174,6 +174,7 @@ def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...], k
 MATRIX_INSTRUCTION = {89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     check_compiled((90,), (128,), ("plain", "rotated"))
 

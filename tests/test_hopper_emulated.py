@@ -325,6 +325,7 @@ def kernels_with(part: ModuleType, old: str, new: str, folder: Path) -> tuple[Mo
     return copies
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", PLANTED)
 # round robin and random; eager, lazy and random

@@ -43,6 +43,7 @@ from flexattn.kernels_triton.runtime.launch import Launch, capability_of, record
 from flexattn.testing import make_call, make_dout, make_inputs
 
 
+@pytest.mark.sample("fmt", "granularity")
 @pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head", "block"])
 @pytest.mark.parametrize(
     ("fmt", "inputs"),
@@ -179,10 +180,12 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     check_compiled(SOME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [256, *(pytest.param(dim, marks=pytest.mark.exhaustive) for dim in (64, 96))])
 def test_statistics_that_quantise_compiled(head_dim: int) -> None:
     """A program holds 128 rows of out and dout, and dout in FP8."""

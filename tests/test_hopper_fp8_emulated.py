@@ -96,6 +96,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 1, 5)
 
 
+@pytest.mark.sample("fmt", "granularity")
 @without_gpu
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -189,6 +190,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
     check_backward_of(3, {"attn_mask_type": "no_mask"}, "tensor", **inputs)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
@@ -214,6 +216,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
         assert all(map(torch.equal, run(*others), once))
 
 
+@pytest.mark.sample("kernels")
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
@@ -347,6 +350,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
@@ -400,6 +404,7 @@ PLANTED_BACKWARD = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", PLANTED_BACKWARD)
 def test_a_planted_bug_of_the_backward_is_found(name: str, tmp_path: Path) -> None:

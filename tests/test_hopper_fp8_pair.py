@@ -91,6 +91,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
     check(2 + turn, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
 
 
+@pytest.mark.sample("dims", "mask")
 @without_gpu
 @pytest.mark.parametrize(
     ("dims", "mask"), [((128, 128), "causal"), ((256, 256), "no_mask"), ((256, 256), "causal_bottom_right")], ids=str
@@ -193,6 +194,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
@@ -291,6 +293,7 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     check_compiled(SOME)
 

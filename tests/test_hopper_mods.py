@@ -159,6 +159,7 @@ def check_emulated(seed: int, features: dict[str, Any], **inputs: Any) -> None:
     check_results(results, *case)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_emulated(name: str) -> None:
@@ -166,6 +167,7 @@ def test_emulated(name: str) -> None:
     check_emulated(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_emulated_head_dims(dims: tuple[int, int]) -> None:
@@ -173,6 +175,7 @@ def test_emulated_head_dims(dims: tuple[int, int]) -> None:
     check_emulated(7, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("shape", "dim"), [((4, 1, 140, 150), 64), ((1, HEADS, 1, 150), 128), ((1, 1, 140, 1), 64)], ids=str)
 def test_emulated_biases(shape: tuple[int, ...], dim: int) -> None:
@@ -209,6 +212,7 @@ def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str)
     return {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
 
 
+@pytest.mark.sample("name", "dims")
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
@@ -229,6 +233,7 @@ def _large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> 
     return {"attn_mask_type": "padding", "mods": grows, "blocks": lists}
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
 def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:

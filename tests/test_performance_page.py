@@ -154,6 +154,7 @@ def test_a_report_without_matplotlib_says_so(main: Record, monkeypatch: pytest.M
     assert "<img" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("matplotlib")
 def test_plots_of_a_recorded_run(records: dict[str, Record], tmp_path: Path) -> None:
     for name, shown in records.items():

@@ -112,6 +112,7 @@ MODS = [softcap, alibi, relative_bias, documents, dense_bias_and_mask, ignores_t
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@pytest.mark.sample("make_mods", "dtype")
 @pytest.mark.parametrize("make_mods", MODS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> None:
@@ -399,6 +400,7 @@ def check_compiled(cases: list[tuple[Any, int, int]]) -> None:
             assert report.matrix_instructions.keys() == {"HGMMA"} or "dkdv" in request.kernel, request
 
 
+@pytest.mark.slow
 def test_compiled_ahead_of_time() -> None:
     check_compiled([(with_gradients, 90, 64)])
 
@@ -466,6 +468,7 @@ for with_blocks in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_no_size_or_value_of_a_capture_compiles_again(fresh_python: Any) -> None:
     done = fresh_python("-c", COUNT_COMPILATIONS)
     assert done.returncode == 0, done.stdout + done.stderr

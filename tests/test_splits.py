@@ -104,6 +104,7 @@ def on(device: str, call: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("hopper", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +301,7 @@ def launches_of(forward: Any, sm: int, dims: tuple[int, int], **more: Any) -> li
 BOTTOM_RIGHT = {"window_right": 0, "bottom_right": True}
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """No spills in the loops, no wgmma serialised, and parts written and read several numbers at a time."""
     launches = [(90, launch) for dim in (128, 256) for launch in launches_of(hopper_forward.hopper_forward, 90, (dim, dim))]

@@ -131,6 +131,7 @@ def test_nodes_are_those_of_cudnn() -> None:
     assert graph.binary_select(x, y, graph.cmp_lt(x, y)).value.tolist() == [-5.0, -3.0, -7.5]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")  # as it names the nodes by text
 def test_every_node_is_recorded(device: str) -> None:
     smooth = ("exp", "log", "abs", "neg", "sqrt", "rsqrt", "sin", "cos", "erf", "reciprocal", "sigmoid", "relu", "gelu", "softplus")

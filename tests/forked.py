@@ -1,0 +1,44 @@
+"""Python in a process of its own that is forked where torch is imported: what that takes is most of what a small script does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["numpy", "torch"])
+
+
+def run(arguments: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """`python FILE ...` or `python -m MODULE ...` in this environment; what torch reads as it is imported is that of the server."""
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [Path(scratch, name) for name in ("stdout", "stderr")]
+        process = _SERVER.Process(target=_main, args=(arguments, environment, folder, outputs))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text("utf-8") for path in outputs))
+
+
+def _main(arguments: list[str], environment: dict[str, str], folder: Path, outputs: list[Path]) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a TextIOWrapper
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    own = str(folder if is_module else Path(arguments[0]).parent)
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [own, *environment["PYTHONPATH"].split(os.pathsep), *installed]
+    if is_module:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
