@@ -132,7 +132,7 @@ def first_failure(checkout: Path, tests: Sequence[str], limit_s: float = LIMIT_S
 
 # Each run of pytest is forked from a process that has imported what no fault is in, which takes as long as many a test.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["numpy", "pytest", "torch", "torch.fx.experimental.proxy_tensor", "triton", "triton.language"])
+_PRELOADED = ["numpy", "pytest", "torch", "torch.fx.experimental.proxy_tensor", "triton", "triton.language"]
 
 
 def _run_tests(checkout: Path, tests: Sequence[str], output: str) -> None:
@@ -202,6 +202,7 @@ def main() -> int:
     kept = Kept(arguments.kept)
     # Before torch and triton are imported, as tests/conftest.py sets them.
     os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    _SERVER.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(arguments.processes) as pool:
         checkouts: queue.Queue[Path] = queue.Queue()
         for i in range(arguments.processes):

@@ -63,6 +63,7 @@ def check(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: 
     return grads
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [*DIMS, (48, 80), (160, 208)], ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
