@@ -32,7 +32,7 @@ from flexattn.kernels_triton import families
 from flexattn.kernels_triton.families import Backward, Policy
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
-from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
@@ -289,7 +289,7 @@ def test_what_a_backward_runs_on(
 ) -> None:
     """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
     modules = (hopper_fp8_one_pass, hopper_fp8_backward, hopper_one_pass, hopper_backward)
-    for module in (hopper_fp8_one_pass, hopper_forward):
+    for module in (hopper_fp8_one_pass, conditions):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
     monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
