@@ -31,7 +31,7 @@ MOST_HEADS = 65535
 EXACT_SHAPES = 8  # of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
 
 
-def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
+def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the graphs can run `spec` in `direction` as far as is known without building one, else why not and what to change.
 
     First our rules, then `known_bad`. What cuDNN itself says comes when a plan is built to be run: a refusal is raised as Refused

@@ -32,7 +32,7 @@ SCORE_BYTES = 16 << 20  # of one block's scores over all heads; a CPU slows down
 BAND_ROWS = 128  # of a block under a band: more rows would compute more scores that the band hides
 
 
-def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
+def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     if spec.dtype not in DTYPES and spec.fp8 is None:
         return f"dtype {spec.dtype} is not supported; use one of {', '.join(map(str, DTYPES))}"
     return None

@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 class Refused(Exception):
-    """Raised by a backend, before it writes anything, that cannot run a call which its `support_error` had nothing against."""
+    """Raised by a backend, before it writes anything, that cannot run a call which its `unsupported` had nothing against."""
 
 
 def remember(backend: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:

@@ -24,11 +24,11 @@ OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for
 
 
 class Backend(Protocol):
-    """What each module `<name>_backend` offers. All but `support_error` raise Refused for a call that turns out not to run."""
+    """What each module `<name>_backend` offers. All but `unsupported` raise Refused for a call that turns out not to run."""
 
-    SUPPORT_IS_FINAL: bool  # False: where `support_error` has nothing against a call, building its kernel may
+    SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
 
-    def support_error(self, spec: AttentionSpec, direction: Direction) -> str | None:
+    def unsupported(self, spec: AttentionSpec, direction: Direction) -> str | None:
         """None where it can run the spec, else the reason and what to change."""
 
     def forward(self, spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +103,7 @@ def _decide(spec: AttentionSpec, direction: Direction, request: str, refused: Re
     return decision
 
 
-def reject(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
+def mark_unsupported(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
     """From now on `select` knows that a backend cannot run `spec`, whatever the shapes."""
     refusals.remember(name, spec, direction, reason)
     select.cache_clear()
@@ -116,14 +116,14 @@ def forget_rejections() -> None:
     select.cache_clear()
 
 
-def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str, refused: Refusals = ()) -> str | None:
+def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: str, refused: Refusals = ()) -> str | None:
     """Why a backend cannot run `spec`: by itself, by what running it told, or because dropout ties it to the other direction."""
-    reason = backend_module(name).support_error(spec, direction) or refusals.remembered(name, spec, direction)
+    reason = backend_module(name).unsupported(spec, direction) or refusals.remembered(name, spec, direction)
     reason = reason or dict(refused).get((name, spec, direction))
     if reason is not None or not spec.dropout:
         return reason
     if direction == "forward":
-        if name in OWN_DROPOUT and spec.needs_grad and (reason := obstacle(name, spec, "backward", name, refused)):
+        if name in OWN_DROPOUT and spec.needs_grad and (reason := unsupported(name, spec, "backward", name, refused)):
             return f"it drops weights of its own, and the backward, which must drop the same, cannot run on it: {reason}"
         return None
     of_forward = spec._replace(needs_lse_grad=False, is_part=False)
@@ -133,17 +133,17 @@ def obstacle(name: str, spec: AttentionSpec, direction: Direction, request: str,
     return None
 
 
-def standing(name: str, spec: AttentionSpec, direction: Direction, refused: Refusals = ()) -> str:
-    """Where a backend stands that was not chosen: that it could run the spec too, or why not."""
+def answer_of(name: str, spec: AttentionSpec, direction: Direction, refused: Refusals = ()) -> str:
+    """Returns why a backend that was not chosen cannot run the spec, or how to ask for it."""
     so_far = "" if backend_module(name).SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
-    return obstacle(name, spec, direction, name, refused) or f"can run it{so_far}; ask for it with backend={name!r}"
+    return unsupported(name, spec, direction, name, refused) or f"can run it{so_far}; ask for it with backend={name!r}"
 
 
 def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, refused: Refusals = ()) -> list[str]:
-    """Why a decision is what it is, and for each other backend where it stands: a line each."""
+    """Why a decision is what it is, and what there is to say of each other backend: a line each."""
     rejected = dict(decision.rejected)
     others = [name for name in BACKENDS if name != decision.backend]
-    answers = (f"not {name}: {rejected.get(name) or standing(name, spec, direction, refused)}" for name in others)
+    answers = (f"not {name}: {rejected.get(name) or answer_of(name, spec, direction, refused)}" for name in others)
     return [f"why: {decision.why}", *answers]
 
 
@@ -151,24 +151,24 @@ def _first_that_can(spec: AttentionSpec, direction: Direction, refused: Refusals
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
     for name in preferred.order:
-        reason = obstacle(name, spec, direction, "auto", refused)
+        reason = unsupported(name, spec, direction, "auto", refused)
         if reason is None:
             measured = preferred.source or "not measured yet"
             first = "the first" if not rejected else "the first that can run it"
             why = f"{first} in the order {', '.join(preferred.order)} for {spec.device_type}: {preferred.why} ({measured})"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
-    rejected += [(name, standing(name, spec, direction, refused)) for name in BACKENDS if name not in preferred.order]
-    raise BackendError(_refusal(f"no backend can run the {direction} of this call", spec, rejected))
+    rejected += [(name, answer_of(name, spec, direction, refused)) for name in BACKENDS if name not in preferred.order]
+    raise BackendError(_error_text(f"no backend can run the {direction} of this call", spec, rejected))
 
 
 def _only(request: str, spec: AttentionSpec, direction: Direction, refused: Refusals) -> Decision:
-    reason = obstacle(request, spec, direction, request, refused)
+    reason = unsupported(request, spec, direction, request, refused)
     if reason is None:
         return Decision(request, "it was asked for by name", (), None)
     head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back"
-    others = [(name, standing(name, spec, direction, refused)) for name in BACKENDS if name != request]
-    raise BackendError(_refusal(head, spec, [(request, reason), *others]))
+    others = [(name, answer_of(name, spec, direction, refused)) for name in BACKENDS if name != request]
+    raise BackendError(_error_text(head, spec, [(request, reason), *others]))
 
 
 def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, rejected: list[tuple[str, str]]) -> str | None:
@@ -178,7 +178,7 @@ def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, r
     return _lines(head, rejected)
 
 
-def _refusal(head: str, spec: AttentionSpec, answers: list[tuple[str, str]]) -> str:
+def _error_text(head: str, spec: AttentionSpec, answers: list[tuple[str, str]]) -> str:
     return _lines(f"{head}:", [*answers, ("the call", describe(spec)), ("with", versions())])
 
 

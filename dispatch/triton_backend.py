@@ -26,7 +26,7 @@ _PROCESSORS = 132  # of a GPU that is only asked about: an H200's
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def support_error(spec: AttentionSpec, direction: Direction) -> str | None:
+def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the kernels can run `spec` in `direction`, else why not and what to change."""
     if spec.fp8 is not None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)

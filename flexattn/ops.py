@@ -19,7 +19,7 @@ from flexattn.dispatch.describe import describe
 from flexattn.dispatch.program import parse_program
 from flexattn.dispatch.quantization import dtype_of
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.select import Backend, backend_module, reject, select
+from flexattn.dispatch.select import Backend, backend_module, mark_unsupported, select
 from flexattn.dispatch.spec import (
     AttentionSpec,
     Band,
@@ -208,7 +208,7 @@ def run(
         decision = select(spec, direction, request, refused)
         name = decision.backend
         if options.canary() and (wrong := _mismatch(name, spec, direction, x.q.device)):
-            reject(name, spec, direction, wrong)
+            mark_unsupported(name, spec, direction, wrong)
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue
         if decision.warning is not None and warns:

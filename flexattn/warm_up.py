@@ -124,7 +124,7 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
     major, minor = spec.capability
     with triton_backend.recorded_on(spec) as launches:
         for direction in directions:
-            if reason := triton_backend.support_error(spec, direction):
+            if reason := triton_backend.unsupported(spec, direction):
                 raise ValueError(f"there is no kernel to build: {reason}")
             if direction == "forward":
                 triton_backend.forward(spec, x)

@@ -27,7 +27,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FLEXATTN_CANARY", "1")
     monkeypatch.setattr("flexattn.warn._warned", set())
     monkeypatch.setattr(heuristics, "DEFAULTS", dict.fromkeys(("cpu", "cuda"), heuristics.DEFAULTS["cuda"]))
-    for name in ("support_error", "forward", "backward"):
+    for name in ("unsupported", "forward", "backward"):
         monkeypatch.setattr(triton_backend, name, getattr(eager_backend, name))
     monkeypatch.setattr(explain, "choice_of", lambda *call: None)  # it has none in this guise
     forget()

@@ -26,7 +26,7 @@ def on_h200(case: Case, shape: Shape) -> tuple[AttentionSpec, Operands]:
 def check(case: Case, shape: Shape, direction: Direction) -> None:
     """Our answer, and that cuDNN has a plan where we say yes."""
     spec, x = on_h200(case, shape)
-    said = cudnn_backend.support_error(spec, direction)
+    said = cudnn_backend.unsupported(spec, direction)
     if reason := case.refused or (case.backward_refused if direction == "backward" else ""):
         assert reason in str(said)
         return
@@ -55,7 +55,7 @@ def test_cudnn_itself_takes_no_third_value_for_each_query(monkeypatch: pytest.Mo
     monkeypatch.setattr(lowering, "ROWS", 3)
     cudnn_mods.lowered.cache_clear()
     spec, x = on_h200(CASES["three values for each query"], SHAPES["dense"])
-    assert cudnn_backend.support_error(spec, "backward") is None
+    assert cudnn_backend.unsupported(spec, "backward") is None
     assert "cuDNN has no plan for it" in str(cudnns_answer(spec, x, "backward"))
     cudnn_mods.lowered.cache_clear()
 
@@ -126,8 +126,8 @@ def test_a_gradient_of_a_bias_is_refused() -> None:
     shape = Shape("bshd", "these", {"bias_type": "post_scale_bias", "bias": bias})
     spec, x, _ = mods_call(CASES["softcap"], shape, {"these": ([133] * 2, [152] * 2)}, "cpu")
     spec = spec._replace(device_type="cuda", capability=(9, 0))
-    assert "no gradient of a bias" in str(cudnn_backend.support_error(spec, "backward"))
+    assert "no gradient of a bias" in str(cudnn_backend.unsupported(spec, "backward"))
     spec = spec._replace(needs_bias_grad=False)
     for direction in DIRECTIONS:
-        assert cudnn_backend.support_error(spec, direction) is None
+        assert cudnn_backend.unsupported(spec, direction) is None
         assert cudnns_answer(spec, x, direction) is None

@@ -77,7 +77,7 @@ SUPPORTED = [
 @pytest.mark.parametrize(("row", "direction"), SUPPORTED)
 def test_every_supported_row_builds(row: Row, direction: Direction) -> None:
     spec, operands = cudnn_call(row, direction)
-    assert cudnn_backend.support_error(spec, direction) is None
+    assert cudnn_backend.unsupported(spec, direction) is None
     assert cudnns_answer(spec, operands, direction) is None
     (plan,) = PLANS.inspect()
     assert plan.graph.selected_engine is None, "a kernel of the frontend's own stands in for cuDNN's"
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Direction, dict[str, Any], str, int]] = {
 def test_what_is_refused_says_why_and_cudnns_answer_is_known(name: str) -> None:
     direction, call, reason, builds_from = REFUSED[name]
     spec, x = call_of(**call)
-    assert reason in str(cudnn_backend.support_error(spec, direction))
+    assert reason in str(cudnn_backend.unsupported(spec, direction))
     assert (cudnns_answer(spec, x, direction) is not None) == (cudnn.backend_version() < builds_from)
 
 
@@ -145,12 +145,12 @@ def test_every_rule_is_tried_here_or_has_no_graph() -> None:
     unsayable = {"softcap": {"softcap": 5.0}, "alibi": {"bias_type": "alibi"}, "pre-scale": {"bias_type": "pre_scale_bias"}}
     for call in unsayable.values():
         spec, _ = call_of(**call)
-        assert cudnn_backend.support_error(spec, "forward") is not None
+        assert cudnn_backend.unsupported(spec, "forward") is not None
 
 
 def test_the_deterministic_backward_would_be_quadratic() -> None:
     spec, _ = call_of(deterministic=True)
-    assert "quadratic" in str(cudnn_backend.support_error(spec, "backward"))
+    assert "quadratic" in str(cudnn_backend.unsupported(spec, "backward"))
     sizes = {}
     for length in (2048, 4096):
         spec, x = call_of(inputs={"lengths_q": [length], "num_heads": 1, "num_heads_kv": 1})

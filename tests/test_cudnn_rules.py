@@ -186,7 +186,7 @@ def test_fp8_over_packed_sequences_has_no_backward_on_cudnn() -> None:
 )
 def test_other_devices(change: dict[str, Any], reason: str) -> None:
     for direction in ("forward", "backward"):
-        assert reason in str(cudnn_backend.support_error(SPEC._replace(**change), direction))
+        assert reason in str(cudnn_backend.unsupported(SPEC._replace(**change), direction))
 
 
 FAKE = "import sys, types; m = types.ModuleType('cudnn'); m.__spec__ = types.SimpleNamespace(); sys.modules['cudnn'] = m\n"

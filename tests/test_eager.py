@@ -40,7 +40,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def run(spec: AttentionSpec, x: Operands, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Gradients]:
     for direction in ("forward", "backward"):
-        assert eager_backend.support_error(spec, direction) is None  # type: ignore[arg-type]
+        assert eager_backend.unsupported(spec, direction) is None  # type: ignore[arg-type]
     out, lse, max_logit = eager_backend.forward(spec, x)
     return out, lse, max_logit, eager_backend.backward(spec, x, out, lse, dout, dlse)
 
@@ -269,7 +269,7 @@ def test_repeats_bitwise(blocks: None, device: str) -> None:
 
 def test_unsupported_dtype_says_what_to_use() -> None:
     spec, _ = make_call(ragged())
-    reason = eager_backend.support_error(spec._replace(dtype=torch.float8_e4m3fn), "forward")
+    reason = eager_backend.unsupported(spec._replace(dtype=torch.float8_e4m3fn), "forward")
     assert reason is not None
     assert "float8_e4m3fn" in reason
     assert "torch.bfloat16" in reason

@@ -343,7 +343,7 @@ def test_support_says_what_is_missing() -> None:
     def error(change: dict[str, Any]) -> str:
         given = make_inputs(lengths_q=[3], dtype=BF16)
         spec, _ = make_fp8_call(given)
-        return triton_backend.support_error(spec._replace(**change), "forward") or ""
+        return triton_backend.unsupported(spec._replace(**change), "forward") or ""
 
     assert "multiples of 16" in error({"head_dim_qk": 24})
     assert "FP8 matrix instructions begin" in error({"device_type": "cuda", "capability": (8, 6)})

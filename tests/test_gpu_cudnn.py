@@ -48,7 +48,7 @@ def call_of(inputs: Inputs, **call: Any) -> tuple[AttentionSpec, Operands]:
 def run(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[tuple[Tensor, ...], Gradients]:
     """Forward and backward on cuDNN, which has nothing against either."""
     for direction in ("forward", "backward"):
-        assert cudnn_backend.support_error(spec, direction) is None
+        assert cudnn_backend.unsupported(spec, direction) is None
     results = cudnn_backend.forward(spec, x)
     return results, cudnn_backend.backward(spec, x, results[0], results[1], dout, None)
 
@@ -127,10 +127,10 @@ def test_head_dims_past_256_run_forward(head_dims: tuple[int, int]) -> None:
     given = inputs_of(**EQUAL, head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
     spec, x = call_of(given, attn_mask_type="causal")
     if max(head_dims) > 512:
-        assert "multiples of 8 up to 512" in str(cudnn_backend.support_error(spec, "forward"))
+        assert "multiples of 8 up to 512" in str(cudnn_backend.unsupported(spec, "forward"))
         return
     check(spec, x, make_dout(given), cudnn_backend.forward(spec, x), None)
-    assert "up to 256" in str(cudnn_backend.support_error(spec, "backward"))
+    assert "up to 256" in str(cudnn_backend.unsupported(spec, "backward"))
 
 
 @pytest.mark.parametrize("skv", [389, 384, 320, 392])
@@ -164,7 +164,7 @@ def test_bias_over_the_keys_alone_runs_forward() -> None:
     bias = torch.randn(1, 1, 1, 389, device="cuda")
     spec, x = call_of(given, bias_type="post_scale_bias", bias=bias)
     check(spec, x, make_dout(given), cudnn_backend.forward(spec, x), None)
-    assert "broadcast over the queries" in str(cudnn_backend.support_error(spec, "backward"))
+    assert "broadcast over the queries" in str(cudnn_backend.unsupported(spec, "backward"))
 
 
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
@@ -298,7 +298,7 @@ def test_one_query_runs_forward() -> None:
     for mask in ("no_mask", "causal_bottom_right"):
         spec, x = call_of(given, attn_mask_type=mask)
         check(spec, x, make_dout(given), cudnn_backend.forward(spec, x), None)
-        assert "one query" in str(cudnn_backend.support_error(spec, "backward"))
+        assert "one query" in str(cudnn_backend.unsupported(spec, "backward"))
 
 
 def test_packed_sequences_of_one_query() -> None:

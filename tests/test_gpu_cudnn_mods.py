@@ -32,13 +32,13 @@ LENGTHS = {
 
 def check_mods(case: Case, spec: AttentionSpec, x: Operands, dout: Tensor) -> None:
     if case.refused:
-        assert case.refused in str(cudnn_backend.support_error(spec, "forward"))
+        assert case.refused in str(cudnn_backend.unsupported(spec, "forward"))
         return
     if not case.backward_refused:
         check(spec, x, dout, *run(spec, x, dout))
         return
-    assert cudnn_backend.support_error(spec, "forward") is None
-    assert case.backward_refused in str(cudnn_backend.support_error(spec, "backward"))
+    assert cudnn_backend.unsupported(spec, "forward") is None
+    assert case.backward_refused in str(cudnn_backend.unsupported(spec, "backward"))
     check(spec, x, dout, cudnn_backend.forward(spec, x), None)
 
 
@@ -62,7 +62,7 @@ def test_mods_with_a_bias(skv: int) -> None:
     bias = numbers(2, HEADS, 333, skv, device="cuda")
     shape = Shape("bshd", "these", {"bias_type": "post_scale_bias", "bias": bias})
     spec, x, given = mods_call(CASES["softcap under a document mask"], shape, {"these": ([333] * 2, [skv] * 2)}, "cuda")
-    assert "no gradient of a bias" in str(cudnn_backend.support_error(spec._replace(needs_bias_grad=True), "backward"))
+    assert "no gradient of a bias" in str(cudnn_backend.unsupported(spec._replace(needs_bias_grad=True), "backward"))
     spec, dout = spec._replace(needs_bias_grad=False), make_dout(given)
     results, gradients = run(spec, x, dout)
     exact, budget = (reference_gradients(spec, x, dout, dtype=dtype)._replace(dbias=None) for dtype in (torch.float64, spec.dtype))

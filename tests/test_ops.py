@@ -279,10 +279,10 @@ def test_gradients_of_lse_alone_and_of_out_alone_add_up():
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_backend_that_takes_no_gradient_of_lse_is_not_asked_for_one(is_kept, monkeypatch):
-    def support_error(spec, direction):
+    def unsupported(spec, direction):
         return "takes no gradient of lse" if spec.needs_lse_grad else None
 
-    monkeypatch.setattr(eager_backend, "support_error", support_error)
+    monkeypatch.setattr(eager_backend, "unsupported", unsupported)
     monkeypatch.setenv("FLEXATTN_CHECK", "0" if is_kept else "1")
     select.cache_clear()
     call = with_gradients(CALLS["bshd"])

@@ -21,7 +21,7 @@ from flexattn.dispatch.context import attention_backend, requested_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.heuristics import DEFAULTS, Measured
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.select import BackendError, Decision, backend_module, forget_rejections, reasons, reject, select
+from flexattn.dispatch.select import BackendError, Decision, backend_module, forget_rejections, mark_unsupported, reasons, select
 from flexattn.dispatch.spec import (
     BACKENDS,
     BIAS_TYPES,
@@ -79,7 +79,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch):
         select.cache_clear()
         for name in BACKENDS:
             reason = f"{name} lacks wings; give it wings" if name in names else None
-            monkeypatch.setattr(backend_module(name), "support_error", lambda spec, direction, reason=reason: reason)
+            monkeypatch.setattr(backend_module(name), "unsupported", lambda spec, direction, reason=reason: reason)
 
     return set_refusals
 
@@ -107,7 +107,7 @@ def test_auto_takes_the_first_that_can(refuse, spec, refusing, chosen):
 def test_the_directions_are_asked_apart(monkeypatch, refuse):
     refuse()
     no_way_back = {"forward": None, "backward": "no way back"}
-    monkeypatch.setattr(backend_module("triton"), "support_error", lambda spec, direction: no_way_back[direction])
+    monkeypatch.setattr(backend_module("triton"), "unsupported", lambda spec, direction: no_way_back[direction])
     assert select(ON_CUDA, "forward", "auto").backend == "triton"
     backward = select(ON_CUDA, "backward", "auto")
     assert (backward.backend, backward.rejected) == ("cudnn", (("triton", "no way back"),))
@@ -167,7 +167,7 @@ def test_the_warning_comes_once(monkeypatch, refuse):
 def test_a_decision_is_made_once_per_spec(monkeypatch, refuse):
     refuse()
     asked = []
-    monkeypatch.setattr(backend_module("eager"), "support_error", lambda spec, direction: asked.append((spec, direction)))
+    monkeypatch.setattr(backend_module("eager"), "unsupported", lambda spec, direction: asked.append((spec, direction)))
     for _ in range(3):
         select(SPEC, "forward", "auto")
     assert asked == [(SPEC, "forward")]
@@ -366,7 +366,7 @@ def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkey
         monkeypatch.setattr("flexattn.dispatch.select.preference", preference)
         found = select(spec, "forward", "auto")  # the other thread's, which is quicker
         assert found.backend == "triton"
-        reject("triton", spec, "forward", "it was found wrong")
+        mark_unsupported("triton", spec, "forward", "it was found wrong")
         return preference(*what)._replace(order=("eager",))  # as this thread saw it before
 
     monkeypatch.setattr("flexattn.dispatch.select.preference", learn_meanwhile)
@@ -400,7 +400,7 @@ def test_dropout_keeps_both_directions_on_backends_that_drop_the_same(monkeypatc
     monkeypatch.setattr(heuristics, "DEFAULTS", {"cuda": DEFAULTS["cuda"]._replace(order=("cudnn", "triton", "eager"))})
     for direction in DIRECTIONS:
         assert select(spec, direction, "auto").backend == "cudnn"
-    monkeypatch.setattr(backend_module("cudnn"), "support_error", lambda spec, direction: only_forward[direction])
+    monkeypatch.setattr(backend_module("cudnn"), "unsupported", lambda spec, direction: only_forward[direction])
     select.cache_clear()
     for direction in DIRECTIONS:
         decision = select(spec, direction, "auto")
@@ -416,7 +416,7 @@ def test_dropout_of_a_forward_elsewhere_bars_the_backend_from_the_backward(monke
     refuse()
     no_way_there = {"forward": "no way there", "backward": None}
     monkeypatch.setattr(heuristics, "DEFAULTS", {"cuda": DEFAULTS["cuda"]._replace(order=("cudnn", "triton", "eager"))})
-    monkeypatch.setattr(backend_module("cudnn"), "support_error", lambda spec, direction: no_way_there[direction])
+    monkeypatch.setattr(backend_module("cudnn"), "unsupported", lambda spec, direction: no_way_there[direction])
     decision = select(PLAIN._replace(dropout=True, dropout_in_sixteenths=True), "backward", "auto")
     assert decision.backend == "triton"
     assert decision.rejected == (
@@ -526,7 +526,7 @@ def test_wrong_environment_variables_are_named_at_once(monkeypatch, variable, ac
 def test_explain_raises_what_the_call_raises(monkeypatch, refuse, directions, request_):
     refuse("triton", "cudnn")
     monkeypatch.setattr(
-        backend_module("eager"), "support_error", lambda spec, direction: f"no {direction}" if direction in directions else None
+        backend_module("eager"), "unsupported", lambda spec, direction: f"no {direction}" if direction in directions else None
     )
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
     said = []
@@ -585,7 +585,7 @@ def test_what_is_explained_is_what_runs(monkeypatch):
 def test_a_backward_that_cannot_run_fails_before_the_forward_runs(monkeypatch, refuse):
     refuse()
     eager = backend_module("eager")
-    monkeypatch.setattr(eager, "support_error", lambda spec, direction: "no way back" if direction == "backward" else None)
+    monkeypatch.setattr(eager, "unsupported", lambda spec, direction: "no way back" if direction == "backward" else None)
     monkeypatch.setattr(eager, "forward", lambda spec, x: pytest.fail("the forward ran"))
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
     with pytest.raises(BackendError, match="no way back"):
@@ -654,7 +654,7 @@ some_refusals = st.dictionaries(
 def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direction, request, refused):
     forget_rejections()
     for (name, which), reason in refused.items():
-        reject(name, spec, which, reason)
+        mark_unsupported(name, spec, which, reason)
 
     def choose() -> Decision | str:
         select.cache_clear()
@@ -667,7 +667,7 @@ def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direc
     assert choose() == choice
     if isinstance(choice, Decision):
         assert request in ("auto", choice.backend)
-        assert backend_module(choice.backend).support_error(spec, direction) is None
+        assert backend_module(choice.backend).unsupported(spec, direction) is None
         assert (choice.backend, direction) not in refused
         lines = reasons(spec, direction, choice)
         assert lines[0] == f"why: {choice.why}"

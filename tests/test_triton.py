@@ -41,7 +41,7 @@ def check(call: dict[str, Any], device: str, with_dlse: bool = True, **inputs: A
     given = make_inputs(device=device, **inputs)
     spec, x = make_call(given, **call)
     for direction in ("forward", "backward"):
-        assert triton_backend.support_error(spec, direction) is None
+        assert triton_backend.unsupported(spec, direction) is None
     out, lse, max_logit = triton_backend.forward(spec, x)
     reference = reference_attention(spec, x)
     eager = reference_attention(spec, x, dtype=spec.dtype)
