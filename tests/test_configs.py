@@ -188,6 +188,7 @@ def test_every_tile(sm: int) -> None:
     check([case for case in ALL if case.sm == sm])
 
 
+@pytest.mark.slow
 def test_the_defect_of_ptxas_is_seen() -> None:
     """Rows that are loaded element by element show it, in a forward of two loops; 12.8 is the release of ptxas that has it."""
     q, k, v = (torch.zeros(2, 300, 4, 97, dtype=torch.float16)[..., :96] for _ in range(3))

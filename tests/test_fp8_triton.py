@@ -203,6 +203,7 @@ def test_transposed_copies(fmt: str, in_reverse: bool, device: str) -> None:
 MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("fmt", "mask", "granularity"),
     [
@@ -274,6 +275,7 @@ def _features(device: str) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "feature", ["window", "pre_scale_bias and a sink", "post_scale_bias and softcap", "alibi and dropout", "score_mod"]
 )

@@ -99,6 +99,7 @@ def test_drawn_weights(columns: int, keys_are_rows: bool, group: int, p: float, 
     assert torch.equal(out, expected)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_dropout_emulated(dims: tuple[int, int]) -> None:
@@ -201,6 +202,7 @@ def launches_of(dims: tuple[int, int]) -> dict[str, Launch]:
 LOOP_SPILLS = 0.01
 
 
+@pytest.mark.slow
 def test_forward_and_one_pass_compiled() -> None:
     launches = launches_of((128, 128))
     check_compiled({name: x for name, x in launches.items() if "dq" not in name and "dkdv" not in name})

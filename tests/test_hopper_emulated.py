@@ -108,6 +108,7 @@ BANDS: list[dict[str, Any]] = [
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -344,6 +345,7 @@ def test_a_planted_bug_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pat
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
 
 
+@pytest.mark.slow
 @without_gpu
 def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     for kernel in KERNELS_PLAYED:

@@ -316,6 +316,7 @@ assert [x() for x in alive] == [None, None]
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_mod_without_a_key_leaves_nothing_behind(fresh_python: FreshPython) -> None:
     """In a process of its own, as pytest keeps what is logged."""
     source = """

@@ -130,6 +130,7 @@ def test_the_report_stands_alone(main: Record) -> None:
         assert fact in text
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_refused_and_left_out(main: Record) -> None:
     spoiled = main.rows[0]._replace(status="wrong", reason="out: max error <b>1</b>\nworst", us=None, tflops=None)
     refused = main.rows[1]._replace(status="refused", reason="it has no argument window", us=None, tflops=None)

@@ -51,6 +51,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_tile_is_checked_and_compiled_beside_the_committed_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["forward", "--shape", SHAPE, "--block-m", "32", "--num-stages", "2", "--arch", "80"]
     assert play.main([*arguments, "--dump", "ptx,sass", "--dump-folder", str(tmp_path)]) == play.PASSED

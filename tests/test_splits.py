@@ -218,6 +218,7 @@ EMULATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", EMULATED)
 def test_features_emulated(name: str) -> None:
@@ -225,6 +226,7 @@ def test_features_emulated(name: str) -> None:
     forward_emulated(list(EMULATED).index(name) + 3, hopper_forward, call, **inputs)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "tile",
