@@ -41,7 +41,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from flexattn import emulator
-    from flexattn.kernels_triton.runtime.launch import launch
+    from flexattn.kernels_triton.runtime.launch import flat_arguments, launch
 
     reports: dict[str, Report] = {}
 
@@ -49,7 +49,8 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
         if not isinstance(kernel, GluonJITFunction):
             launch(kernel, programs, device, tile, arguments)
         elif programs:
-            reports[kernel.__name__] = emulator.launch(kernel, (programs,), *arguments, num_warps=4, seed=seed)
+            flat = flat_arguments(kernel, arguments)
+            reports[kernel.__name__] = emulator.launch(kernel, (programs,), *flat, num_warps=4, seed=seed)
 
     with ExitStack() as stack:
         for module in modules:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -312,6 +313,7 @@ def _load(module: ModuleType, source: str, folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = loaded  # where the names in annotations are looked up
     spec.loader.exec_module(loaded)
     return loaded
 

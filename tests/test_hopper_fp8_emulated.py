@@ -310,11 +310,11 @@ def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
 
 # What is edited, what becomes of it.
 PLANTED = {
-    "k is read before it has come": ("mbarrier.wait(k_full.index(slot), phase)", "pass"),
-    "v is read before it has come": ("mbarrier.wait(v_full.index(slot), phase)", "pass"),
+    "k is read before it has come": ("mbarrier.wait(barriers.k_full.index(stage), phase)", "pass"),
+    "v is read before it has come": ("mbarrier.wait(barriers.v_full.index(stage), phase)", "pass"),
     "v is released before the product has read it": (
         "        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
-        "        mbarrier.arrive(v_empty.index(slot), count=1)\n        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+        "        mbarrier.arrive(barriers.v_empty.index(stage), count=1)\n        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
     ),
     "the sum of v is read while it runs": (
         "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
@@ -324,19 +324,19 @@ PLANTED = {
         "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
         "warpgroup_mma_wait(1, deps=[sum_of_v, sum_of_p])",
     ),
-    "the ones are written without a fence": ("    fence_async_shared()\n    told = ", "    told = "),
-    "out is stored without a fence": ("        fence_async_shared()\n        store_rows(out_desc", "        store_rows(out_desc"),
+    "the ones are written without a fence": ("    fence_async_shared()\n    tile_slots = ", "    tile_slots = "),
+    "out is stored without a fence": ("        fence_async_shared()\n        store_rows(", "        store_rows("),
     "the loader waits for the wrong phase of v": (
-        "mbarrier.wait(v_empty.index(slot), phase ^ 1)",
-        "mbarrier.wait(v_empty.index(slot), phase)",
+        "mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)",
+        "mbarrier.wait(barriers.v_empty.index(stage), phase)",
     ),
     "too few bytes are expected of v": (
-        "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)",
-        "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes // 2)",
+        "mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)",
+        "mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes // 2)",
     ),
     "acc is not rescaled": (
-        "acc = acc * decay[:, None] + sum_here\n            compute_here(acc)\n        loaded",
-        "acc = acc + sum_here\n            compute_here(acc)\n        loaded",
+        "acc = acc * correction[:, None] + sum_here\n            compute_here(acc)\n        n_block",
+        "acc = acc + sum_here\n            compute_here(acc)\n        n_block",
     ),
     "the scale of v of the block before": ("ratio = descale_v / next_descale_v", "ratio = 1.0"),
     "a block that the end cuts is taken for a whole one": (
@@ -345,7 +345,7 @@ PLANTED = {
     ),
     "d 256: v is released between its halves": (
         "            # Into the same registers",
-        "            mbarrier.arrive(v_empty.index(slot), count=1)\n            # Into the same registers",
+        "            mbarrier.arrive(barriers.v_empty.index(stage), count=1)\n            # Into the same registers",
     ),
 }
 
@@ -367,25 +367,27 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
 
 
 PLANTED_BACKWARD = {
-    "q is read before it has come": ("    mbarrier.wait(q_full.index(slot), phase, pred=is_there)\n", ""),
-    "dout is read before it has come": ("        mbarrier.wait(dout_full.index(slot), phase)\n", ""),
+    "q is read before it has come": ("    mbarrier.wait(buffers.barriers.q_full.index(stage), phase, pred=is_there)\n", ""),
+    "dout is read before it has come": ("        mbarrier.wait(barriers.dout_full.index(stage), phase)\n", ""),
     "too few bytes are expected of q": (
-        "mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)",
-        "mbarrier.expect(full, q_descriptor.block_type.nbytes)",
+        "mbarrier.expect(full, Q_BYTES)",
+        "mbarrier.expect(full, of.q.block_type.nbytes)",
     ),
     "the factors are written before the last ones have been read": (
-        "        mbarrier.wait(q_empty.index(slot), ((turn // STAGES) & 1) ^ 1)\n",
+        "        mbarrier.wait(barriers.q_empty.index(stage), ((iteration // STAGES) & 1) ^ 1)\n",
         "",
     ),
     "q is released before dk has read it": (
-        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n        mbarrier.arrive(q_empty.index(slot), count=1)\n",
-        "        mbarrier.arrive(q_empty.index(slot), count=1)\n        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n",
+        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n"
+        "        mbarrier.arrive(barriers.q_empty.index(stage), count=1)\n",
+        "        mbarrier.arrive(barriers.q_empty.index(stage), count=1)\n"
+        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n",
     ),
     "ds is read without a fence": ("        fence_async_shared()  # under the product\n", ""),
     "dq is summed before the other half of ds is there": (
         "        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n"
-        "        sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
-        "        sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)\n        # The",
+        "        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)\n        # The",
+        "        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)\n        # The",
     ),
     "ds is overwritten while the other warpgroup reads it": (
         "        named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",

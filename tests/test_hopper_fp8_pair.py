@@ -152,22 +152,22 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
 # What is edited, what becomes of it.
 PLANTED = {
     "dq: k and v are read before they have come": (
-        "        mbarrier.wait(full8.index(slot), (turn // META.STAGES) & 1)\n        qk =",
+        "        mbarrier.wait(barriers.full8.index(stage), (n_block // META.STAGES) & 1)\n        qk =",
         "        qk =",
     ),
     "dq: k in a half type is read before it has come": (
-        "        mbarrier.wait(full16.index(slot16), (turn // META.STAGES16) & 1)\n        dp = warpgroup_mma_wait(0",
+        "        mbarrier.wait(barriers.full16.index(stage16), (n_block // META.STAGES16) & 1)\n        dp = warpgroup_mma_wait(0",
         "        dp = warpgroup_mma_wait(0",
     ),
     "dq: v is released before dp has read it": (
-        "        dp = warpgroup_mma_wait(0, deps=[dp])\n        mbarrier.arrive(empty8.index(slot), count=1)\n"
+        "        dp = warpgroup_mma_wait(0, deps=[dp])\n        mbarrier.arrive(barriers.empty8.index(stage), count=1)\n"
         "        dlogit = p * (dp * dp_factor + minus_delta[:, None])\n",
-        "        mbarrier.arrive(empty8.index(slot), count=1)\n        dp = warpgroup_mma_wait(0, deps=[dp])\n"
+        "        mbarrier.arrive(barriers.empty8.index(stage), count=1)\n        dp = warpgroup_mma_wait(0, deps=[dp])\n"
         "        dlogit = p * (dp * dp_factor + minus_delta[:, None])\n",
     ),
     "dq: the factors are those of the turn before": (
-        "_write_factors(factors, slot, s_factor * descale_k, dp_factor * descale_v)",
-        "_write_factors(factors, slot ^ 1, s_factor * descale_k, dp_factor * descale_v)",
+        "write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)",
+        "write_factors(tiles.factors, stage ^ 1, s_factor * descale_k, dp_factor * descale_v)",
     ),
     "dq takes the place of k while the other warpgroup multiplies by it": (
         "        named_barrier_sync(LAST, BOTH)  # k",
@@ -176,20 +176,20 @@ PLANTED = {
     "dk and dv: too few bytes are expected": ("mbarrier.expect(full, BYTES)", "mbarrier.expect(full, Q_BYTES)"),
     "dk and dv: q is released before dk has read it": (
         "            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])\n",
-        "            mbarrier.arrive(empty16.index(slot16), count=1)\n"
+        "            mbarrier.arrive(barriers.empty16.index(stage16), count=1)\n"
         "            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])\n",
     ),
     "dk and dv: the gradients are stored without a fence": (
-        "    dv_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))\n    fence_async_shared()\n",
-        "    dv_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))\n",
+        "    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))\n    fence_async_shared()\n",
+        "    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))\n",
     ),
     "d 256: q in a half type is read before it has come": (
-        "        mbarrier.wait(q16_full.index(q16_slot), (turn // META.STAGES_Q16) & 1)\n",
+        "        mbarrier.wait(barriers.q16_full.index(q16_stage), (iteration // META.STAGES_Q16) & 1)\n",
         "",
     ),
-    "d 256: p is read before the other warpgroup has written it": ("        named_barrier_sync(_P_WRITTEN, BOTH)\n", ""),
+    "d 256: p is read before the other warpgroup has written it": ("        named_barrier_sync(P_WRITTEN, BOTH)\n", ""),
     "d 256: q in a half type is overwritten while it is read": (
-        "            mbarrier.wait(q16_empty.index(slot), ((turn // META.STAGES_Q16) & 1) ^ 1)\n",
+        "            mbarrier.wait(barriers.q16_empty.index(stage), ((iteration // META.STAGES_Q16) & 1) ^ 1)\n",
         "",
     ),
 }

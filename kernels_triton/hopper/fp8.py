@@ -8,7 +8,7 @@ of the next as it stands, without a shuffle.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton.common.arguments import Head, Lengths, Scores
+from flexattn.kernels_triton.common.primitives import behind, load_head, load_sequence
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
+from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, batch_steps_of
+from flexattn.kernels_triton.hopper.pairs import Origin
 
 BLOCK = gl.constexpr(128)
 """Tokens of a transposed tile. What is past a sequence's end is 0 there."""
@@ -26,6 +29,16 @@ BLOCK = gl.constexpr(128)
 P_SHIFT = gl.constexpr(8.0)
 """p is scaled by 2 to this power: at most 256, it uses the range of e4m3, whose largest is 448 and smallest 2**-9."""
 P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
+
+
+class Descale(NamedTuple):
+    """A `Scale` as the kernels take it."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_block: int
+    block_rows: int  # at least 1
 
 
 class Scale(NamedTuple):
@@ -39,10 +52,158 @@ class Scale(NamedTuple):
         return self.block_rows > 0 and self.descale.shape[-1] > 1
 
     @property
-    def arguments(self) -> tuple[Tensor, int, int, int, int]:
-        """(descale, strides of b, h and blocks, rows of a block) as the kernels take them."""
-        strides = (0 if size == 1 else stride for size, stride in zip(self.descale.shape, self.descale.stride(), strict=True))
-        return (self.descale, *strides, max(1, self.block_rows))  # type: ignore[return-value]
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(self.argument)
+
+    @property
+    def argument(self) -> Descale:
+        shape, strides = self.descale.shape, self.descale.stride()
+        stride_b, stride_h, stride_block = (0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+        return Descale(
+            ptr=self.descale, stride_b=stride_b, stride_h=stride_h, stride_block=stride_block, block_rows=max(1, self.block_rows)
+        )
+
+
+class Descales(NamedTuple):
+    q: Descale
+    k: Descale
+    v: Descale
+
+
+class BackwardDescales(NamedTuple):
+    q: Descale
+    k: Descale
+    v: Descale
+    dout: Descale
+
+
+class BackwardWork(NamedTuple):
+    """A backward's programs, one for each block of a head's queries or keys, and their order."""
+
+    table_ptr: Any  # `work_table`'s; None without lengths
+    num_heads: int
+    group_size: int
+    blocks: int
+    heads_per_section: int
+
+
+class LargeLse(NamedTuple):
+    """What `load_large` reads: `large_rows`."""
+
+    any_ptr: Any
+    lse_ptr: Any
+
+
+class Step(NamedTuple):
+    """How far apart the batch elements of a tensor are: `batch_steps`."""
+
+    tokens: int
+    heads: int
+
+
+def step_of(x: Tensor) -> Step:
+    tokens, heads = batch_steps_of(x)
+    return Step(tokens=tokens, heads=heads)
+
+
+@gluon.jit
+def origin_of(step: Step, start, h, b):
+    return Origin(token=start + b * step.tokens, head=h + b * step.heads)
+
+
+class Place(NamedTuple):
+    len_q: Any
+    len_kv: Any
+    shift: Any
+    b: Any
+    h: Any
+
+
+class KeyTile(NamedTuple):
+    """The keys of a program, and the blocks of queries that see some of them."""
+
+    first_row: Any
+    place: Place  # with the first query head
+    h_kv: Any
+    large: Any
+    num_blocks: Any
+    block_range: Any  # what `query_block` finds them by
+
+
+class TileBand(NamedTuple):
+    len_kv: Any
+    shift: Any
+    left: Any
+    right: Any
+
+
+class Sequence(NamedTuple):
+    start_q: Any
+    len_q: Any
+    start_kv: Any
+    len_kv: Any
+
+
+@gluon.jit
+def sequence_of(q: Lengths, kv: Lengths, b, META: gl.constexpr):
+    start_q, len_q = load_sequence(q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(kv, b, META.IS_RAGGED_KV)
+    return Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
+
+
+class HeadScores(NamedTuple):
+    """What a loop over several heads loads of each."""
+
+    bias_ptr: Any
+    alibi_slope: Any
+
+
+@gluon.jit
+def load_head_scores(scores: Scores, b, h, META: gl.constexpr):
+    bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, b, h, META)
+    return HeadScores(bias_ptr=bias_ptr, alibi_slope=alibi_slope)
+
+
+@gluon.jit
+def head_at(place: Place, scores: Scores, own: HeadScores, values, META: gl.constexpr):
+    # values: the head's `head_values`
+    return Head(
+        b=place.b,
+        h=place.h,
+        len_q=place.len_q,
+        len_kv=place.len_kv,
+        shift=place.shift,
+        softcap=scores.softcap,
+        bias_ptr=own.bias_ptr,
+        bias_stride_m=scores.bias.stride_m,
+        bias_stride_n=scores.bias.stride_n,
+        alibi_slope=own.alibi_slope,
+        captures=behind(scores.captures, values, META),
+    )
+
+
+@gluon.jit
+def allocate_factors(STAGES: gl.constexpr):
+    # Of each block that a backward goes through, what its scores and its dp are multiplied with
+    return gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def write_factor(factors, index, factor):
+    # All lanes write what the arrival of the first one publishes.
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    factors.index(index).store(gl.full([4], factor, gl.float32, layout=LANES))
+
+
+@gluon.jit
+def write_factors(factors, stage, s_factor, dp_factor):
+    write_factor(factors, 2 * stage, gl.maximum(s_factor, 1e-37))  # a masked score is -inf, and -inf * 0 would be NaN
+    write_factor(factors, 2 * stage + 1, dp_factor)
+
+
+@gluon.jit
+def read_factor(factors, index, COLUMNS: gl.constexpr):
+    return factors.index(index).slice(0, 1).load(COLUMNS)[None, :]
 
 
 def scales_of(problem: Problem) -> tuple[Scale, ...]:
@@ -91,10 +252,9 @@ def first_transposed_block(b, place, num_tokens, IS_RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def load_descale(scale, b, h, row):
+def load_descale(scale: Descale, b, h, row):
     # Of the block that `row` is in; of each of them where it is a tile of rows.
-    descale_ptr, stride_b, stride_h, stride_block, block_rows = scale
-    return gl.load(descale_ptr + b * stride_b + h * stride_h + row // block_rows * stride_block)
+    return gl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ released once dp is there, what is read in a half type at the end of a turn, so 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import triton
 from torch import Tensor
@@ -16,15 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Alibi, Bias, Lengths
+from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     LOG2E,
-    captures_of_head,
+    head_of,
     head_values,
     is_any_large,
-    load_head,
     load_large,
+    logits,
     packed_start,
     relative_to_lse,
     through_mods,
@@ -32,24 +32,61 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sync
+from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries, key_block, query_block
 from flexattn.kernels_triton.hopper.conditions import backward_slower, backward_unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import batch_steps_of, load_rows, load_statistics, ragged_descriptor, store_rows
-from flexattn.kernels_triton.hopper.fp8 import load_descale, scales_of
-from flexattn.kernels_triton.hopper.fp8_backward_fused import halves_of, is_plain, unsupported_operands
+from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, ragged_descriptor, store_rows
+from flexattn.kernels_triton.hopper.fp8 import (
+    BackwardWork,
+    Descale,
+    KeyTile,
+    LargeLse,
+    Place,
+    allocate_factors,
+    head_at,
+    load_descale,
+    load_head_scores,
+    origin_of,
+    read_factor,
+    sequence_of,
+    step_of,
+    write_factors,
+)
+from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
+    DkdvArguments,
+    DkdvBarriers,
+    DkdvBuffers,
+    DkdvDescriptors,
+    DkdvOrigins,
+    DkdvSteps,
+    DkdvTiles,
+    DqArguments,
+    DqBarriers,
+    DqBuffers,
+    DqDescriptors,
+    DqOrigins,
+    DqSteps,
+    DqTiles,
+    QueryTile,
+)
+from flexattn.kernels_triton.hopper.fp8_backward_fused import backward_descales, halves_of, is_plain, unsupported_operands
 from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
-from flexattn.kernels_triton.hopper.operands import opaque_zero
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pairs import (
+    Pair,
+    allocate_pair,
+    allocate_tiles,
+    load_pair,
+    next_head,
+    pair_bytes,
+    score_product,
+    store_pair,
+)
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
-from flexattn.kernels_triton.hopper.scores import head_group, head_of, modified, scores_of_head
-from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
+from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
-_ROWS = gl.constexpr(64)
 _QUERIES = 128  # of a dq program: two warpgroups'
-# Named barriers, each of both warpgroups
-_P_WRITTEN = gl.constexpr(9)
-_DS_WRITTEN = gl.constexpr(10)
 
 
 class Fp8BackwardTile(NamedTuple):
@@ -118,136 +155,86 @@ class Fp8BackwardMeta(NamedTuple):
     SPLITS_COLUMNS: bool  # of dk and dv between the warpgroups, rather than rows
 
 
-# q and k are a pair of tiles each, of which the second is there where QK1 > 0; so are their descriptors.
-@gluon.jit
-def _allocate_pair(NUM: gl.constexpr, descriptors, META: gl.constexpr):
-    first, second = descriptors
-    tiles = gl.allocate_shared_memory(first.dtype, [NUM] + first.block_type.shape, first.layout)
-    if META.QK1 > 0:
-        return tiles, gl.allocate_shared_memory(second.dtype, [NUM] + second.block_type.shape, second.layout)
-    else:
-        return tiles, tiles
+class Logits(NamedTuple):
+    s: Any  # s * factor is the logit in units of log2, before the mask
+    factor: Any
+    cap_tanh: Any
+    score: Any
 
 
 @gluon.jit
-def _load_pair(descriptors, place, head, length, row, barrier, tiles, slot, META: gl.constexpr):
-    load_rows(descriptors[0], place[0], length, row, place[1] + head, 0, barrier, tiles[0].index(slot))
-    if META.QK1 > 0:
-        load_rows(descriptors[1], place[0], length, row, place[1] + head, META.QK0, barrier, tiles[1].index(slot))
-
-
-@gluon.jit
-def _store_pair(descriptors, place, length, row, tiles, slot, META: gl.constexpr):
-    store_rows(descriptors[0], place[0], length, row, place[1], 0, tiles[0].index(slot))
-    if META.QK1 > 0:
-        store_rows(descriptors[1], place[0], length, row, place[1], META.QK0, tiles[1].index(slot))
-
-
-@gluon.jit
-def _score_product(left, own, right, slot, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
-    # _ROWS rows of q by COLUMNS of k, or of k by those of q
-    QK0: gl.constexpr = META.QK0
-    QK1: gl.constexpr = META.QK1
-    left0 = left[0].index(own).reshape([_ROWS, QK0])
-    right0 = right[0].index(slot).reshape([COLUMNS, QK0])
-    s = warpgroup_mma(left0, right0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if QK1 > 0:
-        left1 = left[1].index(own).reshape([_ROWS, QK1])
-        right1 = right[1].index(slot).reshape([COLUMNS, QK1])
-        s = warpgroup_mma(left1, right1.permute([1, 0]), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _descale(scale, b, h, row, length):
+def _clipped_descale(scale: Descale, b, h, row, length):
     # A listed block, and a program's own rows, may lie past the end.
     return load_descale(scale, b, h, gl.maximum(gl.minimum(row, length - 1), 0))
 
 
 @gluon.jit
-def _write_factors(factors, slot, s_factor, dp_factor):
-    # What a turn's scores and its dp are multiplied with. All lanes write what the arrival of the first one publishes. A masked
-    # score is -inf, and -inf * 0 would be NaN.
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    factors.index(2 * slot).store(gl.full([4], gl.maximum(s_factor, 1e-37), gl.float32, layout=LANES))
-    factors.index(2 * slot + 1).store(gl.full([4], dp_factor, gl.float32, layout=LANES))
-
-
-@gluon.jit
-def _read_factor(factors, index, COLUMNS: gl.constexpr):
-    return factors.index(index).slice(0, 1).load(COLUMNS)[None, :]
-
-
-@gluon.jit
-def _logits(product, i, j, place, scores, head, s_factor, MODS: gl.constexpr, META: gl.constexpr):
-    # `hopper.modified` of a product of FP8 numbers
+def _logits(product, i, j, head: Head, scale, s_factor, MODS: gl.constexpr, META: gl.constexpr):
+    # `logits` of a product of FP8 numbers
     if not META.IS_PLAIN:
         product = product * s_factor
-    s, factor, cap_tanh, score = modified(product, i, j, place, scores, head, MODS, META)
+    s, factor, cap_tanh, score = logits(product, i, j, scale, head, MODS, META)
     if META.IS_PLAIN:
         factor = s_factor
-    return s, factor, cap_tanh, score
+    return Logits(s=s, factor=factor, cap_tanh=cap_tanh, score=score)
 
 
 @gluon.jit
-def _dq_load(descriptors, tiles, barriers, places, scales, num_blocks, found, META: gl.constexpr):
-    of_q, of_k, of_k16, of_dq, dout_descriptor, v_descriptor = descriptors
-    q_tiles, k_tiles, k16_tiles, dq_tiles, dout_tiles, v_tiles, factors = tiles
-    q_full, full8, empty8, full16, empty16, dq_full = barriers
-    first_row, len_q, len_kv, q_place, dout_place, k_place, k16_place, v_place, dq_place = places
-    scale_q, scale_k, scale_v, scale_dout, b, h, h_kv, softmax_scale = scales
-    Q_BYTES: gl.constexpr = of_q[0].block_type.nbytes + (of_q[1].block_type.nbytes if META.QK1 > 0 else 0)
-    K_BYTES: gl.constexpr = of_k[0].block_type.nbytes + (of_k[1].block_type.nbytes if META.QK1 > 0 else 0)
-    K16_BYTES: gl.constexpr = of_k16[0].block_type.nbytes + (of_k16[1].block_type.nbytes if META.QK1 > 0 else 0)
-    full = q_full.index(0)
-    mbarrier.expect(full, 2 * (Q_BYTES + dout_descriptor.block_type.nbytes))
+def _dq_load(buffers: DqBuffers, tile: QueryTile, args: DqArguments, origins: DqOrigins, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    of = args.descriptors
+    first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
+    len_q, len_kv = tile.place.len_q, tile.place.len_kv
+    Q_BYTES: gl.constexpr = pair_bytes(of.q, META)
+    K_BYTES: gl.constexpr = pair_bytes(of.k, META)
+    K16_BYTES: gl.constexpr = pair_bytes(of.k16, META)
+    full = barriers.q_full.index(0)
+    mbarrier.expect(full, 2 * (Q_BYTES + of.dout.block_type.nbytes))
     for consumer in gl.static_range(2):
-        row = first_row + consumer * _ROWS
-        _load_pair(of_q, q_place, 0, len_q, row, full, q_tiles, consumer, META)
-        load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1], 0, full, dout_tiles.index(consumer))
-    s_factor = _descale(scale_q, b, h, first_row, len_q)
-    dp_factor = _descale(scale_dout, b, h, first_row, len_q)
+        row = first_row + consumer * ROWS
+        load_pair(of.q, origins.q, len_q, row, full, tiles.q, consumer, META)
+        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head, 0, full, tiles.dout.index(consumer))
+    s_factor = _clipped_descale(args.descales.q, b, h, first_row, len_q)
+    dp_factor = _clipped_descale(args.descales.dout, b, h, first_row, len_q)
     if META.IS_PLAIN:
-        s_factor *= softmax_scale * LOG2E
-    for turn in range(num_blocks):
-        row = key_block(turn, found, META)[0]
-        descale_k = _descale(scale_k, b, h_kv, row, len_kv)
-        descale_v = _descale(scale_v, b, h_kv, row, len_kv)
-        slot = turn % META.STAGES
-        full = full8.index(slot)
-        mbarrier.wait(empty8.index(slot), ((turn // META.STAGES) & 1) ^ 1)
-        _write_factors(factors, slot, s_factor * descale_k, dp_factor * descale_v)
-        mbarrier.expect(full, K_BYTES + v_descriptor.block_type.nbytes)
-        _load_pair(of_k, k_place, 0, len_kv, row, full, k_tiles, slot, META)
-        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(slot))
-        slot = turn % META.STAGES16
-        mbarrier.wait(empty16.index(slot), ((turn // META.STAGES16) & 1) ^ 1)
-        mbarrier.expect(full16.index(slot), K16_BYTES)
-        _load_pair(of_k16, k16_place, 0, len_kv, row, full16.index(slot), k16_tiles, slot, META)
-    mbarrier.wait(dq_full.index(0), 0)
+        s_factor *= args.scores.scale * LOG2E
+    for n_block in range(tile.num_blocks):
+        row = key_block(n_block, tile.block_range, META)[0]
+        descale_k = _clipped_descale(args.descales.k, b, h_kv, row, len_kv)
+        descale_v = _clipped_descale(args.descales.v, b, h_kv, row, len_kv)
+        stage = n_block % META.STAGES
+        full = barriers.full8.index(stage)
+        mbarrier.wait(barriers.empty8.index(stage), ((n_block // META.STAGES) & 1) ^ 1)
+        write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)
+        mbarrier.expect(full, K_BYTES + of.v.block_type.nbytes)
+        load_pair(of.k, origins.k, len_kv, row, full, tiles.k, stage, META)
+        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(stage))
+        stage = n_block % META.STAGES16
+        mbarrier.wait(barriers.empty16.index(stage), ((n_block // META.STAGES16) & 1) ^ 1)
+        mbarrier.expect(barriers.full16.index(stage), K16_BYTES)
+        load_pair(of.k16, origins.k16, len_kv, row, barriers.full16.index(stage), tiles.k16, stage, META)
+    mbarrier.wait(barriers.dq_full.index(0), 0)
     for consumer in gl.static_range(2):
-        _store_pair(of_dq, dq_place, len_q, first_row + consumer * _ROWS, dq_tiles, consumer, META)
+        store_pair(of.dq, origins.dq, len_q, first_row + consumer * ROWS, tiles.dq, consumer, META)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _dq_compute(
-    tiles,
-    barriers,
-    common,
+    buffers: DqBuffers,
+    tile: QueryTile,
+    head: Head,
     statistics_ptr,
-    num_blocks,
-    found,
+    args: DqArguments,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    q_tiles, k_tiles, k16_tiles, dq_tiles, dout_tiles, v_tiles, factors = tiles
-    q_full, full8, empty8, full16, empty16, dq_full = barriers
-    first_row, window_left, window_right, scores, head, large, place = common
-    len_q, len_kv, shift, b, h = place
-    softmax_scale, _, _, _, captures = scores
-    DTYPE: gl.constexpr = k16_tiles[0].dtype
+    tiles, barriers = buffers.tiles, buffers.barriers
+    first_row, large, block_range, place = tile.first_row, tile.large, tile.block_range, tile.place
+    len_q, len_kv, shift, b, h = place.len_q, place.len_kv, place.shift, place.b, place.h
+    window_left, window_right = args.band.left, args.band.right
+    DTYPE: gl.constexpr = tiles.k16.first.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
@@ -257,13 +244,13 @@ def _dq_compute(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
     DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    dq = gl.zeros([_ROWS, QK0], gl.float32, layout=DQ)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    dq = gl.zeros([ROWS, QK0], gl.float32, layout=DQ)
     if QK1 > 0:
         DQ1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-        dq1 = gl.zeros([_ROWS, QK1], gl.float32, layout=DQ1)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+        dq1 = gl.zeros([ROWS, QK1], gl.float32, layout=DQ1)
+    own_row = first_row + CONSUMER * ROWS
+    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_N, layout=COLUMNS)
     pointers = statistics_ptr + (rows // SIZE).to(gl.int64) * (2 * SIZE) + rows % SIZE
     minus_lse = gl.load(pointers, mask=rows < len_q, other=float("-inf"))
@@ -271,212 +258,115 @@ def _dq_compute(
     last_seen_by_all = len_kv  # blocks that end past it need the mask
     if META.HAS_RIGHT:
         last_seen_by_all = gl.minimum(len_kv, own_row + shift + window_right + 1)
-    mbarrier.wait(q_full.index(0), 0)
-    for turn in range(num_blocks):
-        column, is_full = key_block(turn, found, META)
+    mbarrier.wait(barriers.q_full.index(0), 0)
+    for n_block in range(tile.num_blocks):
+        column, is_full = key_block(n_block, block_range, META)
         columns = column + block_columns
-        own = CONSUMER + opaque_zero(turn)
-        slot = turn % META.STAGES
-        mbarrier.wait(full8.index(slot), (turn // META.STAGES) & 1)
-        qk = _score_product(q_tiles, own, k_tiles, slot, zeros, BLOCK_N, META)
-        v = v_tiles.index(slot).reshape([BLOCK_N, V0])
-        dp = warpgroup_mma(dout_tiles.index(own).reshape([_ROWS, V0]), v.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        s_factor = _read_factor(factors, 2 * slot, COLUMNS)
-        dp_factor = _read_factor(factors, 2 * slot + 1, COLUMNS)
+        own = CONSUMER + opaque_zero(n_block)
+        stage = n_block % META.STAGES
+        mbarrier.wait(barriers.full8.index(stage), (n_block // META.STAGES) & 1)
+        qk = score_product(tiles.q, own, tiles.k, stage, zeros, BLOCK_N, META)
+        v = tiles.v.index(stage).reshape([BLOCK_N, V0])
+        dp = warpgroup_mma(tiles.dout.index(own).reshape([ROWS, V0]), v.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
+        dp_factor = read_factor(tiles.factors, 2 * stage + 1, COLUMNS)
         qk = warpgroup_mma_wait(1, deps=[qk])
-        s, factor, cap_tanh, score = _logits(qk, rows[:, None], columns[None, :], place, scores, head, s_factor, MODS, META)
+        scored = _logits(qk, rows[:, None], columns[None, :], head, args.scores.scale, s_factor, MODS, META)
+        s = scored.s
         is_cut = column + BLOCK_N > last_seen_by_all
         if META.HAS_LEFT:
-            is_cut = is_cut | (column < own_row + _ROWS - 1 + shift - window_left)
+            is_cut = is_cut | (column < own_row + ROWS - 1 + shift - window_left)
         if is_cut | is_any_large(large, META):
             s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
             s = relative_to_lse(s, minus_lse[:, None], large, b, h, rows[:, None], len_q, META)
-        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, captures, MODS, META)
-        p = gl.exp2(s * factor + minus_lse[:, None])
-        slot16 = turn % META.STAGES16
-        mbarrier.wait(full16.index(slot16), (turn // META.STAGES16) & 1)
+        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, head.captures, MODS, META)
+        p = gl.exp2(s * scored.factor + minus_lse[:, None])
+        stage16 = n_block % META.STAGES16
+        mbarrier.wait(barriers.full16.index(stage16), (n_block // META.STAGES16) & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(empty8.index(slot), count=1)
+        mbarrier.arrive(barriers.empty8.index(stage), count=1)
         dlogit = p * (dp * dp_factor + minus_delta[:, None])
-        dscore = through_mods(dlogit, cap_tanh, score, rows[:, None], columns[None, :], head_group(place, scores, head), MODS, META)
+        dscore = through_mods(dlogit, scored.cap_tanh, scored.score, rows[:, None], columns[None, :], head, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
-        sum_of_k = warpgroup_mma(ds, k16_tiles[0].index(slot16).reshape([BLOCK_N, QK0]), dq, is_async=True)
+        sum_of_k = warpgroup_mma(ds, tiles.k16.first.index(stage16).reshape([BLOCK_N, QK0]), dq, is_async=True)
         if QK1 > 0:
-            sum_of_k1 = warpgroup_mma(ds, k16_tiles[1].index(slot16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
+            sum_of_k1 = warpgroup_mma(ds, tiles.k16.second.index(stage16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
             dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
         else:
             dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
-        mbarrier.arrive(empty16.index(slot16), count=1)
+        mbarrier.arrive(barriers.empty16.index(stage16), count=1)
     if not META.OWN_TILES:
         named_barrier_sync(LAST, BOTH)  # k in a half type was the other warpgroup's too; now it is no longer needed
-    dq_tiles[0].index(CONSUMER).reshape([_ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
+    tiles.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * args.scores.scale).to(DTYPE))
     if QK1 > 0:
-        dq_tiles[1].index(CONSUMER).reshape([_ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
+        tiles.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * args.scores.scale).to(DTYPE))
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(0), count=1)
+    mbarrier.arrive(barriers.dq_full.index(0), count=1)
 
 
 @hopper_kernel
-def _attn_bwd_dq_fp8_hopper_kernel(
-    q_descriptor,
-    dout_descriptor,
-    k_descriptor,
-    k16_descriptor,
-    v_descriptor,
-    dq_descriptor,
-    q1_descriptor,
-    k1_descriptor,
-    k16_1_descriptor,
-    dq1_descriptor,
-    statistics_ptr,
-    tiles_of_statistics,
-    large_ptr,  # of `large_rows`
-    large_lse_ptr,
-    table_ptr,
-    descale_q_ptr,
-    stride_descale_qb,
-    stride_descale_qh,
-    stride_descale_qn,
-    block_rows_q,
-    descale_k_ptr,
-    stride_descale_kb,
-    stride_descale_kh,
-    stride_descale_kn,
-    block_rows_k,
-    descale_v_ptr,
-    stride_descale_vb,
-    stride_descale_vh,
-    stride_descale_vn,
-    block_rows_v,
-    descale_dout_ptr,
-    stride_descale_dob,
-    stride_descale_doh,
-    stride_descale_don,
-    block_rows_dout,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    softmax_scale,
-    batch,
-    num_heads,
-    group_size,
-    blocks,
-    section,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    step_qs,
-    step_qh,
-    step_dos,
-    step_doh,
-    step_ks,
-    step_kh,
-    step_k16s,
-    step_k16h,
-    step_vs,
-    step_vh,
-    step_dqs,
-    step_dqh,
-    bias_ptr,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    alibi_slopes_ptr,
-    stride_alibi_b,
-    softcap,
-    captures,
-    block_counts_ptr,  # of the block mask, the lists of key blocks
-    block_indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
+def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: gl.constexpr):
     STAGES: gl.constexpr = META.STAGES
     STAGES16: gl.constexpr = META.STAGES16
-    of_q = (q_descriptor, q1_descriptor)
-    of_k = (k_descriptor, k1_descriptor)
-    of_k16 = (k16_descriptor, k16_1_descriptor)
-    of_dq = (dq_descriptor, dq1_descriptor)
-    q_tiles = _allocate_pair(2, of_q, META)
-    k_tiles = _allocate_pair(STAGES, of_k, META)
-    k16_tiles = _allocate_pair(STAGES16, of_k16, META)
+    of, work, steps, band = args.descriptors, args.work, args.steps, args.band
+    q_tiles = allocate_pair(2, of.q, META)
+    k_tiles = allocate_pair(STAGES, of.k, META)
+    k16_tiles = allocate_pair(STAGES16, of.k16, META)
     dq_tiles = k16_tiles
     if META.OWN_TILES:
-        dq_tiles = _allocate_pair(2, of_dq, META)
-    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [2] + dout_descriptor.block_type.shape, dout_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = (
-        allocate_barriers(1, 1),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
-        allocate_barriers(STAGES16, 1),
-        allocate_barriers(STAGES16, 2),
-        allocate_barriers(1, 2),
+        dq_tiles = allocate_pair(2, of.dq, META)
+    tiles = DqTiles(
+        q=q_tiles,
+        k=k_tiles,
+        k16=k16_tiles,
+        dq=dq_tiles,
+        dout=allocate_tiles(2, of.dout),
+        v=allocate_tiles(STAGES, of.v),
+        factors=allocate_factors(STAGES),
     )
-    block, h, b = block_of(table_ptr, num_heads, blocks, section, True, META)
-    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
-    start_q, len_q, start_kv, len_kv = sequences(
-        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    barriers = DqBarriers(
+        q_full=allocate_barriers(1, 1),
+        full8=allocate_barriers(STAGES, 1),
+        empty8=allocate_barriers(STAGES, 2),
+        full16=allocate_barriers(STAGES16, 1),
+        empty16=allocate_barriers(STAGES16, 2),
+        dq_full=allocate_barriers(1, 2),
     )
-    shift = (len_kv - len_q) * bottom_right
+    buffers = DqBuffers(tiles=tiles, barriers=barriers)
+    block, h, b = block_of(work.table_ptr, work.num_heads, work.blocks, work.heads_per_section, True, META)
+    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+    start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
+    shift = (len_kv - len_q) * band.bottom_right
     first_row = gl.minimum(block * META.BLOCK_M, len_q)
-    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
-    num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
+    num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, band.left, band.right, args.lists, META)
     num_blocks = gl.where(first_row < len_q, num_blocks, 0)
-    h_kv = h // group_size
-    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
-    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_statistics, META, META.STATISTICS)
-    own_statistics = statistics_ptr + first_tile.to(gl.int64) * (2 * META.STATISTICS)
-    descriptors = (of_q, of_k, of_k16, of_dq, dout_descriptor, v_descriptor)
-    tiles = (q_tiles, k_tiles, k16_tiles, dq_tiles, dout_tiles, v_tiles, factors)
-    places = (
-        first_row,
-        len_q,
-        len_kv,
-        (start_q + b * step_qs, h + b * step_qh),
-        (start_q + b * step_dos, h + b * step_doh),
-        (start_kv + b * step_ks, h_kv + b * step_kh),
-        (start_kv + b * step_k16s, h_kv + b * step_k16h),
-        (start_kv + b * step_vs, h_kv + b * step_vh),
-        (start_q + b * step_dqs, h + b * step_dqh),
+    h_kv = h // work.group_size
+    place_q = packed_start(args.lengths_q, b, start_q)
+    first_statistics = statistics_tile(b, h, work.num_heads, place_q, args.statistics_tiles, META, META.STATISTICS)
+    own_statistics = args.statistics_ptr + first_statistics.to(gl.int64) * (2 * META.STATISTICS)
+    origins = DqOrigins(
+        q=origin_of(steps.q, start_q, h, b),
+        dout=origin_of(steps.dout, start_q, h, b),
+        k=origin_of(steps.k, start_kv, h_kv, b),
+        k16=origin_of(steps.k16, start_kv, h_kv, b),
+        v=origin_of(steps.v, start_kv, h_kv, b),
+        dq=origin_of(steps.dq, start_q, h, b),
     )
-    scales = (
-        (descale_q_ptr, stride_descale_qb, stride_descale_qh, stride_descale_qn, block_rows_q),
-        (descale_k_ptr, stride_descale_kb, stride_descale_kh, stride_descale_kn, block_rows_k),
-        (descale_v_ptr, stride_descale_vb, stride_descale_vh, stride_descale_vn, block_rows_v),
-        (descale_dout_ptr, stride_descale_dob, stride_descale_doh, stride_descale_don, block_rows_dout),
-        b,
-        h,
-        h_kv,
-        softmax_scale,
+    place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
+    head = head_of(args.scores, b, h, len_q, len_kv, shift, MODS, META)
+    tile = QueryTile(
+        first_row=first_row,
+        place=place,
+        h_kv=h_kv,
+        large=load_large(args.large.any_ptr, args.large.lse_ptr, work.num_heads, args.lengths_q.num_tokens, start_q, META),
+        num_blocks=num_blocks,
+        block_range=block_range,
     )
-    head = load_head(
-        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        Alibi(alibi_slopes_ptr, stride_alibi_b),
-        b,
-        h,
-        META,
-    )
-    captures = captures_of_head(b, h, captures, MODS, META)
-    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-    common = (first_row, window_left, window_right, scores, head, large, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
-            (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 0, MODS, META)),
-            (_dq_compute, (tiles, barriers, common, own_statistics, num_blocks, found, 1, MODS, META)),
-            (_dq_load, (descriptors, tiles, barriers, places, scales, num_blocks, found, META)),
+            (_dq_compute, (buffers, tile, head, own_statistics, args, 0, MODS, META)),
+            (_dq_compute, (buffers, tile, head, own_statistics, args, 1, MODS, META)),
+            (_dq_load, (buffers, tile, args, origins, META)),
         ],
         [4, 1],
         [240, 24],
@@ -484,86 +374,77 @@ def _attn_bwd_dq_fp8_hopper_kernel(
 
 
 @gluon.jit
-def _dkdv_load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META: gl.constexpr):
-    of_q, of_q16, of_k, of_dk, dout_descriptor, dout16_descriptor, v_descriptor, dv_descriptor, statistics_descriptor = descriptors
-    q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
-    full8, empty8, full16, empty16, q16_full, q16_empty, kv_full, dkdv_full = barriers
-    first_row, len_q, len_kv, q_places, dout_places, k_place, v_place, dk_place, dv_place, statistics_place = places
-    q_place, q16_place = q_places
-    dout_place, dout16_place = dout_places
-    first_tile, tiles_of_a_head = statistics_place
-    scale_q, scale_k, scale_v, scale_dout, b, h, h_kv, softmax_scale = scales
+def _dkdv_load(
+    buffers: DkdvBuffers, tile: KeyTile, args: DkdvArguments, origins: DkdvOrigins, first_statistics, META: gl.constexpr
+):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    of = args.descriptors
+    first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
+    len_q, len_kv = tile.place.len_q, tile.place.len_kv
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    Q_BYTES: gl.constexpr = of_q[0].block_type.nbytes + (of_q[1].block_type.nbytes if META.QK1 > 0 else 0)
-    Q16_BYTES: gl.constexpr = of_q16[0].block_type.nbytes + (of_q16[1].block_type.nbytes if META.QK1 > 0 else 0)
-    K_BYTES: gl.constexpr = of_k[0].block_type.nbytes + (of_k[1].block_type.nbytes if META.QK1 > 0 else 0)
-    BYTES: gl.constexpr = Q_BYTES + dout_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes
-    full = kv_full.index(0)
-    mbarrier.expect(full, PARTS * (K_BYTES + v_descriptor.block_type.nbytes))
+    Q_BYTES: gl.constexpr = pair_bytes(of.q, META)
+    Q16_BYTES: gl.constexpr = pair_bytes(of.q16, META)
+    K_BYTES: gl.constexpr = pair_bytes(of.k, META)
+    BYTES: gl.constexpr = Q_BYTES + of.dout.block_type.nbytes + of.statistics.block_type.nbytes
+    full = barriers.kv_full.index(0)
+    mbarrier.expect(full, PARTS * (K_BYTES + of.v.block_type.nbytes))
     for part in gl.static_range(PARTS):
-        row = first_row + part * _ROWS
-        _load_pair(of_k, k_place, 0, len_kv, row, full, k_tiles, part, META)
-        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
-    s_factor = _descale(scale_k, b, h_kv, first_row, len_kv)
-    dp_factor = _descale(scale_v, b, h_kv, first_row, len_kv)
+        row = first_row + part * ROWS
+        load_pair(of.k, origins.k, len_kv, row, full, tiles.k, part, META)
+        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
+    s_factor = _clipped_descale(args.descales.k, b, h_kv, first_row, len_kv)
+    dp_factor = _clipped_descale(args.descales.v, b, h_kv, first_row, len_kv)
     if META.IS_PLAIN:
-        s_factor *= softmax_scale * LOG2E
+        s_factor *= args.scores.scale * LOG2E
     t = 0
     head = 0
-    for turn in range(num_blocks * group_size):
-        row = query_block(t, found, META)[0]
-        descale_q = _descale(scale_q, b, h + head, row, len_q)
-        descale_dout = _descale(scale_dout, b, h + head, row, len_q)
-        slot = turn % META.STAGES
-        full = full8.index(slot)
-        mbarrier.wait(empty8.index(slot), ((turn // META.STAGES) & 1) ^ 1)
-        _write_factors(factors, slot, s_factor * descale_q, dp_factor * descale_dout)
+    for iteration in range(tile.num_blocks * args.work.group_size):
+        row = query_block(t, tile.block_range, META)[0]
+        descale_q = _clipped_descale(args.descales.q, b, h + head, row, len_q)
+        descale_dout = _clipped_descale(args.descales.dout, b, h + head, row, len_q)
+        stage = iteration % META.STAGES
+        full = barriers.full8.index(stage)
+        mbarrier.wait(barriers.empty8.index(stage), ((iteration // META.STAGES) & 1) ^ 1)
+        write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
-        _load_pair(of_q, q_place, head, len_q, row, full, q_tiles, slot, META)
-        load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, full, dout_tiles.index(slot))
-        of_head = first_tile + head * tiles_of_a_head
-        load_statistics(statistics_descriptor, of_head, row, len_q, full, statistics_tiles.index(slot), META)
-        slot = turn % META.STAGES16
-        full = full16.index(slot)
-        mbarrier.wait(empty16.index(slot), ((turn // META.STAGES16) & 1) ^ 1)
-        mbarrier.expect(full, dout16_descriptor.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
-        load_rows(dout16_descriptor, dout16_place[0], len_q, row, dout16_place[1] + head, 0, full, dout16_tiles.index(slot))
+        load_pair(of.q, next_head(origins.q, head), len_q, row, full, tiles.q, stage, META)
+        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
+        of_head = first_statistics + head * args.statistics_tiles
+        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        stage = iteration % META.STAGES16
+        full = barriers.full16.index(stage)
+        mbarrier.wait(barriers.empty16.index(stage), ((iteration // META.STAGES16) & 1) ^ 1)
+        mbarrier.expect(full, of.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
+        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
         if META.SPLITS_COLUMNS:
-            slot = turn % META.STAGES_Q16
-            full = q16_full.index(slot)
-            mbarrier.wait(q16_empty.index(slot), ((turn // META.STAGES_Q16) & 1) ^ 1)
+            stage = iteration % META.STAGES_Q16
+            full = barriers.q16_full.index(stage)
+            mbarrier.wait(barriers.q16_empty.index(stage), ((iteration // META.STAGES_Q16) & 1) ^ 1)
             mbarrier.expect(full, Q16_BYTES)
-        _load_pair(of_q16, q16_place, head, len_q, row, full, q16_tiles, slot, META)
+        load_pair(of.q16, next_head(origins.q16, head), len_q, row, full, tiles.q16, stage, META)
         t += 1
-        if t == num_blocks:
+        if t == tile.num_blocks:
             t = 0
             head += 1
-    mbarrier.wait(dkdv_full.index(0), 0)
+    mbarrier.wait(barriers.dkdv_full.index(0), 0)
     for part in gl.static_range(PARTS):
-        row = first_row + part * _ROWS
-        _store_pair(of_dk, dk_place, len_kv, row, dk_tiles, part, META)
-        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dv_tiles.index(part))
+        row = first_row + part * ROWS
+        store_pair(of.dk, origins.dk, len_kv, row, tiles.dk, part, META)
+        store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dv.index(part))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _dkdv_compute(
-    tiles,
-    barriers,
-    common,
-    group_size,
-    num_blocks,
-    found,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
+    buffers: DkdvBuffers, tile: KeyTile, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
-    q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
-    full8, empty8, full16, empty16, _, _, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, large, place = common
-    len_q, len_kv, shift, b, first_head = place
-    softmax_scale, _, _, _, captures = scores
-    DTYPE: gl.constexpr = dout16_tiles.dtype
+    tiles, barriers = buffers.tiles, buffers.barriers
+    first_row, large, block_range = tile.first_row, tile.large, tile.block_range
+    len_q, len_kv, shift, b = tile.place.len_q, tile.place.len_kv, tile.place.shift, tile.place.b
+    first_head = tile.place.h
+    num_blocks, group_size = tile.num_blocks, args.work.group_size
+    window_left, window_right = args.band.left, args.band.right
+    DTYPE: gl.constexpr = tiles.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
@@ -574,106 +455,96 @@ def _dkdv_compute(
     DS: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, QK0], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, V0], gl.float32, layout=DV)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
     if QK1 > 0:
         DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
-        dk1 = gl.zeros([_ROWS, QK1], gl.float32, layout=DK1)
-    own_row = first_row + CONSUMER * _ROWS
-    rows = own_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+        dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
+    own_row = first_row + CONSUMER * ROWS
+    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     t, h = 0, first_head
-    head = head_of(bias, b, h, META)
-    values = head_values(b, h, captures, MODS, META)
-    for turn in range(num_blocks * group_size):
-        row, is_full = query_block(t, found, META)
+    own_scores = load_head_scores(args.scores, b, h, META)
+    values = head_values(b, h, args.scores.captures, MODS, META)
+    for iteration in range(num_blocks * group_size):
+        row, is_full = query_block(t, block_range, META)
         columns = row + block_columns
-        own = CONSUMER + opaque_zero(turn)
-        slot = turn % META.STAGES
-        mbarrier.wait(full8.index(slot), (turn // META.STAGES) & 1)
-        kq = _score_product(k_tiles, own, q_tiles, slot, zeros, BLOCK_M, META)
-        dout = dout_tiles.index(slot).reshape([BLOCK_M, V0])
-        dp = warpgroup_mma(v_tiles.index(own).reshape([_ROWS, V0]), dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        s_factor = _read_factor(factors, 2 * slot, COLUMNS)
+        own = CONSUMER + opaque_zero(iteration)
+        stage = iteration % META.STAGES
+        mbarrier.wait(barriers.full8.index(stage), (iteration // META.STAGES) & 1)
+        kq = score_product(tiles.k, own, tiles.q, stage, zeros, BLOCK_M, META)
+        dout = tiles.dout.index(stage).reshape([BLOCK_M, V0])
+        dp = warpgroup_mma(tiles.v.index(own).reshape([ROWS, V0]), dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
         kq = warpgroup_mma_wait(1, deps=[kq])
-        place = (len_q, len_kv, shift, b, h)
-        own_scores = scores_of_head(scores, values, META)
-        s, factor, cap_tanh, score = _logits(kq, columns[None, :], rows[:, None], place, own_scores, head, s_factor, MODS, META)
+        place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
+        head = head_at(place, args.scores, own_scores, values, META)
+        scored = _logits(kq, columns[None, :], rows[:, None], head, args.scores.scale, s_factor, MODS, META)
+        s = scored.s
         if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
             is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = is_cut | (row < own_row + _ROWS - 1 - shift - window_right)
+                is_cut = is_cut | (row < own_row + ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
                 if META.IS_UNBOUNDED:
-                    of_queries = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+                    of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
                     s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, head.captures, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-        minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
-        p = gl.exp2(s * factor + minus_lse[None, :])
+        minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+        p = gl.exp2(s * scored.factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), P)
-        slot16 = turn % META.STAGES16
-        mbarrier.wait(full16.index(slot16), (turn // META.STAGES16) & 1)
-        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot16).reshape([BLOCK_M, V0]), dv, is_async=True)
-        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        dp_factor = _read_factor(factors, 2 * slot + 1, COLUMNS)
+        stage16 = iteration % META.STAGES16
+        mbarrier.wait(barriers.full16.index(stage16), (iteration // META.STAGES16) & 1)
+        sum_of_dout = warpgroup_mma(p16, tiles.dout16.index(stage16).reshape([BLOCK_M, V0]), dv, is_async=True)
+        minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        dp_factor = read_factor(tiles.factors, 2 * stage + 1, COLUMNS)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        mbarrier.arrive(empty8.index(slot), count=1)
+        mbarrier.arrive(barriers.empty8.index(stage), count=1)
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(
-            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
-        )
+        dscore = through_mods(dlogit, scored.cap_tanh, scored.score, columns[None, :], rows[:, None], head, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
-        sum_of_q = warpgroup_mma(ds, q16_tiles[0].index(slot16).reshape([BLOCK_M, QK0]), dk, is_async=True)
+        sum_of_q = warpgroup_mma(ds, tiles.q16.first.index(stage16).reshape([BLOCK_M, QK0]), dk, is_async=True)
         if QK1 > 0:
-            sum_of_q1 = warpgroup_mma(ds, q16_tiles[1].index(slot16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
+            sum_of_q1 = warpgroup_mma(ds, tiles.q16.second.index(stage16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
             dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, sum_of_q1, p16, ds])
         else:
             dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])
-        mbarrier.arrive(empty16.index(slot16), count=1)
+        mbarrier.arrive(barriers.empty16.index(stage16), count=1)
         t += 1
         if t == num_blocks:
             t = 0
             h += 1
             next_h = gl.minimum(h, first_head + group_size - 1)
-            head = head_of(bias, b, next_h, META)
-            values = head_values(b, next_h, captures, MODS, META)
+            own_scores = load_head_scores(args.scores, b, next_h, META)
+            values = head_values(b, next_h, args.scores.captures, MODS, META)
     if not META.OWN_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in a half type was the other warpgroup's too; now it is no longer needed
-    dk_tiles[0].index(CONSUMER).reshape([_ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))
+    tiles.dk.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * args.scores.scale).to(DTYPE))
     if QK1 > 0:
-        dk_tiles[1].index(CONSUMER).reshape([_ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))
-    dv_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(dv.to(DTYPE))
+        tiles.dk.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * args.scores.scale).to(DTYPE))
+    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))
     fence_async_shared()
-    mbarrier.arrive(dkdv_full.index(0), count=1)
+    mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 
 
 @gluon.jit
 def _dkdv_compute_columns(
-    tiles,
-    exchanges,
-    barriers,
-    common,
-    group_size,
-    num_blocks,
-    found,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
+    buffers: DkdvBuffers, tile: KeyTile, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     # Each warpgroup computes the scores of half of the queries, and half of the columns of dk and dv from all of them.
-    q_tiles, q16_tiles, k_tiles, dk_tiles, dout_tiles, dout16_tiles, v_tiles, dv_tiles, statistics_tiles, factors = tiles
-    shared_p, shared_ds = exchanges
-    full8, empty8, full16, empty16, q16_full, q16_empty, kv_full, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, large, place = common
-    len_q, len_kv, shift, b, first_head = place
-    softmax_scale, _, _, _, captures = scores
-    DTYPE: gl.constexpr = dout16_tiles.dtype
+    tiles, barriers = buffers.tiles, buffers.barriers
+    first_row, large, block_range = tile.first_row, tile.large, tile.block_range
+    len_q, len_kv, shift, b = tile.place.len_q, tile.place.len_kv, tile.place.shift, tile.place.b
+    first_head = tile.place.h
+    num_blocks, group_size = tile.num_blocks, args.work.group_size
+    window_left, window_right = args.band.left, args.band.right
+    DTYPE: gl.constexpr = tiles.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HALF: gl.constexpr = META.BLOCK_M // 2
     DIM: gl.constexpr = META.QK0
@@ -683,299 +554,179 @@ def _dkdv_compute_columns(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     FIRST: gl.constexpr = CONSUMER * HALF
     FIRST_COLUMN: gl.constexpr = CONSUMER * HALF_DIM
-    zeros = gl.zeros([_ROWS, HALF], gl.float32, layout=SCORES)
-    dk = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
-    dv = gl.zeros([_ROWS, HALF_DIM], gl.float32, layout=DK)
-    rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros([ROWS, HALF], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     t, h = 0, first_head
-    head = head_of(bias, b, h, META)
-    values = head_values(b, h, captures, MODS, META)
-    for turn in range(num_blocks * group_size):
-        row, is_full = query_block(t, found, META)
+    own_scores = load_head_scores(args.scores, b, h, META)
+    values = head_values(b, h, args.scores.captures, MODS, META)
+    for iteration in range(num_blocks * group_size):
+        row, is_full = query_block(t, block_range, META)
         columns = row + block_columns
-        zero = opaque_zero(turn)
-        slot = turn % META.STAGES
-        mbarrier.wait(full8.index(slot), (turn // META.STAGES) & 1)
-        own_q = q_tiles[0].index(slot).reshape([BLOCK_M, DIM]).slice(FIRST, HALF, 0).permute([1, 0])
-        kq = warpgroup_mma(k_tiles[0].index(zero).reshape([_ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
-        own_dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM]).slice(FIRST, HALF, 0).permute([1, 0])
-        dp = warpgroup_mma(v_tiles.index(zero).reshape([_ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
-        minus_lse = statistics_tiles.index(slot).slice(FIRST, HALF).load(COLUMNS)
-        s_factor = _read_factor(factors, 2 * slot, COLUMNS)
+        zero = opaque_zero(iteration)
+        stage = iteration % META.STAGES
+        mbarrier.wait(barriers.full8.index(stage), (iteration // META.STAGES) & 1)
+        own_q = tiles.q.first.index(stage).reshape([BLOCK_M, DIM]).slice(FIRST, HALF, 0).permute([1, 0])
+        kq = warpgroup_mma(tiles.k.first.index(zero).reshape([ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
+        own_dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM]).slice(FIRST, HALF, 0).permute([1, 0])
+        dp = warpgroup_mma(tiles.v.index(zero).reshape([ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
+        minus_lse = tiles.statistics.index(stage).slice(FIRST, HALF).load(COLUMNS)
+        s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
         kq = warpgroup_mma_wait(1, deps=[kq])
-        place = (len_q, len_kv, shift, b, h)
-        own_scores = scores_of_head(scores, values, META)
-        s, factor, cap_tanh, score = _logits(kq, columns[None, :], rows[:, None], place, own_scores, head, s_factor, MODS, META)
+        place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
+        head = head_at(place, args.scores, own_scores, values, META)
+        scored = _logits(kq, columns[None, :], rows[:, None], head, args.scores.scale, s_factor, MODS, META)
+        s = scored.s
         if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
             is_cut = is_any_large(large, META)
             if META.HAS_RIGHT:
-                is_cut = is_cut | (row < first_row + _ROWS - 1 - shift - window_right)
+                is_cut = is_cut | (row < first_row + ROWS - 1 - shift - window_right)
             if META.HAS_LEFT:
                 is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
             if is_cut:
                 s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
                 s = relative_to_lse(s, minus_lse[None, :], large, b, h, columns[None, :], len_q, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, head.captures, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-        p = gl.exp2(s * factor + minus_lse[None, :])
-        buffer = (turn & 1) * 2  # two, so that one barrier a product is enough
-        shared_p.index(buffer + CONSUMER).store(p.to(DTYPE))
+        p = gl.exp2(s * scored.factor + minus_lse[None, :])
+        buffer = (iteration & 1) * 2  # two, so that one barrier a product is enough
+        tiles.p.index(buffer + CONSUMER).store(p.to(DTYPE))
         fence_async_shared()
-        named_barrier_sync(_P_WRITTEN, BOTH)
-        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
-        dp_factor = _read_factor(factors, 2 * slot + 1, COLUMNS)
+        named_barrier_sync(P_WRITTEN, BOTH)
+        minus_delta = tiles.statistics.index(stage).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
+        dp_factor = read_factor(tiles.factors, 2 * stage + 1, COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(empty8.index(slot), count=1)
-        slot = turn % META.STAGES16
-        q16_slot = turn % META.STAGES_Q16
-        mbarrier.wait(full16.index(slot), (turn // META.STAGES16) & 1)
-        dout16 = dout16_tiles.index(slot).reshape([BLOCK_M, DIM])
+        mbarrier.arrive(barriers.empty8.index(stage), count=1)
+        stage = iteration % META.STAGES16
+        q16_stage = iteration % META.STAGES_Q16
+        mbarrier.wait(barriers.full16.index(stage), (iteration // META.STAGES16) & 1)
+        dout16 = tiles.dout16.index(stage).reshape([BLOCK_M, DIM])
         sum_of_dout = dv
         for half in gl.static_range(2):
             part = dout16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
-            sum_of_dout = warpgroup_mma(shared_p.index(buffer + half), part, sum_of_dout, is_async=True)
+            sum_of_dout = warpgroup_mma(tiles.p.index(buffer + half), part, sum_of_dout, is_async=True)
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(
-            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
-        )
-        shared_ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
+        dscore = through_mods(dlogit, scored.cap_tanh, scored.score, columns[None, :], rows[:, None], head, MODS, META)
+        tiles.ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
-        named_barrier_sync(_DS_WRITTEN, BOTH)
-        mbarrier.wait(q16_full.index(q16_slot), (turn // META.STAGES_Q16) & 1)
-        q16 = q16_tiles[0].index(q16_slot).reshape([BLOCK_M, DIM])
+        named_barrier_sync(DS_WRITTEN, BOTH)
+        mbarrier.wait(barriers.q16_full.index(q16_stage), (iteration // META.STAGES_Q16) & 1)
+        q16 = tiles.q16.first.index(q16_stage).reshape([BLOCK_M, DIM])
         sum_of_q = dk
         for half in gl.static_range(2):
             part = q16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
-            sum_of_q = warpgroup_mma(shared_ds.index(buffer + half), part, sum_of_q, is_async=True)
+            sum_of_q = warpgroup_mma(tiles.ds.index(buffer + half), part, sum_of_q, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q])
-        mbarrier.arrive(q16_empty.index(q16_slot), count=1)
-        mbarrier.arrive(empty16.index(slot), count=1)
+        mbarrier.arrive(barriers.q16_empty.index(q16_stage), count=1)
+        mbarrier.arrive(barriers.empty16.index(stage), count=1)
         t += 1
         if t == num_blocks:
             t = 0
             h += 1
             next_h = gl.minimum(h, first_head + group_size - 1)
-            head = head_of(bias, b, next_h, META)
-            values = head_values(b, next_h, captures, MODS, META)
+            own_scores = load_head_scores(args.scores, b, next_h, META)
+            values = head_values(b, next_h, args.scores.captures, MODS, META)
     if not META.OWN_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in a half type was the other warpgroup's too; now it is no longer needed
-    dk_tiles[0].index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * softmax_scale).to(DTYPE))
-    dv_tiles.index(0).reshape([_ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
+    tiles.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * args.scores.scale).to(DTYPE))
+    tiles.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
     fence_async_shared()
-    mbarrier.arrive(dkdv_full.index(0), count=1)
+    mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 
 
 @hopper_kernel
-def _attn_bwd_dkdv_fp8_hopper_kernel(
-    q_descriptor,
-    q16_descriptor,
-    dout_descriptor,
-    dout16_descriptor,
-    k_descriptor,
-    v_descriptor,
-    dk_descriptor,
-    dv_descriptor,
-    q1_descriptor,
-    q16_1_descriptor,
-    k1_descriptor,
-    dk1_descriptor,
-    statistics_descriptor,
-    tiles_of_statistics,
-    large_ptr,  # of `large_rows`
-    large_lse_ptr,
-    table_ptr,
-    descale_q_ptr,
-    stride_descale_qb,
-    stride_descale_qh,
-    stride_descale_qn,
-    block_rows_q,
-    descale_k_ptr,
-    stride_descale_kb,
-    stride_descale_kh,
-    stride_descale_kn,
-    block_rows_k,
-    descale_v_ptr,
-    stride_descale_vb,
-    stride_descale_vh,
-    stride_descale_vn,
-    block_rows_v,
-    descale_dout_ptr,
-    stride_descale_dob,
-    stride_descale_doh,
-    stride_descale_don,
-    block_rows_dout,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    softmax_scale,
-    batch,
-    num_heads,
-    group_size,
-    blocks,
-    section,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    step_qs,
-    step_qh,
-    step_q16s,
-    step_q16h,
-    step_dos,
-    step_doh,
-    step_do16s,
-    step_do16h,
-    step_ks,
-    step_kh,
-    step_vs,
-    step_vh,
-    step_dks,
-    step_dkh,
-    step_dvs,
-    step_dvh,
-    bias_ptr,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    alibi_slopes_ptr,
-    stride_alibi_b,
-    softcap,
-    captures,
-    block_counts_ptr,  # of the block mask, the lists of query blocks
-    block_indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
+def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: gl.constexpr):
     STAGES: gl.constexpr = META.STAGES
     STAGES16: gl.constexpr = META.STAGES16
     BLOCK_M: gl.constexpr = META.BLOCK_M
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    DTYPE: gl.constexpr = dout16_descriptor.dtype
-    of_q = (q_descriptor, q1_descriptor)
-    of_q16 = (q16_descriptor, q16_1_descriptor)
-    of_k = (k_descriptor, k1_descriptor)
-    of_dk = (dk_descriptor, dk1_descriptor)
-    q_tiles = _allocate_pair(STAGES, of_q, META)
-    q16_tiles = _allocate_pair(META.STAGES_Q16, of_q16, META)
-    k_tiles = _allocate_pair(PARTS, of_k, META)
-    DOUT: gl.constexpr = dout_descriptor.block_type.shape
-    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [STAGES] + DOUT, dout_descriptor.layout)
-    dout16_tiles = gl.allocate_shared_memory(DTYPE, [STAGES16] + DOUT, dout16_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [PARTS] + v_descriptor.block_type.shape, v_descriptor.layout)
-    dk_tiles = q16_tiles
-    dv_tiles = dout16_tiles
+    of, work, steps, band = args.descriptors, args.work, args.steps, args.band
+    DTYPE: gl.constexpr = of.dout16.dtype
+    q_tiles = allocate_pair(STAGES, of.q, META)
+    q16_tiles = allocate_pair(META.STAGES_Q16, of.q16, META)
+    k_tiles = allocate_pair(PARTS, of.k, META)
+    dout_tiles = allocate_tiles(STAGES, of.dout)
+    dout16_tiles = allocate_tiles(STAGES16, of.dout16)
+    v_tiles = allocate_tiles(PARTS, of.v)
+    dk_tiles, dv_tiles = q16_tiles, dout16_tiles
     if META.OWN_TILES:
-        dk_tiles = _allocate_pair(PARTS, of_dk, META)
-        dv_tiles = gl.allocate_shared_memory(DTYPE, [PARTS] + dv_descriptor.block_type.shape, dv_descriptor.layout)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        dk_tiles = allocate_pair(PARTS, of.dk, META)
+        dv_tiles = allocate_tiles(PARTS, of.dv)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout)
+    factors = allocate_factors(STAGES)
     full16 = allocate_barriers(STAGES16, 1)
     empty16 = allocate_barriers(STAGES16, 2)
     q16_full, q16_empty = full16, empty16
     if META.SPLITS_COLUMNS:
         q16_full = allocate_barriers(META.STAGES_Q16, 1)
         q16_empty = allocate_barriers(META.STAGES_Q16, 2)
-    barriers = (
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
-        full16,
-        empty16,
-        q16_full,
-        q16_empty,
-        allocate_barriers(1, 1),
-        allocate_barriers(1, 2),
+    barriers = DkdvBarriers(
+        full8=allocate_barriers(STAGES, 1),
+        empty8=allocate_barriers(STAGES, 2),
+        full16=full16,
+        empty16=empty16,
+        q16_full=q16_full,
+        q16_empty=q16_empty,
+        kv_full=allocate_barriers(1, 1),
+        dkdv_full=allocate_barriers(1, 2),
     )
-    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, section, False, META)
-    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
-    start_q, len_q, start_kv, len_kv = sequences(
-        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
-    )
-    shift = (len_kv - len_q) * bottom_right
+    block, h_kv, b = block_of(work.table_ptr, work.num_heads // work.group_size, work.blocks, work.heads_per_section, False, META)
+    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+    start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
+    shift = (len_kv - len_q) * band.bottom_right
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    h = h_kv * group_size
-    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
-    num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
+    h = h_kv * work.group_size
+    num_blocks, block_range = blocks_of_queries(first_row, b, h, len_q, shift, band.left, band.right, args.lists, META)
     num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
-    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_statistics, META, BLOCK_M)
-    descriptors = (
-        of_q,
-        of_q16,
-        of_k,
-        of_dk,
-        dout_descriptor,
-        dout16_descriptor,
-        v_descriptor,
-        dv_descriptor,
-        statistics_descriptor,
+    place_q = packed_start(args.lengths_q, b, start_q)
+    first_statistics = statistics_tile(b, h, work.num_heads, place_q, args.statistics_tiles, META, BLOCK_M)
+    origins = DkdvOrigins(
+        q=origin_of(steps.q, start_q, h, b),
+        q16=origin_of(steps.q16, start_q, h, b),
+        dout=origin_of(steps.dout, start_q, h, b),
+        dout16=origin_of(steps.dout16, start_q, h, b),
+        k=origin_of(steps.k, start_kv, h_kv, b),
+        v=origin_of(steps.v, start_kv, h_kv, b),
+        dk=origin_of(steps.dk, start_kv, h_kv, b),
+        dv=origin_of(steps.dv, start_kv, h_kv, b),
     )
-    tiles = (
-        q_tiles,
-        q16_tiles,
-        k_tiles,
-        dk_tiles,
-        dout_tiles,
-        dout16_tiles,
-        v_tiles,
-        dv_tiles,
-        statistics_tiles,
-        factors,
+    tile = KeyTile(
+        first_row=first_row,
+        place=Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h),
+        h_kv=h_kv,
+        large=load_large(args.large.any_ptr, args.large.lse_ptr, work.num_heads, args.lengths_q.num_tokens, start_q, META),
+        num_blocks=num_blocks,
+        block_range=block_range,
     )
-    places = (
-        first_row,
-        len_q,
-        len_kv,
-        ((start_q + b * step_qs, h + b * step_qh), (start_q + b * step_q16s, h + b * step_q16h)),
-        ((start_q + b * step_dos, h + b * step_doh), (start_q + b * step_do16s, h + b * step_do16h)),
-        (start_kv + b * step_ks, h_kv + b * step_kh),
-        (start_kv + b * step_vs, h_kv + b * step_vh),
-        (start_kv + b * step_dks, h_kv + b * step_dkh),
-        (start_kv + b * step_dvs, h_kv + b * step_dvh),
-        (first_tile, tiles_of_statistics),
-    )
-    scales = (
-        (descale_q_ptr, stride_descale_qb, stride_descale_qh, stride_descale_qn, block_rows_q),
-        (descale_k_ptr, stride_descale_kb, stride_descale_kh, stride_descale_kn, block_rows_k),
-        (descale_v_ptr, stride_descale_vb, stride_descale_vh, stride_descale_vn, block_rows_v),
-        (descale_dout_ptr, stride_descale_dob, stride_descale_doh, stride_descale_don, block_rows_dout),
-        b,
-        h,
-        h_kv,
-        softmax_scale,
-    )
-    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-    bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-    common = (first_row, window_left, window_right, scores, bias, large, (len_q, len_kv, shift, b, h))
+    p_tiles, ds_tiles = factors, factors  # never used
     if META.SPLITS_COLUMNS:
-        HALF: gl.constexpr = META.BLOCK_M // 2
-        EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], DTYPE)
-        shared_p = gl.allocate_shared_memory(DTYPE, [4, 64, HALF], EXCHANGE)
-        shared_ds = gl.allocate_shared_memory(DTYPE, [4, 64, HALF], EXCHANGE)
-        exchanges = (shared_p, shared_ds)
+        EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M // 2], DTYPE)
+        p_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M // 2], EXCHANGE)
+        ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M // 2], EXCHANGE)
+    tiles = DkdvTiles(
+        q=q_tiles,
+        q16=q16_tiles,
+        k=k_tiles,
+        dk=dk_tiles,
+        dout=dout_tiles,
+        dout16=dout16_tiles,
+        v=v_tiles,
+        dv=dv_tiles,
+        statistics=statistics_tiles,
+        factors=factors,
+        p=p_tiles,
+        ds=ds_tiles,
+    )
+    buffers = DkdvBuffers(tiles=tiles, barriers=barriers)
+    if META.SPLITS_COLUMNS:
         gl.warp_specialize(
             [
-                (
-                    _dkdv_compute_columns,
-                    (tiles, exchanges, barriers, common, group_size, num_blocks, found, 0, MODS, META),
-                ),
-                (
-                    _dkdv_compute_columns,
-                    (tiles, exchanges, barriers, common, group_size, num_blocks, found, 1, MODS, META),
-                ),
-                (_dkdv_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
+                (_dkdv_compute_columns, (buffers, tile, args, 0, MODS, META)),
+                (_dkdv_compute_columns, (buffers, tile, args, 1, MODS, META)),
+                (_dkdv_load, (buffers, tile, args, origins, first_statistics, META)),
             ],
             [4, 1],
             [240, 24],
@@ -983,9 +734,9 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_dkdv_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-                (_dkdv_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-                (_dkdv_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
+                (_dkdv_compute, (buffers, tile, args, 0, MODS, META)),
+                (_dkdv_compute, (buffers, tile, args, 1, MODS, META)),
+                (_dkdv_load, (buffers, tile, args, origins, first_statistics, META)),
             ],
             [4, 1],
             [240, 24],
@@ -1037,7 +788,6 @@ def fp8_backward(
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
     statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
-    scales = scales_of(x)
     q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
 
@@ -1059,53 +809,89 @@ def fp8_backward(
             STAGES=stages[0],
             STAGES16=stages[1],
             STAGES_Q16=stages[-1],
-            OWN_TILES=rows != _ROWS.value or (min(stages[1:]) < 2 and not splits_columns),
+            OWN_TILES=rows != ROWS.value or (min(stages[1:]) < 2 and not splits_columns),
             SPLITS_COLUMNS=splits_columns,
             **own,
         )
 
-    def pairs(rows: int, *tensors: Tensor) -> tuple[list[TensorDescriptor], list[TensorDescriptor]]:
-        """Descriptors of the first part of each head dim and of the second, if there is one."""
-        first = [ragged_descriptor(t, rows, qk0) for t in tensors]
-        return first, [ragged_descriptor(t, rows, qk1) for t in tensors] if qk1 else first
+    def pair(x: Tensor, rows: int) -> Pair:
+        """Descriptors of the first part of the head dim and of the second; without one, anything."""
+        return Pair(first=ragged_descriptor(x, rows, qk0), second=ragged_descriptor(x, rows, qk1 or qk0))
 
-    lengths = (x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded)
-    sizes = (x.q.shape[-3], x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right))
-    descales = tuple(argument for scale in scales for argument in scale.arguments)
+    shared: dict[str, Any] = {
+        "statistics_tiles": tiles,
+        "large": LargeLse(any_ptr=large.is_any, lse_ptr=large.lse),
+        "descales": backward_descales(x),
+        "lengths_q": x.lengths_q,
+        "lengths_kv": x.lengths_kv,
+        "band": x.band,
+        "scores": x.scores,
+    }
 
-    for rows, side in ((_QUERIES, "q"), (tile.keys, "kv")):
+    def work(rows: int, side: Literal["q", "kv"], bytes_per_head: int) -> tuple[BackwardWork, int]:
+        """How many programs of `rows` rows there are, and their order."""
         longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
         blocks = triton.cdiv(longest, rows)
         table = work_table(x, rows, side, by_sequence=True) if has_lengths else None
-        # As in `hopper_backward`: k in both forms and v for dq, q and dout in both for dk and dv.
-        again = x.longest_kv * (3 * (qk0 + qk1) + v0) if side == "q" else x.longest_q * 6 * (qk0 + qk1 + v0)
-        section = section_of(x, heads, again)
         programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
-        call = (*lengths, float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section, *sizes)
-        inlined = (*x.score_arguments(), *x.list_arguments("kv" if side == "q" else "q"), x.mods)
-        if side == "q":
-            (of_q, of_dq), (of_q1, of_dq1) = pairs(64, x.q, dq)
-            of_k, of_k1 = pairs(tile.block_n, x.k, k16)
-            of_dout, of_v = ragged_descriptor(dout, 64, v0), ragged_descriptor(x.v, tile.block_n, v0)
-            own = (of_q, of_dout, *of_k, of_v, of_dq, of_q1, *of_k1, of_dq1, statistics)
-            kind = meta(tile.dq_stages, tile.block_n, False, BLOCK_M=_QUERIES, BLOCK_N=tile.block_n)
-            steps = batch_steps_of(x.q, dout, x.k, k16, x.v, dq)
-            arguments = (*own, tiles, *large[1:], table, *descales, *call, *steps, *inlined, kind)
-            launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, Tile(_QUERIES, tile.block_n, 4, 2), arguments)
-            gradients = (dq,)
-        else:
-            of_q, of_q1 = pairs(size, x.q, q16)
-            (of_k, of_dk), of_k1 = pairs(64, x.k, dk)
-            of_dout = [ragged_descriptor(t, size, v0) for t in (dout, dout16)]
-            of_v, of_dv = (ragged_descriptor(t, 64, v0) for t in (x.v, dv))
-            flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-            of_statistics = TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat)
-            own = (*of_q, *of_dout, of_k, of_v, of_dk, of_dv, *of_q1, *of_k1, of_statistics)
-            kind = meta(tile.dkdv_stages, size, tile.splits_columns, BLOCK_M=size, BLOCK_N=tile.keys)
-            steps = batch_steps_of(x.q, q16, dout, dout16, x.k, x.v, dk, dv)
-            arguments = (*own, tiles, *large[1:], table, *descales, *call, *steps, *inlined, kind)
-            launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, Tile(size, tile.keys, 4, 2), arguments)
-            gradients = (dk, dv)
-        if has_lengths:
-            for gradient in gradients:
-                zero_padding(x, gradient, side)
+        section = section_of(x, heads, bytes_per_head)
+        order = BackwardWork(
+            table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_section=section
+        )
+        return order, programs
+
+    # As in the 16-bit backward: k in both forms and v for dq, q and dout in both for dk and dv.
+    dq_work, programs = work(_QUERIES, "q", x.longest_kv * (3 * (qk0 + qk1) + v0))
+    dq_arguments = DqArguments(
+        descriptors=DqDescriptors(
+            q=pair(x.q, 64),
+            k=pair(x.k, tile.block_n),
+            k16=pair(k16, tile.block_n),
+            dq=pair(dq, 64),
+            dout=ragged_descriptor(dout, 64, v0),
+            v=ragged_descriptor(x.v, tile.block_n, v0),
+        ),
+        statistics_ptr=statistics,
+        work=dq_work,
+        steps=DqSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), k16=step_of(k16), v=step_of(x.v), dq=step_of(dq)),
+        lists=x.lists("kv"),
+        **shared,
+    )
+    dq_meta = meta(tile.dq_stages, tile.block_n, False, BLOCK_M=_QUERIES, BLOCK_N=tile.block_n)
+    dq_tile = Tile(_QUERIES, tile.block_n, 4, 2)
+    launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    dkdv_work, programs = work(tile.keys, "kv", x.longest_q * 6 * (qk0 + qk1 + v0))
+    dkdv_arguments = DkdvArguments(
+        descriptors=DkdvDescriptors(
+            q=pair(x.q, size),
+            q16=pair(q16, size),
+            k=pair(x.k, 64),
+            dk=pair(dk, 64),
+            dout=ragged_descriptor(dout, size, v0),
+            dout16=ragged_descriptor(dout16, size, v0),
+            v=ragged_descriptor(x.v, 64, v0),
+            dv=ragged_descriptor(dv, 64, v0),
+            statistics=TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+        ),
+        work=dkdv_work,
+        steps=DkdvSteps(
+            q=step_of(x.q),
+            q16=step_of(q16),
+            dout=step_of(dout),
+            dout16=step_of(dout16),
+            k=step_of(x.k),
+            v=step_of(x.v),
+            dk=step_of(dk),
+            dv=step_of(dv),
+        ),
+        lists=x.lists("q"),
+        **shared,
+    )
+    dkdv_meta = meta(tile.dkdv_stages, size, tile.splits_columns, BLOCK_M=size, BLOCK_N=tile.keys)
+    dkdv_tile = Tile(size, tile.keys, 4, 2)
+    launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
+    if has_lengths:
+        zero_padding(x, dq, "q")
+        zero_padding(x, dk, "kv")
+        zero_padding(x, dv, "kv")

@@ -19,13 +19,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Lengths
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     LOG2E,
     head_values,
     is_any_large,
     load_large,
+    logits,
     packed_start,
     relative_to_lse,
     through_mods,
@@ -47,7 +48,6 @@ from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupp
 from flexattn.kernels_triton.hopper.descriptors import (
     DTYPES,
     FP8_DTYPES,
-    batch_steps_of,
     descriptor_error,
     load_rows,
     load_statistics,
@@ -55,13 +55,32 @@ from flexattn.kernels_triton.hopper.descriptors import (
     store_rows,
 )
 from flexattn.kernels_triton.hopper.dq_sums import add_dq, convert_dq, dq_product, hand_over, write_dq
-from flexattn.kernels_triton.hopper.fp8 import Scale, load_descale, scale_error, scales_of
+from flexattn.kernels_triton.hopper.fp8 import (
+    BackwardDescales,
+    BackwardWork,
+    KeyTile,
+    LargeLse,
+    Place,
+    Scale,
+    Step,
+    allocate_factors,
+    head_at,
+    load_descale,
+    load_head_scores,
+    origin_of,
+    read_factor,
+    scale_error,
+    scales_of,
+    sequence_of,
+    step_of,
+    write_factor,
+)
 from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pairs import Origin, allocate_tiles
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
 from flexattn.kernels_triton.hopper.quantize import dequantize
-from flexattn.kernels_triton.hopper.scores import head_group, head_of, modified, scores_of_head
-from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of, sequences
+from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch
 
 
@@ -106,99 +125,168 @@ class Fp8OnePassMeta(NamedTuple):
     DQ_STAGES: int
 
 
+class Descriptors(NamedTuple):
+    q: Any
+    q16: Any
+    dout: Any
+    dout16: Any
+    k: Any
+    k16: Any
+    v: Any
+    statistics: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Steps(NamedTuple):
+    q: Step
+    q16: Step
+    dout: Step
+    dout16: Step
+    k: Step
+    k16: Step
+    v: Step
+    dk: Step
+    dv: Step
+
+
+class Arguments(NamedTuple):
+    descriptors: Descriptors
+    statistics_tiles: int  # of a head
+    large: LargeLse
+    work: BackwardWork
+    descales: BackwardDescales
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    band: Band
+    steps: Steps
+    scores: Scores
+    lists: BlockMaskLists | None  # of query blocks
+
+
+class Tiles(NamedTuple):
+    """In shared memory: q, dout, the statistics and the factors by stage, k and v by consumer."""
+
+    q: Any
+    q16: Any
+    dout: Any
+    dout16: Any
+    k: Any
+    k16: Any
+    v: Any
+    statistics: Any
+    factors: Any  # of each block of queries those of its scores and of its dp
+    ds: Any
+    dq: Any
+
+
+class Barriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    dout_full: Any
+    kv_full: Any
+    dq_full: Any
+    dq_empty: Any
+    dkdv_full: Any
+
+
+class Buffers(NamedTuple):
+    tiles: Tiles
+    barriers: Barriers
+
+
+class Origins(NamedTuple):
+    """Where the rows of a program's heads begin."""
+
+    q: Origin
+    q16: Origin
+    dout: Origin
+    dout16: Origin
+    k: Origin
+    k16: Origin
+    v: Origin
+    dk: Origin
+    dv: Origin
+
+
 @gluon.jit
-def _load(descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META: gl.constexpr):
-    of_q, of_dout, of_k, statistics_descriptor, _, dk_descriptor, dv_descriptor = descriptors
-    q_tiles, q16_tiles, dout_tiles, dout16_tiles, k_tiles, k16_tiles, v_tiles, statistics_tiles, factors, _, _ = tiles
-    q_full, q_empty, dout_full, kv_full, _, _, dkdv_full = barriers
-    first_row, len_q, len_kv, q_places, dout_places, k_places, first_tile, tiles_of_a_head = places
-    q_descriptor, q16_descriptor = of_q
-    dout_descriptor, dout16_descriptor = of_dout
-    k_descriptor, k16_descriptor, v_descriptor = of_k
-    q_place, q16_place = q_places
-    dout_place, dout16_place = dout_places
-    k_place, k16_place, v_place, dk_place, dv_place = k_places
-    scale_q, scale_k, scale_v, scale_dout, b, h, h_kv, softmax_scale = scales
-    full = kv_full.index(0)
-    BYTES: gl.constexpr = k_descriptor.block_type.nbytes + v_descriptor.block_type.nbytes + k16_descriptor.block_type.nbytes
-    mbarrier.expect(full, 2 * BYTES)
+def _load(buffers: Buffers, tile: KeyTile, args: Arguments, origins: Origins, first_statistics, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    of = args.descriptors
+    first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
+    len_q, len_kv = tile.place.len_q, tile.place.len_kv
+    full = barriers.kv_full.index(0)
+    KV_BYTES: gl.constexpr = of.k.block_type.nbytes + of.v.block_type.nbytes + of.k16.block_type.nbytes
+    Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
+    DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes + of.dout16.block_type.nbytes + of.q16.block_type.nbytes
+    mbarrier.expect(full, 2 * KV_BYTES)
     for part in gl.static_range(2):
         row = first_row + part * ROWS
-        load_rows(k_descriptor, k_place[0], len_kv, row, k_place[1], 0, full, k_tiles.index(part))
-        load_rows(v_descriptor, v_place[0], len_kv, row, v_place[1], 0, full, v_tiles.index(part))
-        load_rows(k16_descriptor, k16_place[0], len_kv, row, k16_place[1], 0, full, k16_tiles.index(part))
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        load_rows(of.k, origins.k.token, len_kv, row, origins.k.head, 0, full, tiles.k.index(part))
+        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
+        load_rows(of.k16, origins.k16.token, len_kv, row, origins.k16.head, 0, full, tiles.k16.index(part))
     scale_row = gl.minimum(first_row, gl.maximum(len_kv - 1, 0))
-    s_factor = load_descale(scale_k, b, h_kv, scale_row)
-    dp_factor = load_descale(scale_v, b, h_kv, scale_row)
+    s_factor = load_descale(args.descales.k, b, h_kv, scale_row)
+    dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
     if META.IS_PLAIN:
-        s_factor *= softmax_scale * LOG2E
+        s_factor *= args.scores.scale * LOG2E
     t = 0
     head = 0
-    for turn in range(num_blocks * group_size):
-        row = query_block(t, found, META)[0]
-        slot = turn % STAGES
+    for iteration in range(tile.num_blocks * args.work.group_size):
+        row = query_block(t, tile.block_range, META)[0]
+        stage = iteration % STAGES
         scale_row = gl.minimum(row, len_q - 1)
-        descale_q = load_descale(scale_q, b, h + head, scale_row)
-        descale_dout = load_descale(scale_dout, b, h + head, scale_row)
-        full = q_full.index(slot)
-        mbarrier.wait(q_empty.index(slot), ((turn // STAGES) & 1) ^ 1)
-        # A masked score is -inf, and -inf * 0 would be NaN. All lanes write what the arrival of the first one publishes.
-        factors.index(2 * slot).store(gl.full([4], gl.maximum(s_factor * descale_q, 1e-37), gl.float32, layout=LANES))
-        factors.index(2 * slot + 1).store(gl.full([4], dp_factor * descale_dout, gl.float32, layout=LANES))
-        mbarrier.expect(full, q_descriptor.block_type.nbytes + statistics_descriptor.block_type.nbytes)
-        load_rows(q_descriptor, q_place[0], len_q, row, q_place[1] + head, 0, full, q_tiles.index(slot))
-        of_head = first_tile + head * tiles_of_a_head
-        load_statistics(statistics_descriptor, of_head, row, len_q, full, statistics_tiles.index(slot), META)
-        full = dout_full.index(slot)
-        HALVES: gl.constexpr = dout16_descriptor.block_type.nbytes + q16_descriptor.block_type.nbytes
-        mbarrier.expect(full, dout_descriptor.block_type.nbytes + HALVES)
-        load_rows(dout_descriptor, dout_place[0], len_q, row, dout_place[1] + head, 0, full, dout_tiles.index(slot))
-        load_rows(dout16_descriptor, dout16_place[0], len_q, row, dout16_place[1] + head, 0, full, dout16_tiles.index(slot))
-        load_rows(q16_descriptor, q16_place[0], len_q, row, q16_place[1] + head, 0, full, q16_tiles.index(slot))
+        descale_q = load_descale(args.descales.q, b, h + head, scale_row)
+        descale_dout = load_descale(args.descales.dout, b, h + head, scale_row)
+        full = barriers.q_full.index(stage)
+        mbarrier.wait(barriers.q_empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
+        # A masked score is -inf, and -inf * 0 would be NaN.
+        write_factor(tiles.factors, 2 * stage, gl.maximum(s_factor * descale_q, 1e-37))
+        write_factor(tiles.factors, 2 * stage + 1, dp_factor * descale_dout)
+        mbarrier.expect(full, Q_BYTES)
+        load_rows(of.q, origins.q.token, len_q, row, origins.q.head + head, 0, full, tiles.q.index(stage))
+        of_head = first_statistics + head * args.statistics_tiles
+        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        full = barriers.dout_full.index(stage)
+        mbarrier.expect(full, DOUT_BYTES)
+        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
+        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
+        load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + head, 0, full, tiles.q16.index(stage))
         t += 1
-        if t == num_blocks:
+        if t == tile.num_blocks:
             t = 0
             head += 1
-    mbarrier.wait(dkdv_full.index(0), 0)
+    mbarrier.wait(barriers.dkdv_full.index(0), 0)
     for part in gl.static_range(2):
         row = first_row + part * ROWS
-        store_rows(dk_descriptor, dk_place[0], len_kv, row, dk_place[1], 0, k16_tiles.index(part))
+        store_rows(of.dk, origins.dk.token, len_kv, row, origins.dk.head, 0, tiles.k16.index(part))
         # A tile's first rows are what is needed.
-        store_rows(dv_descriptor, dv_place[0], len_kv, row, dv_place[1], 0, dout16_tiles.index(part).slice(0, ROWS, 2))
+        store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _score_product(q_tiles, k_tiles, q_full, slot, phase, is_there, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Of the turn whose q is in `slot`; transposed.
+def _score_product(buffers: Buffers, stage, phase, is_there, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # With the block of queries in `stage`; transposed.
     BLOCK_M: gl.constexpr = META.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
-    mbarrier.wait(q_full.index(slot), phase, pred=is_there)
-    own_k = k_tiles.index(zero + CONSUMER).reshape([ROWS, META.DIM])
-    q = q_tiles.index(slot).reshape([BLOCK_M, META.DIM])
+    mbarrier.wait(buffers.barriers.q_full.index(stage), phase, pred=is_there)
+    own_k = buffers.tiles.k.index(zero + CONSUMER).reshape([ROWS, META.DIM])
+    q = buffers.tiles.q.index(stage).reshape([BLOCK_M, META.DIM])
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _compute(
-    tiles,
-    barriers,
-    common,
-    group_size,
-    num_blocks,
-    found,
-    CONSUMER: gl.constexpr,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
-    q_tiles, q16_tiles, dout_tiles, dout16_tiles, k_tiles, k16_tiles, v_tiles, statistics_tiles, factors, ds_tiles, dq_tiles = tiles
-    q_full, q_empty, dout_full, kv_full, dq_full, dq_empty, dkdv_full = barriers
-    first_row, window_left, window_right, scores, bias, large, place = common
-    len_q, len_kv, shift, b, first_head = place
-    softmax_scale, _, _, _, captures = scores
-    DTYPE: gl.constexpr = k16_tiles.dtype
+def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    first_row, large, block_range = tile.first_row, tile.large, tile.block_range
+    len_q, len_kv, shift, b = tile.place.len_q, tile.place.len_kv, tile.place.shift, tile.place.b
+    first_head = tile.place.h
+    num_blocks, group_size = tile.num_blocks, args.work.group_size
+    window_left, window_right = args.band.left, args.band.right
+    DTYPE: gl.constexpr = tiles.k16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
@@ -215,45 +303,45 @@ def _compute(
     if META.HAS_RIGHT:
         uncut_from = own_row + ROWS - 1 - shift - window_right
     uncut_from = gl.where(own_row + ROWS > len_kv, FAR, uncut_from)
-    # A turn's products, and what runs under them: dp | p | dv | ds | dk, dq of the turn before, the next turn's scores. Half of dq
-    # is a sum over the other warpgroup's ds too, which is there a turn later; before the first there is 0. While one warpgroup
-    # computes p, the other multiplies.
-    ds_tiles.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    # The products of an iteration, and what runs under them: dp | p | dv | ds | dk, dq of the iteration before, the next scores.
+    # Half of dq is a sum over the other warpgroup's ds too, which is there an iteration later; before the first there is 0. While
+    # one warpgroup computes p, the other multiplies.
+    tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     t = 0
     h = first_head
-    head = head_of(bias, b, h, META)
-    values = head_values(b, h, captures, MODS, META)
-    turns = num_blocks * group_size
+    own_scores = load_head_scores(args.scores, b, h, META)
+    values = head_values(b, h, args.scores.captures, MODS, META)
+    iterations = num_blocks * group_size
     kq = zeros
-    if turns > 0:
+    if iterations > 0:
         named_barrier_arrive_at(READ + CONSUMER, BOTH)
         if CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
-        first = _score_product(q_tiles, k_tiles, q_full, 0, 0, turns > 0, opaque_zero(turns), CONSUMER, META)
+        first = _score_product(buffers, 0, 0, iterations > 0, opaque_zero(iterations), CONSUMER, META)
         kq = warpgroup_mma_wait(0, deps=[first])
-    for turn in range(turns):
-        row, is_full = query_block(t, found, META)
+    for iteration in range(iterations):
+        row, is_full = query_block(t, block_range, META)
         columns = row + block_columns
-        zero = opaque_zero(turn)
-        slot = turn % STAGES
-        phase = (turn // STAGES) & 1
-        here = (turn & 1) * 2
-        # Two barriers in turn: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
-        last = ((turn + 1) & 1) * 2
-        own_v = v_tiles.index(zero + CONSUMER).reshape([ROWS, DIM])
-        dout = dout_tiles.index(slot).reshape([BLOCK_M, DIM])
-        mbarrier.wait(dout_full.index(slot), phase)
+        zero = opaque_zero(iteration)
+        stage = iteration % STAGES
+        phase = (iteration // STAGES) & 1
+        here = (iteration & 1) * 2
+        # Two barriers in iteration: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
+        last = ((iteration + 1) & 1) * 2
+        own_v = tiles.v.index(zero + CONSUMER).reshape([ROWS, DIM])
+        dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM])
+        mbarrier.wait(barriers.dout_full.index(stage), phase)
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
         named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
-        place = (len_q, len_kv, shift, b, h)
-        own_scores = scores_of_head(scores, values, META)
-        s_factor = factors.index(2 * slot).slice(0, 1).load(COLUMNS)[None, :]
+        place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
+        head = head_at(place, args.scores, own_scores, values, META)
+        s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
         if not META.IS_PLAIN:
             kq = kq * s_factor
-        s, factor, cap_tanh, score = modified(kq, columns[None, :], rows[:, None], place, own_scores, head, MODS, META)
+        s, factor, cap_tanh, score = logits(kq, columns[None, :], rows[:, None], args.scores.scale, head, MODS, META)
         if META.IS_PLAIN:
             factor = s_factor
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
@@ -262,260 +350,138 @@ def _compute(
         if is_cut | is_any_large(large, META):
             s = mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META)
             if META.IS_UNBOUNDED:
-                of_queries = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+                of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
                 s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, own_scores[4], MODS, META)
+        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, head.captures, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-        minus_lse = statistics_tiles.index(slot).slice(0, BLOCK_M).load(COLUMNS)
+        minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
         if CONSUMER == 0:
             named_barrier_arrive_at(TURN + 1 + zero, BOTH)
-        elif turn + 1 < turns:
+        elif iteration + 1 < iterations:
             named_barrier_arrive_at(TURN + zero, BOTH)
-        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(slot).reshape([BLOCK_M, DIM]), dv, is_async=True)
+        sum_of_dout = warpgroup_mma(p16, tiles.dout16.index(stage).reshape([BLOCK_M, DIM]), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        minus_delta = statistics_tiles.index(slot).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        dp_factor = factors.index(2 * slot + 1).slice(0, 1).load(COLUMNS)[None, :]
+        minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        dp_factor = read_factor(tiles.factors, 2 * stage + 1, COLUMNS)
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
-        dscore = through_mods(
-            dlogit, cap_tanh, score, columns[None, :], rows[:, None], head_group(place, own_scores, head), MODS, META
-        )
+        dscore = through_mods(dlogit, cap_tanh, score, columns[None, :], rows[:, None], head, MODS, META)
         ds = dscore.to(DTYPE)
-        # The other warpgroup's dq of the turn before the last has read what is overwritten.
+        # The other warpgroup's dq of the iteration before the last has read what is overwritten.
         named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
-        ds_tiles.index(here + CONSUMER).store(ds)
+        tiles.ds.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
-        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(slot).reshape([BLOCK_M, DIM]), dk, is_async=True)
+        sum_of_q = warpgroup_mma(ds16, tiles.q16.index(stage).reshape([BLOCK_M, DIM]), dk, is_async=True)
         fence_async_shared()  # under the product
         named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
         named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-        sum_of_k = dq_product(ds_tiles, k16_tiles, last, zero, CONSUMER, META)
-        # The next turn's scores under these; in the last turn its own again, for nothing.
-        is_there = turn + 1 < turns
-        next_slot = gl.where(is_there, (turn + 1) % STAGES, slot)
-        next_phase = ((turn + 1) // STAGES) & 1
-        next_scores = _score_product(q_tiles, k_tiles, q_full, next_slot, next_phase, is_there, zero, CONSUMER, META)
+        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)
+        # The next turn's scores under these; in the last iteration its own again, for nothing.
+        is_there = iteration + 1 < iterations
+        next_stage = gl.where(is_there, (iteration + 1) % STAGES, stage)
+        next_phase = ((iteration + 1) // STAGES) & 1
+        next_scores = _score_product(buffers, next_stage, next_phase, is_there, zero, CONSUMER, META)
         dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.arrive(barriers.q_empty.index(stage), count=1)
         dq = warpgroup_mma_wait(1, deps=[sum_of_k])
         if is_there:
             named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
-        if turn > 0:
-            write_dq(dq, dq_tiles, dq_empty, turn - 1, CONSUMER, META)
-            hand_over(dq_full, turn - 1, META)
+        if iteration > 0:
+            write_dq(dq, tiles.dq, barriers.dq_empty, iteration - 1, CONSUMER, META)
+            hand_over(barriers.dq_full, iteration - 1, META)
         kq = warpgroup_mma_wait(0, deps=[next_scores])
         t += 1
         if t == num_blocks:
             t = 0
             h += 1
             next_h = gl.minimum(h, first_head + group_size - 1)
-            head = head_of(bias, b, next_h, META)
-            values = head_values(b, next_h, captures, MODS, META)
-    last = ((turns + 1) & 1) * 2
+            own_scores = load_head_scores(args.scores, b, next_h, META)
+            values = head_values(b, next_h, args.scores.captures, MODS, META)
+    last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-    if turns > 0:
-        sum_of_k = dq_product(ds_tiles, k16_tiles, last, 0, CONSUMER, META)
+    if iterations > 0:
+        sum_of_k = dq_product(tiles.ds, tiles.k16, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        write_dq(dq, dq_tiles, dq_empty, turns - 1, CONSUMER, META)
-        hand_over(dq_full, turns - 1, META)
+        write_dq(dq, tiles.dq, barriers.dq_empty, iterations - 1, CONSUMER, META)
+        hand_over(barriers.dq_full, iterations - 1, META)
     named_barrier_sync(LAST, BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
-    k16_tiles.index(CONSUMER).reshape([ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
-    dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
+    tiles.k16.index(CONSUMER).reshape([ROWS, DIM]).store((dk * args.scores.scale).to(DTYPE))
+    tiles.dout16.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
     fence_async_shared()
-    mbarrier.arrive(dkdv_full.index(0), count=1)
+    mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 
 
 @hopper_kernel
-def _attn_bwd_one_pass_fp8_hopper_kernel(
-    q_descriptor,
-    q16_descriptor,
-    dout_descriptor,
-    dout16_descriptor,
-    k_descriptor,
-    k16_descriptor,
-    v_descriptor,
-    statistics_descriptor,
-    dq_descriptor,
-    dk_descriptor,
-    dv_descriptor,
-    tiles_of_a_head,
-    large_ptr,  # of `large_rows`
-    large_lse_ptr,
-    table_ptr,
-    descale_q_ptr,
-    stride_descale_qb,
-    stride_descale_qh,
-    stride_descale_qn,
-    block_rows_q,
-    descale_k_ptr,
-    stride_descale_kb,
-    stride_descale_kh,
-    stride_descale_kn,
-    block_rows_k,
-    descale_v_ptr,
-    stride_descale_vb,
-    stride_descale_vh,
-    stride_descale_vn,
-    block_rows_v,
-    descale_dout_ptr,
-    stride_descale_dob,
-    stride_descale_doh,
-    stride_descale_don,
-    block_rows_dout,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    softmax_scale,
-    batch,
-    num_heads,
-    group_size,
-    blocks,
-    heads_per_section,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    step_qs,
-    step_qh,
-    step_q16s,
-    step_q16h,
-    step_dos,
-    step_doh,
-    step_do16s,
-    step_do16h,
-    step_ks,
-    step_kh,
-    step_k16s,
-    step_k16h,
-    step_vs,
-    step_vh,
-    step_dks,
-    step_dkh,
-    step_dvs,
-    step_dvh,
-    bias_ptr,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    alibi_slopes_ptr,
-    stride_alibi_b,
-    softcap,
-    captures,
-    block_counts_ptr,  # of the block mask, the lists of query blocks
-    block_indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
+def _attn_bwd_one_pass_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    DTYPE: gl.constexpr = k16_descriptor.dtype
-    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [STAGES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    q16_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + q16_descriptor.block_type.shape, q16_descriptor.layout)
-    DOUT: gl.constexpr = dout_descriptor.block_type.shape
-    dout_tiles = gl.allocate_shared_memory(dout_descriptor.dtype, [STAGES] + DOUT, dout_descriptor.layout)
-    dout16_tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + dout16_descriptor.block_type.shape, dout16_descriptor.layout)
-    k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [2] + k_descriptor.block_type.shape, k_descriptor.layout)
-    k16_tiles = gl.allocate_shared_memory(DTYPE, [2] + k16_descriptor.block_type.shape, k16_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [2] + v_descriptor.block_type.shape, v_descriptor.layout)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], statistics_descriptor.layout)
-    # Of each turn what its scores and its dp are multiplied with.
-    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    of = args.descriptors
+    DTYPE: gl.constexpr = of.k16.dtype
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
-    ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    DQ: gl.constexpr = dq_descriptor.block_type.shape
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * META.DQ_STAGES] + DQ, dq_descriptor.layout)
-    barriers = (
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(1, 1),
-        allocate_barriers(META.DQ_STAGES, 2),
-        allocate_barriers(META.DQ_STAGES, 1),
-        allocate_barriers(1, 2),
+    tiles = Tiles(
+        q=allocate_tiles(STAGES, of.q),
+        q16=allocate_tiles(STAGES, of.q16),
+        dout=allocate_tiles(STAGES, of.dout),
+        dout16=allocate_tiles(STAGES, of.dout16),
+        k=allocate_tiles(2, of.k),
+        k16=allocate_tiles(2, of.k16),
+        v=allocate_tiles(2, of.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout),
+        factors=allocate_factors(STAGES),
+        ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
+        dq=allocate_tiles(2 * META.DQ_STAGES, of.dq),
     )
-    block, h_kv, b = block_of(table_ptr, num_heads // group_size, blocks, heads_per_section, False, META)
-    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
-    start_q, len_q, start_kv, len_kv = sequences(
-        b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    barriers = Barriers(
+        q_full=allocate_barriers(STAGES, 1),
+        q_empty=allocate_barriers(STAGES, 2),
+        dout_full=allocate_barriers(STAGES, 1),
+        kv_full=allocate_barriers(1, 1),
+        dq_full=allocate_barriers(META.DQ_STAGES, 2),
+        dq_empty=allocate_barriers(META.DQ_STAGES, 1),
+        dkdv_full=allocate_barriers(1, 2),
     )
-    shift = (len_kv - len_q) * bottom_right
+    buffers = Buffers(tiles=tiles, barriers=barriers)
+    work, steps, band = args.work, args.steps, args.band
+    block, h_kv, b = block_of(work.table_ptr, work.num_heads // work.group_size, work.blocks, work.heads_per_section, False, META)
+    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+    start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
+    shift = (len_kv - len_q) * band.bottom_right
     first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    h = h_kv * group_size
-    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
-    num_blocks, found = blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, lists, META)
+    h = h_kv * work.group_size
+    num_blocks, block_range = blocks_of_queries(first_row, b, h, len_q, shift, band.left, band.right, args.lists, META)
     num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    descriptors = (
-        (q_descriptor, q16_descriptor),
-        (dout_descriptor, dout16_descriptor),
-        (k_descriptor, k16_descriptor, v_descriptor),
-        statistics_descriptor,
-        dq_descriptor,
-        dk_descriptor,
-        dv_descriptor,
+    place_q = packed_start(args.lengths_q, b, start_q)
+    first_statistics = statistics_tile(b, h, work.num_heads, place_q, args.statistics_tiles, META, BLOCK_M)
+    of_dq = (len_q, first_statistics, args.statistics_tiles)
+    origins = Origins(
+        q=origin_of(steps.q, start_q, h, b),
+        q16=origin_of(steps.q16, start_q, h, b),
+        dout=origin_of(steps.dout, start_q, h, b),
+        dout16=origin_of(steps.dout16, start_q, h, b),
+        k=origin_of(steps.k, start_kv, h_kv, b),
+        k16=origin_of(steps.k16, start_kv, h_kv, b),
+        v=origin_of(steps.v, start_kv, h_kv, b),
+        dk=origin_of(steps.dk, start_kv, h_kv, b),
+        dv=origin_of(steps.dv, start_kv, h_kv, b),
     )
-    tiles = (
-        q_tiles,
-        q16_tiles,
-        dout_tiles,
-        dout16_tiles,
-        k_tiles,
-        k16_tiles,
-        v_tiles,
-        statistics_tiles,
-        factors,
-        ds_tiles,
-        dq_tiles,
+    tile = KeyTile(
+        first_row=first_row,
+        place=Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h),
+        h_kv=h_kv,
+        large=load_large(args.large.any_ptr, args.large.lse_ptr, work.num_heads, args.lengths_q.num_tokens, start_q, META),
+        num_blocks=num_blocks,
+        block_range=block_range,
     )
-    place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, start_q)
-    first_tile = statistics_tile(b, h, num_heads, place_q, tiles_of_a_head, META, BLOCK_M)
-    of_dq = (len_q, first_tile, tiles_of_a_head)
-    places = (
-        first_row,
-        len_q,
-        len_kv,
-        ((start_q + b * step_qs, h + b * step_qh), (start_q + b * step_q16s, h + b * step_q16h)),
-        ((start_q + b * step_dos, h + b * step_doh), (start_q + b * step_do16s, h + b * step_do16h)),
-        (
-            (start_kv + b * step_ks, h_kv + b * step_kh),
-            (start_kv + b * step_k16s, h_kv + b * step_k16h),
-            (start_kv + b * step_vs, h_kv + b * step_vh),
-            (start_kv + b * step_dks, h_kv + b * step_dkh),
-            (start_kv + b * step_dvs, h_kv + b * step_dvh),
-        ),
-        first_tile,
-        tiles_of_a_head,
-    )
-    scales = (
-        (descale_q_ptr, stride_descale_qb, stride_descale_qh, stride_descale_qn, block_rows_q),
-        (descale_k_ptr, stride_descale_kb, stride_descale_kh, stride_descale_kn, block_rows_k),
-        (descale_v_ptr, stride_descale_vb, stride_descale_vh, stride_descale_vn, block_rows_v),
-        (descale_dout_ptr, stride_descale_dob, stride_descale_doh, stride_descale_don, block_rows_dout),
-        b,
-        h,
-        h_kv,
-        softmax_scale,
-    )
-    scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, captures)
-    bias = (bias_ptr, stride_bias_b, stride_bias_h, alibi_slopes_ptr, stride_alibi_b)
-    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-    common = (first_row, window_left, window_right, scores, bias, large, (len_q, len_kv, shift, b, h))
     gl.warp_specialize(
         [
-            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 0, MODS, META)),
-            (_compute, (tiles, barriers, common, group_size, num_blocks, found, 1, MODS, META)),
-            (_load, (descriptors, tiles, barriers, places, scales, group_size, num_blocks, found, META)),
-            (add_dq, (dq_descriptor, dq_tiles, barriers[4], barriers[5], of_dq, group_size, num_blocks, found, META)),
+            (_compute, (buffers, tile, args, 0, MODS, META)),
+            (_compute, (buffers, tile, args, 1, MODS, META)),
+            (_load, (buffers, tile, args, origins, first_statistics, META)),
+            (
+                add_dq,
+                (of.dq, tiles.dq, barriers.dq_full, barriers.dq_empty, of_dq, work.group_size, num_blocks, block_range, META),
+            ),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -528,6 +494,11 @@ def tile_of(problem: Problem) -> Fp8OnePassTile:
     most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
     width = max(x.q.shape[-1], x.v.shape[-1])
     return next(tile for tile in FP8_ONE_PASS if width <= tile.head_dim and tile.queries <= most)
+
+
+def backward_descales(problem: Problem) -> BackwardDescales:
+    q, k, v, dout = (scale.argument for scale in scales_of(problem))
+    return BackwardDescales(q=q, k=k, v=v, dout=dout)
 
 
 def is_plain(score_meta: dict[str, Any]) -> bool:
@@ -632,7 +603,7 @@ def fp8_one_pass_backward(
     x = problem
     tile = tile or tile_of(x)
     dim, size = tile.head_dim, tile.queries
-    num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
+    head_dim = x.q.shape[-1]
     statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
@@ -644,7 +615,6 @@ def fp8_one_pass_backward(
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
     section = section_of(x, x.num_heads_kv, bytes_per_head)
-    scales = scales_of(x)
     q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
     meta = Fp8OnePassMeta(
@@ -662,30 +632,44 @@ def fp8_one_pass_backward(
         DIM=dim,
         DQ_STAGES=tile.dq_stages,
     )
-    by_query, by_key = (x.q, q16, dout, dout16), (x.k, k16, x.v)
-    launch(
-        _attn_bwd_one_pass_fp8_hopper_kernel,
-        programs,
-        x.device,
-        Tile(size, KEYS, 4, 2),
-        (
-            *(ragged_descriptor(t, size, dim) for t in by_query),
-            *(ragged_descriptor(t, ROWS.value, dim) for t in by_key),
-            TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
-            TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
-            *(ragged_descriptor(t, ROWS.value, dim) for t in (dk, dv)),
-            *(tiles, *large[1:], table),
-            *(argument for scale in scales for argument in scale.arguments),
-            *(x.cu_seqlens_q, x.cu_seqlens_kv, x.cu_seqlens_q_padded, x.cu_seqlens_kv_padded),
-            *(float(x.softmax_scale), x.batch, x.num_heads, x.group_size, blocks, section),
-            *(num_tokens_q, x.k.shape[-3], x.longest_q, x.longest_kv, *x.window, int(x.bottom_right)),
-            *batch_steps_of(*by_query, *by_key, dk, dv),
-            *x.score_arguments(),
-            *x.list_arguments("q"),
-            x.mods,
-            meta,
+    arguments = Arguments(
+        descriptors=Descriptors(
+            q=ragged_descriptor(x.q, size, dim),
+            q16=ragged_descriptor(q16, size, dim),
+            dout=ragged_descriptor(dout, size, dim),
+            dout16=ragged_descriptor(dout16, size, dim),
+            k=ragged_descriptor(x.k, ROWS.value, dim),
+            k16=ragged_descriptor(k16, ROWS.value, dim),
+            v=ragged_descriptor(x.v, ROWS.value, dim),
+            statistics=TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+            dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
+            dk=ragged_descriptor(dk, ROWS.value, dim),
+            dv=ragged_descriptor(dv, ROWS.value, dim),
         ),
+        statistics_tiles=tiles,
+        large=LargeLse(any_ptr=large.is_any, lse_ptr=large.lse),
+        work=BackwardWork(
+            table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_section=section
+        ),
+        descales=backward_descales(x),
+        lengths_q=x.lengths_q,
+        lengths_kv=x.lengths_kv,
+        band=x.band,
+        steps=Steps(
+            q=step_of(x.q),
+            q16=step_of(q16),
+            dout=step_of(dout),
+            dout16=step_of(dout16),
+            k=step_of(x.k),
+            k16=step_of(k16),
+            v=step_of(x.v),
+            dk=step_of(dk),
+            dv=step_of(dv),
+        ),
+        scores=x.scores,
+        lists=x.lists("q"),
     )
+    launch(_attn_bwd_one_pass_fp8_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
     convert_dq(x, dq_sums, tiles, size, dq)
     if has_lengths:
         zero_padding(x, dq, "q")

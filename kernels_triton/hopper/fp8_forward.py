@@ -16,16 +16,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.arguments import Alibi, Bias, Lengths
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Head, Lengths, Scores
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
     LOWEST,
-    captures_of_head,
     exponent_factor,
     exponent_origin,
-    load_head,
+    head_of,
     log_of_sum,
+    logits,
     packed_start,
     positive_factor,
 )
@@ -34,43 +34,40 @@ from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, key_block, own_blocks
 from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import (
-    FP8_DTYPES,
-    batch_steps_of,
-    descriptor_error,
-    load_rows,
-    ragged_descriptor,
-    store_rows,
-)
+from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, descriptor_error, load_rows, ragged_descriptor, store_rows
 from flexattn.kernels_triton.hopper.fp8 import (
     BLOCK,
     P_SCALE,
     P_SHIFT,
+    Descales,
+    Place,
     Scale,
+    Step,
+    TileBand,
     compute_here,
     first_transposed_block,
     load_descale,
     pack_quads,
     scale_error,
     scales_of,
+    sequence_of,
+    step_of,
     transposed_descriptor,
     unpack_quads,
 )
 from flexattn.kernels_triton.hopper.masking import mask_by_mod, mask_keys
-from flexattn.kernels_triton.hopper.operands import keep_pairs
+from flexattn.kernels_triton.hopper.operands import ROWS, keep_pairs
+from flexattn.kernels_triton.hopper.pairs import allocate_tiles
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, pass_over
-from flexattn.kernels_triton.hopper.scores import modified
 from flexattn.kernels_triton.hopper.tile_scheduler import (
     amount_of_work,
     hear,
     piece_of_work,
     query_heads_per_section,
-    sequences,
     tell,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
-_ROWS = gl.constexpr(64)  # queries of a warpgroup: wgmma's M
 _COLUMNS = gl.constexpr(8)  # of the product that sums p: wgmma's least N, all alike
 _ONE = gl.constexpr(0x38)  # 1 in e4m3
 
@@ -151,421 +148,483 @@ class Fp8ForwardMeta(NamedTuple):
     NUMBERS: int  # that make a tile: (first query, head, batch), with lengths (first token, queries, keys), then three scales
 
 
+class Descriptors(NamedTuple):
+    q: Any
+    k: Any
+    v: Any  # transposed
+    out: Any
+    q1: Any  # of the second part of the head dim; without one, anything
+    k1: Any
+
+
+class Steps(NamedTuple):
+    q: Step
+    k: Step
+    out: Step
+
+
+class Work(NamedTuple):
+    """Work tiles, of BLOCK_M queries of a head each, and the order in which they are handed out."""
+
+    table_ptr: Any  # `work_table`'s; without lengths its counter alone
+    num_heads: int
+    group_size: int
+    blocks: int
+    heads_per_section: int
+    v_blocks: int  # transposed tiles of a head of v
+
+
+class Arguments(NamedTuple):
+    descriptors: Descriptors
+    lse_ptr: Any
+    descales: Descales
+    softmax_offset_ptr: Any
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    work: Work
+    band: Band
+    steps: Steps
+    scores: Scores
+    lists: BlockMaskLists | None  # of key blocks
+
+
+class Tiles(NamedTuple):
+    """In shared memory: q by consumer and stage, k and v by stage, out by consumer."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    q1: Any
+    k1: Any
+    ones: Any  # which p is summed by
+
+
+class Barriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    tile_full: Any  # of the broadcast slots, and these
+    tile_empty: Any
+    tile_slots: Any
+
+
+class Buffers(NamedTuple):
+    tiles: Tiles
+    barriers: Barriers
+
+
+class QuerySequence(NamedTuple):
+    start_q: Any
+    len_q: Any
+    len_kv: Any
+
+
+class Invariants(NamedTuple):
+    """What is the same for all blocks of keys that a consumer's queries see."""
+
+    num_blocks: Any
+    block_range: Any  # what `key_block` finds them by
+    rows: Any
+    band: TileBand
+    place: Place
+    head: Head
+    scale: Any
+    h_kv: Any
+    descales: Descales
+    descale_q: Any
+    descale: Any  # of a score, where k has one scale
+    q_slot: Any
+    zeros: Any
+    no_sum: Any  # zeros in the layout of a part of out
+    no_row_sum: Any
+
+
+class Carry(NamedTuple):
+    """What goes from one block of keys to the next."""
+
+    row_max: Any
+    row_sum: Any
+    acc: Any
+    acc1: Any
+    descale_v: Any
+    n_block: Any  # of all that this consumer has taken
+
+
 @gluon.jit
-def _load_partition(common, scales, META: gl.constexpr):
-    descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists = common
-    q_descriptor, k_descriptor, v_descriptor, _, q1_descriptor, k1_descriptor = descriptors
-    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles, _ = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
-    scale_q, scale_k, scale_v = scales
-    batch, num_heads, group_size, blocks, heads_per_section, v_blocks = work
-    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
-    step_qs, step_qh, step_ks, step_kh, _, _ = steps
-    amount = amount_of_work(table_ptr, batch, num_heads, blocks, META)
+def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    descriptors = args.descriptors
+    work = args.work
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QK0: gl.constexpr = META.QK0
-    loaded = 0
-    turn = 0
-    piece = gl.program_id(0)
-    while piece < amount:
-        drawn = gl.atomic_add(table_ptr, 1, sem="relaxed")  # the next piece's number travels while this one loads
-        first_row, h, b = piece_of_work(piece, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META)
-        start_q, len_q, start_kv, len_kv = sequences(
-            b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
+    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + (descriptors.q1.block_type.nbytes if META.QK1 > 0 else 0)
+    K_BYTES: gl.constexpr = descriptors.k.block_type.nbytes + (descriptors.k1.block_type.nbytes if META.QK1 > 0 else 0)
+    batch = args.lengths_q.batch
+    num_tokens_kv = args.lengths_kv.num_tokens
+    amount = amount_of_work(work.table_ptr, batch, work.num_heads, work.blocks, META)
+    n_block = 0  # of all work tiles
+    tile_iteration = 0
+    tile_id = gl.program_id(0)
+    while tile_id < amount:
+        drawn = gl.atomic_add(work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
+        first_row, h, b = piece_of_work(
+            tile_id, amount, work.table_ptr, batch, work.num_heads, work.blocks, work.heads_per_section, META
         )
-        h_kv = h // group_size
+        sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+        h_kv = h // work.group_size
         tile = (first_row, h, b)
         if META.HAS_LENGTHS:
-            tile = tile + (start_q, len_q, len_kv)
-        descale_q = load_descale(scale_q, b, h, 0).to(gl.int32, bitcast=True)
-        descale_k = load_descale(scale_k, b, h_kv, 0).to(gl.int32, bitcast=True)
-        descale_v = load_descale(scale_v, b, h_kv, 0).to(gl.int32, bitcast=True)
-        tell(tile + (descale_q, descale_k, descale_v), turn, barriers, META)
-        shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        place_kv = packed_start(Lengths(cu_seqlens[1], cu_seqlens[3], batch, num_tokens_kv, max_seqlen_kv), b, start_kv)
-        v_block = h_kv * v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
+            tile = tile + (sequence.start_q, sequence.len_q, sequence.len_kv)
+        descale_q = load_descale(args.descales.q, b, h, 0).to(gl.int32, bitcast=True)
+        descale_k = load_descale(args.descales.k, b, h_kv, 0).to(gl.int32, bitcast=True)
+        descale_v = load_descale(args.descales.v, b, h_kv, 0).to(gl.int32, bitcast=True)
+        tell(tile + (descale_q, descale_k, descale_v), tile_iteration, barriers, META)
+        len_kv = sequence.len_kv
+        shift = (len_kv - sequence.len_q) * args.band.bottom_right
+        num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, args.band.left, args.band.right, args.lists, META)
+        place_kv = packed_start(args.lengths_kv, b, sequence.start_kv)
+        v_block = h_kv * work.v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
         for consumer in gl.static_range(CONSUMERS):
-            row = first_row + consumer * _ROWS
-            token, head = start_q + b * step_qs, h + b * step_qh
-            slot = consumer + turn % META.Q_STAGES * CONSUMERS
-            full = q_full.index(slot)
-            mbarrier.wait(q_empty.index(slot), ((turn // META.Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(full, q_descriptor.block_type.nbytes + (q1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
-            load_rows(q_descriptor, token, len_q, row, head, 0, full, q_tiles.index(slot))
+            row = first_row + consumer * ROWS
+            token, head = sequence.start_q + b * args.steps.q.tokens, h + b * args.steps.q.heads
+            slot = consumer + tile_iteration % META.Q_STAGES * CONSUMERS
+            full = barriers.q_full.index(slot)
+            mbarrier.wait(barriers.q_empty.index(slot), ((tile_iteration // META.Q_STAGES) & 1) ^ 1)
+            mbarrier.expect(full, Q_BYTES)
+            load_rows(descriptors.q, token, sequence.len_q, row, head, 0, full, tiles.q.index(slot))
             if META.QK1 > 0:
-                load_rows(q1_descriptor, token, len_q, row, head, QK0, full, q1_tiles.index(slot))
+                load_rows(descriptors.q1, token, sequence.len_q, row, head, QK0, full, tiles.q1.index(slot))
         for t in range(num_blocks):
-            row = key_block(num_blocks - 1 - t, found, META)[0]
-            slot = loaded % META.STAGES
-            phase = (loaded // META.STAGES) & 1
-            token, head = start_kv + b * step_ks, h_kv + b * step_kh
-            full = k_full.index(slot)
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(full, k_descriptor.block_type.nbytes + (k1_descriptor.block_type.nbytes if META.QK1 > 0 else 0))
-            load_rows(k_descriptor, token, len_kv, row, head, 0, full, k_tiles.index(slot))
+            row = key_block(num_blocks - 1 - t, block_range, META)[0]
+            stage = n_block % META.STAGES
+            phase = (n_block // META.STAGES) & 1
+            token, head = sequence.start_kv + b * args.steps.k.tokens, h_kv + b * args.steps.k.heads
+            full = barriers.k_full.index(stage)
+            mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(full, K_BYTES)
+            load_rows(descriptors.k, token, len_kv, row, head, 0, full, tiles.k.index(stage))
             if META.QK1 > 0:
-                load_rows(k1_descriptor, token, len_kv, row, head, QK0, full, k1_tiles.index(slot))
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)
+                load_rows(descriptors.k1, token, len_kv, row, head, QK0, full, tiles.k1.index(stage))
+            mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
             place = [v_block + row // BLOCK, 0, row % BLOCK]
-            tma.async_copy_global_to_shared(v_descriptor, place, v_full.index(slot), v_tiles.index(slot))
-            loaded += 1
-        piece = drawn + gl.num_programs(0)
-        turn += 1
-    tell((-1, 0, 0, 0, 0, 0, 0, 0, 0), turn, barriers, META)
+            tma.async_copy_global_to_shared(descriptors.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
+            n_block += 1
+        tile_id = drawn + gl.num_programs(0)
+        tile_iteration += 1
+    tell((-1, 0, 0, 0, 0, 0, 0, 0, 0), tile_iteration, barriers, META)
 
 
 @gluon.jit
-def _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META: gl.constexpr):
+def _scores(tiles: Tiles, q_slot, stage, zeros, META: gl.constexpr):
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    q0 = q_tiles.index(q_slot).reshape([_ROWS, QK0])
-    k0 = k_tiles.index(slot).reshape([BLOCK_N, QK0])
+    q0 = tiles.q.index(q_slot).reshape([ROWS, QK0])
+    k0 = tiles.k.index(stage).reshape([BLOCK_N, QK0])
     qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if QK1 > 0:
-        q1 = q1_tiles.index(q_slot).reshape([_ROWS, QK1])
-        k1 = k1_tiles.index(slot).reshape([BLOCK_N, QK1])
+        q1 = tiles.q1.index(q_slot).reshape([ROWS, QK1])
+        k1 = tiles.k1.index(stage).reshape([BLOCK_N, QK1])
         qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
     return qk
 
 
+class Logits(NamedTuple):
+    s: Any  # s * factor[:, None] is the logit in units of log2, before the mask
+    factor: Any
+
+
 @gluon.jit
-def _logits(qk, rows, columns, place, scores, head, descale, MODS: gl.constexpr, META: gl.constexpr):
-    # (s, factor): s * factor[:, None] is the logit in units of log2, before the mask
+def _logits(qk, columns, descale, same: Invariants, MODS: gl.constexpr, META: gl.constexpr):
     if META.IS_MODIFIED:
-        s, factor, _slope, _score = modified(
-            qk * descale[:, None], rows[:, None], columns[None, :], place, scores, head, MODS, META
+        s, factor, _slope, _score = logits(
+            qk * descale[:, None], same.rows[:, None], columns[None, :], same.scale, same.head, MODS, META
         )
-        return s, gl.zeros_like(descale) + factor
+        return Logits(s=s, factor=gl.zeros_like(descale) + factor)
     else:
-        return qk, positive_factor(descale * (scores[0] * LOG2E))
+        return Logits(s=qk, factor=positive_factor(descale * (same.scale * LOG2E)))
+
+
+class Unmasked(NamedTuple):
+    """Blocks of keys, of which the last come first, that no edge cuts: from `begin` up to `end`."""
+
+    begin: Any
+    end: Any
 
 
 @gluon.jit
-def _whole_blocks(own_row, num_blocks, found, mask, META: gl.constexpr):
-    # Of a tile's blocks of keys, of which the last come first: (from which on, up to which) an edge hides nothing from the queries
-    # of this warpgroup. Of a block mask's none, as a list skips some.
-    len_kv, shift, window_left, window_right = mask
+def _unmasked_blocks(own_row, num_blocks, first_block, band: TileBand, META: gl.constexpr):
+    # For the queries of one warpgroup. None of a block mask's, as a list skips some.
     if META.BLOCK_SIZE_Q > 0:
-        return num_blocks, num_blocks
+        return Unmasked(begin=num_blocks, end=num_blocks)
     else:
-        right_end = len_kv  # what all queries see ends here, and begins at left_end
+        right_end = band.len_kv  # what all queries see ends here, and begins at left_end
         if META.HAS_RIGHT:
-            right_end = gl.maximum(gl.minimum(len_kv, own_row + shift + 1 + window_right), 0)
-        begin = gl.minimum(gl.maximum(found + num_blocks - right_end // META.BLOCK_N, 0), num_blocks)
+            right_end = gl.maximum(gl.minimum(band.len_kv, own_row + band.shift + 1 + band.right), 0)
+        begin = gl.minimum(gl.maximum(first_block + num_blocks - right_end // META.BLOCK_N, 0), num_blocks)
         end = num_blocks
         if META.HAS_LEFT:
-            left_end = gl.maximum(own_row + _ROWS - 1 + shift - window_left, 0)
-            end = gl.maximum(gl.minimum(found + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
-        return begin, end
+            left_end = gl.maximum(own_row + ROWS - 1 + band.shift - band.left, 0)
+            end = gl.maximum(gl.minimum(first_block + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
+        return Unmasked(begin=begin, end=end)
+
+
+class Weights(NamedTuple):
+    """The weights of a block of keys, and what they do to the rows."""
+
+    quads: Any
+    row_max: Any  # in units of log2, but of unbounded logits exact
+    correction: Any  # what is summed already is to be multiplied with
 
 
 @gluon.jit
 def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
-    # (the weights as quads, the rows' maximum, what is summed already is to be multiplied with). The maximum is in units of log2,
-    # but of unbounded logits exact.
     if META.IS_UNBOUNDED:
         new_max = gl.maximum(row_max, gl.max(s, 1))
         factor = exponent_factor(new_max)
         origin = exponent_origin(new_max, factor, P_SHIFT)
         p = gl.exp2(gl.fma(s, factor[:, None], -origin[:, None]))
         before = exponent_origin(row_max, factor, P_SHIFT)
-        return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, gl.exp2(before - origin)
+        quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
+        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(before - origin))
     else:
         new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
         origin = gl.maximum(new_max, LOWEST)  # for -inf too exp2(-inf - origin) is 0
         p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
-        return pack_quads(p, _ROWS, META.BLOCK_N, DTYPE), new_max, gl.exp2(row_max - origin)
+        quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
+        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(row_max - origin))
 
 
 @gluon.jit
 def _once(sums):
     # Of `_COLUMNS` columns, which are alike, one in each thread
-    one, _ = gl.split(gl.reshape(sums, [_ROWS, _COLUMNS // 2, 2]))
+    one, _ = gl.split(gl.reshape(sums, [ROWS, _COLUMNS // 2, 2]))
     return one
 
 
 @gluon.jit
-def _turns(
+def _attend(
     begin,
     end,
-    so_far,
-    num_blocks,
-    found,
-    fixed,
-    tiles,
-    barriers,
+    carry: Carry,
+    same: Invariants,
+    buffers: Buffers,
     IS_CUT: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     # The blocks of keys from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of them.
-    rows, mask, place, scores, head, own_captures, scales_of_blocks, q_slot, zeros, no_sum, no_row_sum = fixed
-    scale_k, scale_v, descale_q, descale, b, h_kv = scales_of_blocks
-    len_kv, shift, window_left, window_right = mask
-    q_tiles, k_tiles, v_tiles, _, q1_tiles, k1_tiles, ones = tiles
-    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
-    row_max, row_sum, acc, acc1, descale_v, loaded = so_far
+    tiles, barriers = buffers.tiles, buffers.barriers
+    descale = same.descale
+    row_max, row_sum, acc, acc1 = carry.row_max, carry.row_sum, carry.acc, carry.acc1
+    descale_v, n_block = carry.descale_v, carry.n_block
     DTYPE: gl.constexpr = gl.float8e4nv  # of p
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
-    OUT: gl.constexpr = no_sum.type.layout
+    OUT: gl.constexpr = same.no_sum.type.layout
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
-    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, zeros.type.layout))
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, same.zeros.type.layout))
     for t in range(begin, end):
-        slot = loaded % META.STAGES
-        phase = (loaded // META.STAGES) & 1
-        column, is_full = key_block(num_blocks - 1 - t, found, META)
+        stage = n_block % META.STAGES
+        phase = (n_block // META.STAGES) & 1
+        column, is_full = key_block(same.num_blocks - 1 - t, same.block_range, META)
         ratio = 1.0
         if META.K_BLOCKWISE:
-            descale = descale_q * load_descale(scale_k, b, h_kv, column)
+            descale = same.descale_q * load_descale(same.descales.k, same.place.b, same.h_kv, column)
         if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
-            next_descale_v = load_descale(scale_v, b, h_kv, column)
+            next_descale_v = load_descale(same.descales.v, same.place.b, same.h_kv, column)
             ratio = descale_v / next_descale_v
             descale_v = next_descale_v
-        mbarrier.wait(k_full.index(slot), phase)
-        product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        product = _scores(tiles, same.q_slot, stage, same.zeros, META)
         qk = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(barriers.k_empty.index(stage), count=1)
         columns = column + block_columns
-        s, factor = _logits(qk, rows, columns, place, scores, head, descale, MODS, META)
+        scored = _logits(qk, columns, descale, same, MODS, META)
+        s = scored.s
         if IS_CUT:
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, own_captures, MODS, META)
-        quads, row_max, decay = _softmax(s, row_max, factor, DTYPE, META)
-        decay_of_sums = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))
-        decay = gl.convert_layout(decay * ratio, gl.SliceLayout(1, OUT))
-        p = unpack_quads(quads, _ROWS, BLOCK_N, P, DTYPE)
-        mbarrier.wait(v_full.index(slot), phase)
-        v = v_tiles.index(slot).reshape([META.PARTS * V0, BLOCK_N])
-        sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), no_sum, use_acc=False, is_async=True)
+            s = mask_keys(s, same.rows, columns, same.band.len_kv, same.band.shift, same.band.left, same.band.right, META)
+        s = mask_by_mod(s, same.rows[:, None], columns[None, :], is_full, same.place, same.head.captures, MODS, META)
+        weights = _softmax(s, row_max, scored.factor, DTYPE, META)
+        row_max = weights.row_max
+        correction_of_sums = gl.convert_layout(weights.correction, gl.SliceLayout(1, row_sum.type.layout))
+        correction = gl.convert_layout(weights.correction * ratio, gl.SliceLayout(1, OUT))
+        p = unpack_quads(weights.quads, ROWS, BLOCK_N, P, DTYPE)
+        mbarrier.wait(barriers.v_full.index(stage), phase)
+        v = tiles.v.index(stage).reshape([META.PARTS * V0, BLOCK_N])
+        sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), same.no_sum, use_acc=False, is_async=True)
         # The tensor cores sum p too, by a product with ones: 64 additions a thread less. It is p as the product with v takes it.
-        p_again = gl.convert_layout(p, gl.DotOperandLayout(0, no_row_sum.type.layout, 4))
-        sum_of_p = warpgroup_mma(p_again, ones.permute([1, 0]), no_row_sum, use_acc=False, is_async=True)
+        p_again = gl.convert_layout(p, gl.DotOperandLayout(0, same.no_row_sum.type.layout, 4))
+        sum_of_p = warpgroup_mma(p_again, tiles.ones.permute([1, 0]), same.no_row_sum, use_acc=False, is_async=True)
         sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])
-        row_sum = row_sum * decay_of_sums[:, None] + _once(sum_of_p)
+        row_sum = row_sum * correction_of_sums[:, None] + _once(sum_of_p)
         if META.PARTS == 2:
-            acc = acc * decay[:, None] + sum_here
+            acc = acc * correction[:, None] + sum_here
             compute_here(acc)
             # Into the same registers: with others there are not enough.
             sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
-        keep_pairs(quads)
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        keep_pairs(weights.quads)
+        mbarrier.arrive(barriers.v_empty.index(stage), count=1)
         if META.PARTS == 2:
-            acc1 = acc1 * decay[:, None] + sum_here
+            acc1 = acc1 * correction[:, None] + sum_here
             compute_here(acc1)
         else:
-            acc = acc * decay[:, None] + sum_here
+            acc = acc * correction[:, None] + sum_here
             compute_here(acc)
-        loaded += 1
-    return row_max, row_sum, acc, acc1, descale_v, loaded
+        n_block += 1
+    return Carry(row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, descale_v=descale_v, n_block=n_block)
 
 
 @gluon.jit
-def _compute_partition(
-    common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
-):
-    descriptors, tiles, barriers, work, scalars, cu_seqlens, _, lists = common
-    bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures = mods
-    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n = bias
-    scale_q, scale_k, scale_v = scales
-    _, _, _, out_descriptor, _, _ = descriptors
-    out_tiles = tiles[3]
-    q_full, q_empty, _, _, _, _, _, _, _ = barriers
-    batch, num_heads, group_size, _, _, _ = work
-    num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps = scalars
-    _, _, _, _, step_os, step_oh = steps
+def _tile_sequence(tile, args: Arguments, META: gl.constexpr):
+    # The lengths of a work tile's sequence, as they were broadcast, or as all sequences have them
+    if META.HAS_LENGTHS:
+        return QuerySequence(start_q=tile[3], len_q=tile[4], len_kv=tile[5])
+    else:
+        found = sequence_of(args.lengths_q, args.lengths_kv, tile[2], META)
+        return QuerySequence(start_q=found.start_q, len_q=found.len_q, len_kv=found.len_kv)
+
+
+@gluon.jit
+def _store_lse(lse_ptr, rows, len_q, row_max, row_sum_or_1, META: gl.constexpr):
+    # row_sum_or_1: 1 for a row that sees nothing
+    if META.IS_UNBOUNDED:
+        factor = exponent_factor(row_max)
+        lse, _lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, P_SHIFT), row_sum_or_1)
+        gl.store(lse_ptr + rows, lse, mask=rows < len_q)
+    else:
+        gl.store(lse_ptr + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
+
+
+@gluon.jit
+def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    band, scores = args.band, args.scores
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 32])
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    no_sum = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-    no_row_sum = gl.zeros([_ROWS, _COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32]))
-    loaded = 0
-    turn = 0
-    tile = hear(turn, barriers, META)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    no_sum = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
+    no_row_sum = gl.zeros([ROWS, _COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32]))
+    n_block = 0
+    tile_iteration = 0
+    tile = hear(tile_iteration, barriers, META)
     while tile[0] >= 0:
-        first_row, h, b = tile[:3]
-        if META.HAS_LENGTHS:
-            start_q, len_q, len_kv = tile[3:6]
-        else:
-            start_q, len_q, _, len_kv = sequences(
-                b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META
-            )
-        shift = (len_kv - len_q) * bottom_right
-        num_blocks, found = blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, lists, META)
-        h_kv = h // group_size
-        head = load_head(
-            Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-            Alibi(alibi_slopes_ptr, stride_alibi_b),
-            b,
-            h,
-            META,
-        )
-        place = (len_q, len_kv, shift, b, h)
-        own_captures = captures_of_head(b, h, captures, MODS, META)
-        scores = (softmax_scale, softcap, stride_bias_m, stride_bias_n, own_captures)
-        own_row = first_row + CONSUMER * _ROWS
-        skipped, own_num, own_found = own_blocks(own_row, num_blocks, found, len_q, shift, window_left, window_right, META)
-        rows = own_row + gl.arange(0, _ROWS, layout=ROWS)
-        row_max = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROWS)  # in units of log2, but of unbounded logits exact
+        first_row, h, b = tile[0], tile[1], tile[2]
+        sequence = _tile_sequence(tile, args, META)
+        start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
+        shift = (len_kv - len_q) * band.bottom_right
+        num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, band.left, band.right, args.lists, META)
+        h_kv = h // args.work.group_size
+        head = head_of(scores, b, h, len_q, len_kv, shift, MODS, META)
+        own_row = first_row + CONSUMER * ROWS
+        skipped, num_own, own_range = own_blocks(own_row, num_blocks, block_range, len_q, shift, band.left, band.right, META)
+        rows = own_row + gl.arange(0, ROWS, layout=BY_ROW)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=BY_ROW)  # in units of log2, but of unbounded logits exact
         row_sum = _once(no_row_sum)
         if META.Q_BLOCKWISE:
-            descale_q = load_descale(scale_q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
+            descale_q = load_descale(args.descales.q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
         else:
-            descale_q = gl.zeros([_ROWS], gl.float32, layout=ROWS) + tile[META.NUMBERS - 3].to(gl.float32, bitcast=True)
+            descale_q = gl.zeros([ROWS], gl.float32, layout=BY_ROW) + tile[META.NUMBERS - 3].to(gl.float32, bitcast=True)
         descale_v = tile[META.NUMBERS - 1].to(gl.float32, bitcast=True)
         descale = descale_q * tile[META.NUMBERS - 2].to(gl.float32, bitcast=True)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
-                sink = gl.load(softmax_offset_ptr + h).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
+                sink = gl.load(args.softmax_offset_ptr + h).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
             row_max = gl.maximum(row_max, sink)
             own = gl.where(row_max == float("-inf"), 0.0, P_SCALE)
             if META.IS_UNBOUNDED:
                 factor = exponent_factor(row_max)
                 own = gl.exp2(gl.fma(row_max, factor, -exponent_origin(row_max, factor, P_SHIFT)))
             row_sum = row_sum + gl.convert_layout(own, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        q_slot = CONSUMER + turn % META.Q_STAGES * META.CONSUMERS
-        mbarrier.wait(q_full.index(q_slot), (turn // META.Q_STAGES) & 1)
-        acc = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
-        acc1 = gl.zeros([_ROWS, V0], gl.float32, layout=OUT)
+        q_slot = CONSUMER + tile_iteration % META.Q_STAGES * META.CONSUMERS
+        mbarrier.wait(barriers.q_full.index(q_slot), (tile_iteration // META.Q_STAGES) & 1)
+        acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
+        acc1 = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         if META.SKIPS:
-            loaded = pass_over(skipped, loaded, barriers, CONSUMER, META)
-        mask = (len_kv, shift, window_left, window_right)
-        whole_from, whole_to = _whole_blocks(own_row, own_num, own_found, mask, META)
-        scales_of_blocks = (scale_k, scale_v, descale_q, descale, b, h_kv)
-        fixed = (rows, mask, place, scores, head, own_captures, scales_of_blocks, q_slot, zeros, no_sum, no_row_sum)
-        so_far = (row_max, row_sum, acc, acc1, descale_v, loaded)
-        how = (own_num, own_found, fixed, tiles, barriers)
+            n_block = pass_over(skipped, n_block, barriers, CONSUMER, META)
+        own_band = TileBand(len_kv=len_kv, shift=shift, left=band.left, right=band.right)
+        unmasked = _unmasked_blocks(own_row, num_own, own_range, own_band, META)
+        unmasked_from, unmasked_to = unmasked.begin, unmasked.end
+        same = Invariants(
+            num_blocks=num_own,
+            block_range=own_range,
+            rows=rows,
+            band=own_band,
+            place=Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h),
+            head=head,
+            scale=scores.scale,
+            h_kv=h_kv,
+            descales=args.descales,
+            descale_q=descale_q,
+            descale=descale,
+            q_slot=q_slot,
+            zeros=zeros,
+            no_sum=no_sum,
+            no_row_sum=no_row_sum,
+        )
+        carry = Carry(row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, descale_v=descale_v, n_block=n_block)
         if META.HAS_LEFT:
             done = 0
-            while done < own_num:  # twice at most: what is after the whole blocks goes through the loop for those before
-                so_far = _turns(done, whole_from, so_far, *how, True, MODS, META)
-                so_far = _turns(whole_from, whole_to, so_far, *how, False, MODS, META)
-                done = whole_to
-                whole_from = own_num
-                whole_to = own_num
+            while done < num_own:  # twice at most: what is after the unmasked blocks goes through the loop for those before
+                carry = _attend(done, unmasked_from, carry, same, buffers, True, MODS, META)
+                carry = _attend(unmasked_from, unmasked_to, carry, same, buffers, False, MODS, META)
+                done = unmasked_to
+                unmasked_from = num_own
+                unmasked_to = num_own
         else:
-            so_far = _turns(0, whole_from, so_far, *how, True, MODS, META)
-            so_far = _turns(whole_from, own_num, so_far, *how, False, MODS, META)
-        row_max, row_sum, acc, acc1, descale_v, loaded = so_far
+            carry = _attend(0, unmasked_from, carry, same, buffers, True, MODS, META)
+            carry = _attend(unmasked_from, num_own, carry, same, buffers, False, MODS, META)
+        n_block = carry.n_block
         if META.SKIPS:
-            loaded = pass_over(num_blocks - skipped - own_num, loaded, barriers, CONSUMER, META)
-        mbarrier.arrive(q_empty.index(q_slot), count=1)
-        lse_row = (h if META.IS_RAGGED_Q else b * num_heads + h).to(gl.int64) * num_tokens_q + start_q
-        row_sum = gl.convert_layout(gl.max(row_sum, 1), ROWS)
+            n_block = pass_over(num_blocks - skipped - num_own, n_block, barriers, CONSUMER, META)
+        mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
+        lse_row = (h if META.IS_RAGGED_Q else b * args.work.num_heads + h).to(gl.int64) * args.lengths_q.num_tokens + start_q
+        row_sum = gl.convert_layout(gl.max(carry.row_sum, 1), BY_ROW)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
-        if META.IS_UNBOUNDED:
-            factor = exponent_factor(row_max)
-            lse, _lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, P_SHIFT), row_sum_or_1)
-            gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
-        else:
-            gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
-        normaliser = gl.convert_layout(descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
-        out_tile = out_tiles.index(CONSUMER)
+        _store_lse(args.lse_ptr + lse_row, rows, len_q, carry.row_max, row_sum_or_1, META)
+        normaliser = gl.convert_layout(carry.descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
+        out_tile = tiles.out.index(CONSUMER)
         tma.store_wait(0)
+        DTYPE: gl.constexpr = args.descriptors.out.dtype
         if META.PARTS == 2:
-            out_tile.reshape([_ROWS, 2 * V0]).slice(0, V0, 1).store((acc * normaliser).to(out_descriptor.dtype))
-            out_tile.reshape([_ROWS, 2 * V0]).slice(V0, V0, 1).store((acc1 * normaliser).to(out_descriptor.dtype))
+            out_tile.reshape([ROWS, 2 * V0]).slice(0, V0, 1).store((carry.acc * normaliser).to(DTYPE))
+            out_tile.reshape([ROWS, 2 * V0]).slice(V0, V0, 1).store((carry.acc1 * normaliser).to(DTYPE))
         else:
-            out_tile.reshape([_ROWS, V0]).store((acc * normaliser).to(out_descriptor.dtype))
+            out_tile.reshape([ROWS, V0]).store((carry.acc * normaliser).to(DTYPE))
         fence_async_shared()
-        store_rows(out_descriptor, start_q + b * step_os, len_q, own_row, h + b * step_oh, 0, out_tile)
-        turn += 1
-        tile = hear(turn, barriers, META)
+        store_rows(
+            args.descriptors.out, start_q + b * args.steps.out.tokens, len_q, own_row, h + b * args.steps.out.heads, 0, out_tile
+        )
+        tile_iteration += 1
+        tile = hear(tile_iteration, barriers, META)
     tma.store_wait(0)
 
 
 @hopper_kernel
-def _attn_fwd_fp8_hopper_kernel(
-    q_descriptor,
-    k_descriptor,
-    v_descriptor,  # transposed
-    out_descriptor,
-    q1_descriptor,  # of the second part of the head dim; without one, anything
-    k1_descriptor,
-    lse_ptr,
-    descale_q_ptr,
-    stride_descale_qb,
-    stride_descale_qh,
-    stride_descale_qn,
-    block_rows_q,
-    descale_k_ptr,
-    stride_descale_kb,
-    stride_descale_kh,
-    stride_descale_kn,
-    block_rows_k,
-    descale_v_ptr,
-    stride_descale_vb,
-    stride_descale_vh,
-    stride_descale_vn,
-    block_rows_v,
-    softmax_offset_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    table_ptr,  # `ragged.work_table`'s; without lengths its counter alone
-    softmax_scale,
-    batch,
-    num_heads,
-    group_size,
-    blocks,
-    heads_per_section,
-    v_blocks,  # transposed tiles of a head of v
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    step_qs,
-    step_qh,
-    step_ks,
-    step_kh,
-    step_os,
-    step_oh,
-    bias_ptr,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    alibi_slopes_ptr,
-    stride_alibi_b,
-    softcap,
-    captures,
-    block_counts_ptr,  # of the block mask, the lists of key blocks
-    block_indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    MODS: gl.constexpr,
-    META: gl.constexpr,
-):
+def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
-    q_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [Q_TILES] + q_descriptor.block_type.shape, q_descriptor.layout)
-    out_tiles = gl.allocate_shared_memory(
-        out_descriptor.dtype, [CONSUMERS] + out_descriptor.block_type.shape, out_descriptor.layout
-    )
-    k_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k_descriptor.block_type.shape, k_descriptor.layout)
-    v_tiles = gl.allocate_shared_memory(v_descriptor.dtype, [STAGES] + v_descriptor.block_type.shape, v_descriptor.layout)
-    q1_tiles = q_tiles
-    k1_tiles = k_tiles
+    descriptors = args.descriptors
+    q_tiles = allocate_tiles(Q_TILES, descriptors.q)
+    out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
+    k_tiles = allocate_tiles(STAGES, descriptors.k)
+    v_tiles = allocate_tiles(STAGES, descriptors.v)
+    q1_tiles, k1_tiles = q_tiles, k_tiles
     if META.QK1 > 0:
-        q1_tiles = gl.allocate_shared_memory(q_descriptor.dtype, [Q_TILES] + q1_descriptor.block_type.shape, q1_descriptor.layout)
-        k1_tiles = gl.allocate_shared_memory(k_descriptor.dtype, [STAGES] + k1_descriptor.block_type.shape, k1_descriptor.layout)
+        q1_tiles = allocate_tiles(Q_TILES, descriptors.q1)
+        k1_tiles = allocate_tiles(STAGES, descriptors.k1)
     # As bits: of fp32 ones that are cast, ptxas (CUDA 12.8) leaves two bytes of four to chance.
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_COLUMNS, META.BLOCK_N], gl.float8e4nv)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
@@ -573,38 +632,26 @@ def _attn_fwd_fp8_hopper_kernel(
     ones = gl.allocate_shared_memory(gl.float8e4nv, [_COLUMNS, META.BLOCK_N], ONES)
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    told = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = (
-        allocate_barriers(Q_TILES, 1),
-        allocate_barriers(Q_TILES, 1),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, CONSUMERS),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, CONSUMERS),
-        allocate_barriers(2, 1),
-        allocate_barriers(2, CONSUMERS),
-        told,
+    tile_slots = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barriers = Barriers(
+        q_full=allocate_barriers(Q_TILES, 1),
+        q_empty=allocate_barriers(Q_TILES, 1),
+        k_full=allocate_barriers(STAGES, 1),
+        k_empty=allocate_barriers(STAGES, CONSUMERS),
+        v_full=allocate_barriers(STAGES, 1),
+        v_empty=allocate_barriers(STAGES, CONSUMERS),
+        tile_full=allocate_barriers(2, 1),
+        tile_empty=allocate_barriers(2, CONSUMERS),
+        tile_slots=tile_slots,
     )
-    descriptors = (q_descriptor, k_descriptor, v_descriptor, out_descriptor, q1_descriptor, k1_descriptor)
-    tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q1_tiles, k1_tiles, ones)
-    work = (batch, num_heads, group_size, blocks, heads_per_section, v_blocks)
-    steps = (step_qs, step_qh, step_ks, step_kh, step_os, step_oh)
-    scalars = (num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, window_left, window_right, bottom_right, steps)
-    cu_seqlens = (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr)
-    lists = (block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length)
-    common = (descriptors, tiles, barriers, work, scalars, cu_seqlens, table_ptr, lists)
-    scale_q = (descale_q_ptr, stride_descale_qb, stride_descale_qh, stride_descale_qn, block_rows_q)
-    scale_k = (descale_k_ptr, stride_descale_kb, stride_descale_kh, stride_descale_kn, block_rows_k)
-    scale_v = (descale_v_ptr, stride_descale_vb, stride_descale_vh, stride_descale_vn, block_rows_v)
-    scales = (scale_q, scale_k, scale_v)
-    bias = (bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n)
-    mods = (bias, alibi_slopes_ptr, stride_alibi_b, softcap, captures)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, q1=q1_tiles, k1=k1_tiles, ones=ones)
+    buffers = Buffers(tiles=tiles, barriers=barriers)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
-                (_load_partition, (common, scales, META)),
+                (_compute_partition, (buffers, args, 0, MODS, META)),
+                (_compute_partition, (buffers, args, 1, MODS, META)),
+                (_load_partition, (buffers, args, META)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -612,10 +659,10 @@ def _attn_fwd_fp8_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_load_partition, (common, scales, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 0, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 1, MODS, META)),
-                (_compute_partition, (common, softmax_offset_ptr, softmax_scale, scales, mods, lse_ptr, 2, MODS, META)),
+                (_load_partition, (buffers, args, META)),
+                (_compute_partition, (buffers, args, 0, MODS, META)),
+                (_compute_partition, (buffers, args, 1, MODS, META)),
+                (_compute_partition, (buffers, args, 2, MODS, META)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -688,7 +735,7 @@ def hopper_fp8_forward(
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v // tile.parts
     has_lengths = x.cu_seqlens_q is not None
-    has_idle = has_lengths or x.longest_q <= tile.block_m - _ROWS.value
+    has_idle = has_lengths or x.longest_q <= tile.block_m - ROWS.value
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     meta = Fp8ForwardMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
@@ -717,57 +764,43 @@ def hopper_fp8_forward(
         PARTS=tile.parts,
         STAGES=tile.num_stages,
         Q_STAGES=tile.q_stages,
-        CONSUMERS=tile.block_m // _ROWS.value,
+        CONSUMERS=tile.block_m // ROWS.value,
         REGISTERS=tile.registers,
         NUMBERS=9 if has_lengths else 6,
     )
-    descriptors: list[Any] = [
-        ragged_descriptor(x.q, _ROWS.value, qk0),
-        ragged_descriptor(x.k, tile.block_n, qk0),
-        transposed_descriptor(v_transposed, tile.head_dim_v, tile.block_n),
-        ragged_descriptor(out, _ROWS.value, tile.head_dim_v),
-    ]
-    if qk1:
-        descriptors += [ragged_descriptor(x.q, _ROWS.value, qk1), ragged_descriptor(x.k, tile.block_n, qk1)]
-    else:
-        descriptors += descriptors[:2]
+    descriptors = Descriptors(
+        q=ragged_descriptor(x.q, ROWS.value, qk0),
+        k=ragged_descriptor(x.k, tile.block_n, qk0),
+        v=transposed_descriptor(v_transposed, tile.head_dim_v, tile.block_n),
+        out=ragged_descriptor(out, ROWS.value, tile.head_dim_v),
+        q1=ragged_descriptor(x.q, ROWS.value, qk1 or qk0),
+        k1=ragged_descriptor(x.k, tile.block_n, qk1 or qk0),
+    )
     if has_lengths:
         table = work_table(x, tile.block_m, "q", by_sequence=False)
         zero_padding(x, out, "q", lse)
     else:
         table = torch.zeros(1, dtype=torch.int32, device=out.device)
-    launch(
-        _attn_fwd_fp8_hopper_kernel,
-        min(num_processors(out.device), blocks * x.batch * x.num_heads),
-        out.device,
-        Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
-        (
-            *descriptors,
-            lse,
-            *(argument for scale in scales for argument in scale.arguments),
-            x.softmax_offset,
-            x.cu_seqlens_q,
-            x.cu_seqlens_kv,
-            x.cu_seqlens_q_padded,
-            x.cu_seqlens_kv_padded,
-            table,
-            float(x.softmax_scale),
-            x.batch,
-            x.num_heads,
-            x.group_size,
-            blocks,
-            query_heads_per_section(x),
-            v_transposed.shape[1],
-            x.q.shape[-3],
-            x.k.shape[-3],
-            x.longest_q,
-            x.longest_kv,
-            *x.window,
-            int(x.bottom_right),
-            *batch_steps_of(x.q, x.k, out),
-            *x.score_arguments(),
-            *x.list_arguments("kv"),
-            x.mods,
-            meta,
+    arguments = Arguments(
+        descriptors=descriptors,
+        lse_ptr=lse,
+        descales=Descales(q=scales[0].argument, k=scales[1].argument, v=scales[2].argument),
+        softmax_offset_ptr=x.softmax_offset,
+        lengths_q=x.lengths_q,
+        lengths_kv=x.lengths_kv,
+        work=Work(
+            table_ptr=table,
+            num_heads=x.num_heads,
+            group_size=x.group_size,
+            blocks=blocks,
+            heads_per_section=query_heads_per_section(x),
+            v_blocks=v_transposed.shape[1],
         ),
+        band=x.band,
+        steps=Steps(q=step_of(x.q), k=step_of(x.k), out=step_of(out)),
+        scores=x.scores,
+        lists=x.lists("kv"),
     )
+    programs = min(num_processors(out.device), blocks * x.batch * x.num_heads)
+    launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
+    launch(_attn_fwd_fp8_hopper_kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))

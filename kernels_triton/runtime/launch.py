@@ -211,6 +211,11 @@ def clear_kernels() -> None:
         _counts.update(hits=0, misses=0)
 
 
+def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the function that is launched, by those of the kernel as it is written."""
+    return arguments if kernel.group is None else (*flatten(kernel.group, arguments[0]), *arguments[1:])
+
+
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Run `programs` programs of `kernel` on `device`; none for 0.
 
@@ -227,8 +232,7 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
         )
     if programs == 0:
         return
-    if kernel.group is not None:
-        arguments = (*flatten(kernel.group, arguments[0]), *arguments[1:])
+    arguments = flat_arguments(kernel, arguments)
     recording = _thread.recording
     if recording is not None:
         recording.append(Launch(kernel, tile, arguments, programs))

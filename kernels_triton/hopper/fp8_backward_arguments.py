@@ -1,0 +1,173 @@
+"""The arguments of the two kernels of the FP8 backward for sm_90, and what they have in shared memory, by name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Lengths, Scores
+from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, BackwardWork, LargeLse, Place, Step
+from flexattn.kernels_triton.hopper.pairs import Origin, Pair
+
+
+class DqDescriptors(NamedTuple):
+    q: Pair
+    k: Pair
+    k16: Pair
+    dq: Pair
+    dout: Any
+    v: Any
+
+
+class DqSteps(NamedTuple):
+    q: Step
+    dout: Step
+    k: Step
+    k16: Step
+    v: Step
+    dq: Step
+
+
+class DqArguments(NamedTuple):
+    descriptors: DqDescriptors
+    statistics_ptr: Any
+    statistics_tiles: int  # of a head
+    large: LargeLse
+    work: BackwardWork
+    descales: BackwardDescales
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    band: Band
+    steps: DqSteps
+    scores: Scores
+    lists: BlockMaskLists | None  # of key blocks
+
+
+class DqTiles(NamedTuple):
+    """In shared memory: q, dout and dq by consumer, k, v and the factors by stage."""
+
+    q: Pair
+    k: Pair
+    k16: Pair
+    dq: Pair
+    dout: Any
+    v: Any
+    factors: Any
+
+
+class DqBarriers(NamedTuple):
+    q_full: Any
+    full8: Any  # k and v in FP8
+    empty8: Any
+    full16: Any  # k in 16 bits
+    empty16: Any
+    dq_full: Any
+
+
+class DqBuffers(NamedTuple):
+    tiles: DqTiles
+    barriers: DqBarriers
+
+
+class DqOrigins(NamedTuple):
+    """Where the rows of a program's heads begin."""
+
+    q: Origin
+    dout: Origin
+    k: Origin
+    k16: Origin
+    v: Origin
+    dq: Origin
+
+
+class QueryTile(NamedTuple):
+    """The queries of a program, and the blocks of keys that some of them see."""
+
+    first_row: Any
+    place: Place
+    h_kv: Any
+    large: Any
+    num_blocks: Any
+    block_range: Any  # what `key_block` finds them by
+
+
+class DkdvDescriptors(NamedTuple):
+    q: Pair
+    q16: Pair
+    k: Pair
+    dk: Pair
+    dout: Any
+    dout16: Any
+    v: Any
+    dv: Any
+    statistics: Any
+
+
+class DkdvSteps(NamedTuple):
+    q: Step
+    q16: Step
+    dout: Step
+    dout16: Step
+    k: Step
+    v: Step
+    dk: Step
+    dv: Step
+
+
+class DkdvArguments(NamedTuple):
+    descriptors: DkdvDescriptors
+    statistics_tiles: int  # of a head
+    large: LargeLse
+    work: BackwardWork
+    descales: BackwardDescales
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    band: Band
+    steps: DkdvSteps
+    scores: Scores
+    lists: BlockMaskLists | None  # of query blocks
+
+
+class DkdvTiles(NamedTuple):
+    """In shared memory: q, dout, the statistics and the factors by stage, k, v, dk and dv by consumer."""
+
+    q: Pair
+    q16: Pair
+    k: Pair
+    dk: Pair
+    dout: Any
+    dout16: Any
+    v: Any
+    dv: Any
+    statistics: Any
+    factors: Any
+    p: Any  # where columns are split, what the warpgroups exchange
+    ds: Any
+
+
+class DkdvBarriers(NamedTuple):
+    full8: Any  # q and dout in FP8
+    empty8: Any
+    full16: Any  # dout in 16 bits, and q unless it has barriers of its own
+    empty16: Any
+    q16_full: Any
+    q16_empty: Any
+    kv_full: Any
+    dkdv_full: Any
+
+
+class DkdvBuffers(NamedTuple):
+    tiles: DkdvTiles
+    barriers: DkdvBarriers
+
+
+class DkdvOrigins(NamedTuple):
+    """Where the rows of a program's heads begin; of queries the first head's."""
+
+    q: Origin
+    q16: Origin
+    dout: Origin
+    dout16: Origin
+    k: Origin
+    v: Origin
+    dk: Origin
+    dv: Origin

@@ -1,0 +1,82 @@
+"""Tiles of a head dim that is taken in one or two parts, of which the second is there where QK1 > 0, and their products."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from flexattn.kernels_triton.hopper.descriptors import load_rows, store_rows
+from flexattn.kernels_triton.hopper.operands import ROWS
+
+
+class Pair(NamedTuple):
+    """The descriptors, or the tiles, of both parts; without a second, the first again or anything."""
+
+    first: Any
+    second: Any
+
+
+class Origin(NamedTuple):
+    """Where the rows of a head of one sequence begin, as `load_rows` takes it."""
+
+    token: Any
+    head: Any
+
+
+@gluon.jit
+def next_head(origin: Origin, heads):
+    # The origin `heads` heads further
+    return Origin(token=origin.token, head=origin.head + heads)
+
+
+@gluon.jit
+def allocate_tiles(NUM: gl.constexpr, descriptor):
+    return gl.allocate_shared_memory(descriptor.dtype, [NUM] + descriptor.block_type.shape, descriptor.layout)
+
+
+@gluon.jit
+def allocate_pair(NUM: gl.constexpr, descriptors: Pair, META: gl.constexpr):
+    first = allocate_tiles(NUM, descriptors.first)
+    if META.QK1 > 0:
+        return Pair(first=first, second=allocate_tiles(NUM, descriptors.second))
+    else:
+        return Pair(first=first, second=first)
+
+
+@gluon.jit
+def pair_bytes(descriptors: Pair, META: gl.constexpr):
+    SECOND: gl.constexpr = descriptors.second.block_type.nbytes if META.QK1 > 0 else 0
+    BYTES: gl.constexpr = descriptors.first.block_type.nbytes + SECOND
+    return BYTES
+
+
+@gluon.jit
+def load_pair(descriptors: Pair, origin: Origin, length, row, barrier, tiles: Pair, slot, META: gl.constexpr):
+    load_rows(descriptors.first, origin.token, length, row, origin.head, 0, barrier, tiles.first.index(slot))
+    if META.QK1 > 0:
+        load_rows(descriptors.second, origin.token, length, row, origin.head, META.QK0, barrier, tiles.second.index(slot))
+
+
+@gluon.jit
+def store_pair(descriptors: Pair, origin: Origin, length, row, tiles: Pair, slot, META: gl.constexpr):
+    store_rows(descriptors.first, origin.token, length, row, origin.head, 0, tiles.first.index(slot))
+    if META.QK1 > 0:
+        store_rows(descriptors.second, origin.token, length, row, origin.head, META.QK0, tiles.second.index(slot))
+
+
+@gluon.jit
+def score_product(left: Pair, own, right: Pair, stage, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
+    # ROWS rows of q by COLUMNS of k, or of k by those of q
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    left0 = left.first.index(own).reshape([ROWS, QK0])
+    right0 = right.first.index(stage).reshape([COLUMNS, QK0])
+    s = warpgroup_mma(left0, right0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if QK1 > 0:
+        left1 = left.second.index(own).reshape([ROWS, QK1])
+        right1 = right.second.index(stage).reshape([COLUMNS, QK1])
+        s = warpgroup_mma(left1, right1.permute([1, 0]), s, is_async=True)
+    return s
