@@ -182,14 +182,14 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
 PLANTED = {
     "forward: v is read before it has come": (
         hopper_forward,
-        "mbarrier.wait(v_full.index(last_slot), ((loaded - 1) // META.STAGES) & 1)",
-        "pass",
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n"
+        "    wait_full(barriers.v_full, n_block - 1, STAGES)\n",
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n",
     ),
     "forward: v is released before the product has read it": (
         hopper_forward,
-        "    acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n    keep_pairs(pairs)\n    mbarrier.arrive(v_empty.index(last",
-        "    mbarrier.arrive(v_empty.index(last_slot), count=1)\n"
-        "    acc = warpgroup_mma_wait(0, deps=[sum_of_v])\n    keep_pairs(pairs)\n    mbarrier.arrive(v_empty.index(last",
+        "    weights, row_max, row_sum, correction = softmax(s, carry.row_max",
+        "    release(barriers.v_empty, n_block - 1, STAGES)\n    weights, row_max, row_sum, correction = softmax(s, carry.row_max",
     ),
     "forward: out is stored without a fence": (
         hopper_forward,
@@ -198,14 +198,14 @@ PLANTED = {
     ),
     "forward: q is released before its last scores": (
         hopper_forward,
-        "    product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)\n    if META.TAKES_TURNS:\n",
-        "    mbarrier.arrive(q_empty.index(q_slot), count=1)\n"
-        "    product = _scores(q_tiles, k_tiles, q1_tiles, k1_tiles, q_slot, slot, zeros, META)\n    if META.TAKES_TURNS:\n",
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n    if META.TAKES_TURNS:\n",
+        "    mbarrier.arrive(barriers.q_empty.index(fixed.q_slot), count=1)\n"
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n    if META.TAKES_TURNS:\n",
     ),
     "forward: the loader waits for the wrong phase of k": (
         hopper_forward,
-        "mbarrier.wait(k_empty.index(slot), phase ^ 1)",
-        "mbarrier.wait(k_empty.index(slot), phase)",
+        "wait_empty(barriers.k_empty, n_block, STAGES)",
+        "wait_full(barriers.k_empty, n_block, STAGES)",
     ),
     "forward: a tile is heard before it was told": (
         tile_scheduler,
@@ -214,46 +214,46 @@ PLANTED = {
     ),
     "forward: too few bytes are expected of v": (
         hopper_forward,
-        "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes)",
-        "mbarrier.expect(v_full.index(slot), v_descriptor.block_type.nbytes // 2)",
+        "descriptors.v.block_type.nbytes)",
+        "descriptors.v.block_type.nbytes // 2)",
     ),
     "dq: k is read before it has come": (
         hopper_backward,
-        "mbarrier.wait(k_full.index(k_slot), (turn // META.STAGES0) & 1)",
+        "wait_full(barriers.k_full, n_block, META.STAGES0)",
         "pass",
     ),
     "dq: k is released before dq has read it": (
         hopper_backward,
         "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
-        "            mbarrier.arrive(k_empty.index(k_slot), count=1)\n"
+        "            release(barriers.k_empty, n_block, META.STAGES0)\n"
         "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
     ),
     "dk and dv: q is read before it has come": (
         hopper_backward,
-        "        mbarrier.wait(q_full.index(q_slot), (turn // META.STAGES0) & 1)\n        kq = warpgroup_mma(k_tiles.index(own)",
-        "        kq = warpgroup_mma(k_tiles.index(own)",
+        "        wait_full(barriers.q_full, m_block, META.STAGES0)\n        kq = warpgroup_mma(tiles.k.index(own)",
+        "        kq = warpgroup_mma(tiles.k.index(own)",
     ),
     "dk and dv: the gradients are stored without a fence": (
         hopper_backward,
-        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n    fence_async_shared()\n",
-        "    v_tiles.index(CONSUMER).reshape([_ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n",
+        "    tiles.v.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n    fence_async_shared()\n",
+        "    tiles.v.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n",
     ),
     "one pass: q is read before it has come": (
         hopper_one_pass,
-        "mbarrier.wait(q_full.index(slot), phase, pred=is_there)",
+        "mbarrier.wait(barriers.q_full.index(stage), phase, pred=is_there)",
         "pass",
     ),
     "one pass: dq is summed before the other half of ds is there": (
         hopper_one_pass,
         "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
-        "ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        if",
-        "            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        if",
+        "tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        if",
+        "            sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        if",
     ),
     "one pass, causal: dq is summed before the other half of ds is there": (
         hopper_one_pass,
         "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
-        "ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        drawn",
-        "            sum_of_k = dq_product(ds_tiles, k_tiles, last, zero, CONSUMER, META)\n        drawn",
+        "tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        drawn",
+        "            sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        drawn",
     ),
     "one pass: ds is read without a fence": (
         hopper_one_pass,

@@ -354,10 +354,13 @@ def test_in_a_graph(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED_IN_GLUON = {
-    "every split has the sink": ('                sink = gl.where(split == 0, sink, float("-inf"))\n', "                pass\n"),
-    "all splits take the first one's keys": ("blocks_of_split(split,", "blocks_of_split(0,"),
-    "parts lie in each other's place": ("lse_row + part_row(split,", "lse_row + part_row(0,"),
-    "work is handed out once for a tile": ("        amount = amount * num_splits\n", "        pass\n"),
+    "every split has the sink": (
+        '                sink = gl.where(tile.split == 0, sink, float("-inf"))\n',
+        "                pass\n",
+    ),
+    "all splits take the first one's keys": ("blocks_of_split(tile.split,", "blocks_of_split(0,"),
+    "parts lie in each other's place": ("lse_row + part_row(tile.split,", "lse_row + part_row(0,"),
+    "work is handed out once for a tile": ("        amount = amount * work.num_splits\n", "        pass\n"),
     "queries past the end leave a part too": ("acc, mask=is_query)", "acc)"),
 }
 

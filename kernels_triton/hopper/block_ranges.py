@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -42,6 +44,15 @@ def _row_of_lists(lists, b, h, first, SIZE: gl.constexpr):
     return b * stride_b + h * stride_h + first // SIZE
 
 
+class ListCut(NamedTuple):
+    """The part of a row of a block mask's lists that the band leaves."""
+
+    num_masked: Any
+    num_full: Any
+    masked_before: Any  # blocks of the masked list that come before these
+    full_before: Any
+
+
 @gluon.jit
 def _listed(
     lists,
@@ -55,33 +66,25 @@ def _listed(
     OTHER: gl.constexpr,
     META: gl.constexpr,
 ):
-    # What of a block mask's lists, whose blocks have SIZE tokens and OTHER of the other side, is in the band from begin to end:
-    # (masked blocks, full ones, masked ones before these, full ones before these).
+    # SIZE: tokens of a block; OTHER: of the other side, on which the band goes from begin to end.
     counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, _, _, list_length = lists
     row = _row_of_lists(lists, b, h, first, SIZE)
     pointer = list_from(indices_ptr, row, list_length, 0)
     before, num_masked = cut_list(pointer, gl.load(counts_ptr + row), begin, end, OTHER, HAS_BEFORE, META)
     pointer = list_from(full_indices_ptr, row, list_length, 0)
     full_before, num_full = cut_list(pointer, gl.load(full_counts_ptr + row), begin, end, OTHER, HAS_BEFORE, META)
-    return num_masked, num_full, before, full_before
+    return ListCut(num_masked=num_masked, num_full=num_full, masked_before=before, full_before=full_before)
 
 
 @gluon.jit
 def _listed_blocks(listed, lists, b, h, first, SIZE: gl.constexpr, OTHER: gl.constexpr, BLOCK: gl.constexpr):
-    # By what `_listed` returned: (how many tiles of BLOCK tokens of the other side are seen, what `_listed_block` finds them by).
-    num_masked, num_full, before, full_before = listed
+    # (how many tiles of BLOCK tokens of the other side are seen, what `listed_tile` finds them by)
     _, indices_ptr, _, full_indices_ptr, _, _, list_length = lists
     row = _row_of_lists(lists, b, h, first, SIZE)
-    masked_ptr = list_from(indices_ptr, row, list_length, before)
-    full_ptr = list_from(full_indices_ptr, row, list_length, full_before)
-    return (num_masked + num_full) * (OTHER // BLOCK), (masked_ptr, num_masked, full_ptr)
-
-
-@gluon.jit
-def _listed_block(t, found, OTHER: gl.constexpr, BLOCK: gl.constexpr):
-    # (the first token of tile t, whether the mask_mod need not be asked)
-    masked_ptr, num_masked, full_ptr = found
-    return listed_tile(t, TileList(masked_ptr, num_masked, full_ptr, 0, 0), OTHER, BLOCK)
+    masked_ptr = list_from(indices_ptr, row, list_length, listed.masked_before)
+    full_ptr = list_from(full_indices_ptr, row, list_length, listed.full_before)
+    found = TileList(masked_ptr=masked_ptr, num_masked=listed.num_masked, full_ptr=full_ptr, skip_from=0, skipped=0)
+    return (listed.num_masked + listed.num_full) * (OTHER // BLOCK), found
 
 
 @gluon.jit
@@ -113,7 +116,7 @@ def blocks_of_keys(first_row, b, h, len_kv, shift, window_left, window_right, li
 def key_block(t, found, META: gl.constexpr):
     # (the first key of block t, whether it is full to a block mask)
     if META.BLOCK_SIZE_Q > 0:
-        return _listed_block(t, found, META.BLOCK_SIZE_KV, META.BLOCK_N)
+        return listed_tile(t, found, META.BLOCK_SIZE_KV, META.BLOCK_N)
     else:
         return (found + t) * META.BLOCK_N, False
 
@@ -123,9 +126,15 @@ def blocks_of_split(split, num_splits, num_blocks, found, META: gl.constexpr):
     # Of what `blocks_of_keys` says a split's share, of a block mask in whole blocks of it
     if META.BLOCK_SIZE_Q > 0:
         TILES: gl.constexpr = META.BLOCK_SIZE_KV // META.BLOCK_N
-        masked_ptr, num_masked, full_ptr = found
         first, last = share_of_split(num_blocks // TILES, split, num_splits)
-        return (last - first) * TILES, (masked_ptr + first, num_masked - first, full_ptr)
+        own = TileList(
+            masked_ptr=found.masked_ptr + first,
+            num_masked=found.num_masked - first,
+            full_ptr=found.full_ptr,
+            skip_from=0,
+            skipped=0,
+        )
+        return (last - first) * TILES, own
     else:
         first, last = share_of_split(num_blocks, split, num_splits)
         return last - first, found + first
@@ -147,7 +156,7 @@ def blocks_of_queries(first_row, b, h, len_q, shift, window_left, window_right, 
 def query_block(t, found, META: gl.constexpr):
     # (the first query of block t, whether it is full to a block mask)
     if META.BLOCK_SIZE_Q > 0:
-        return _listed_block(t, found, META.BLOCK_SIZE_Q, META.BLOCK_M)
+        return listed_tile(t, found, META.BLOCK_SIZE_Q, META.BLOCK_M)
     else:
         return (found + t) * META.BLOCK_M, False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton._C.libtriton import ir
@@ -77,6 +79,18 @@ def descriptor_error(name: str, x: Tensor) -> str | None:
     if batch_steps(x) is None:
         return f"the batch stride of {name} is a multiple of neither its token nor its head stride"
     return None
+
+
+class Step(NamedTuple):
+    """How far apart the batch elements of a tensor are: `batch_steps`."""
+
+    tokens: int
+    heads: int
+
+
+def step_of(x: Tensor) -> Step:
+    tokens, heads = batch_steps_of(x)
+    return Step(tokens=tokens, heads=heads)
 
 
 @gluon.jit

@@ -6,9 +6,12 @@ eight where they are its rows. So each thread makes the calls of its share, and 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.arguments import Dropout
 from flexattn.kernels_triton.common.primitives import DROPOUT_ROUNDS
 
 _ROWS = gl.constexpr(64)
@@ -95,16 +98,32 @@ def _philox(key0, key1, c0, c1, c2, c3):
     return c0, c1, c2, c3
 
 
+class DropoutState(NamedTuple):
+    """The numbers that the functions below draw from, and what a weight that is kept is multiplied with."""
+
+    key0: Any
+    key1: Any
+    offset: Any
+    threshold: Any
+    keep_scale: Any
+    first_head: Any  # of the batch element's: its head h draws as first_head + h
+
+
 @gluon.jit
-def dropout_state(dropout, META: gl.constexpr):
-    # What the functions below draw from, whose head h is then the batch's first_head + h; without dropout nothing is read.
-    rng_state_ptr, dropout_threshold, keep_scale, first_head = dropout
+def dropout_state(dropout: Dropout, first_head, META: gl.constexpr):
+    # Without dropout nothing is read.
     if META.HAS_DROPOUT:
-        seed = gl.load(rng_state_ptr).to(gl.uint64)
-        offset = gl.load(rng_state_ptr + 1).to(gl.uint32)
-        return seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset, dropout_threshold.to(gl.uint32), keep_scale, first_head
+        seed = gl.load(dropout.rng_state_ptr).to(gl.uint64)
+        return DropoutState(
+            key0=seed.to(gl.uint32),
+            key1=(seed >> 32).to(gl.uint32),
+            offset=gl.load(dropout.rng_state_ptr + 1).to(gl.uint32),
+            threshold=dropout.threshold.to(gl.uint32),
+            keep_scale=dropout.keep_scale,
+            first_head=first_head,
+        )
     else:
-        return 0, 0, 0, 0, keep_scale, first_head
+        return DropoutState(key0=0, key1=0, offset=0, threshold=0, keep_scale=dropout.keep_scale, first_head=first_head)
 
 
 @gluon.constexpr_function
@@ -139,8 +158,8 @@ def drawn_weights(
     # Of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on: which weights are kept, in a few bits where `kept`
     # needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from h on, in turn.
     if META.HAS_DROPOUT:
-        key0, key1, offset, threshold, _, first_head = state
-        b_h = first_head + h
+        b_h = state.first_head + h
+        threshold = state.threshold
         CALLS: gl.constexpr = _calls(COLUMNS, KEYS_ARE_ROWS)
         WEIGHTS: gl.constexpr = _weights(COLUMNS, KEYS_ARE_ROWS)
         pack = _places(1, CALLS)
@@ -152,7 +171,7 @@ def drawn_weights(
             group, i = keys // 8 + columns, queries + rows // GROUP
             if GROUP > 1:
                 b_h = b_h + rows % GROUP
-        w0, w1, w2, w3 = _philox(key0, key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), offset)
+        w0, w1, w2, w3 = _philox(state.key0, state.key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), state.offset)
         bits = _bits(w0, threshold, 0) | _bits(w1, threshold, 2) | _bits(w2, threshold, 4) | _bits(w3, threshold, 6)
         packed = gl.sum(bits << 8 * pack, 1)  # [rows, REST]
         packed = gl.convert_layout(packed, _handed_on(CALLS, KEYS_ARE_ROWS, 1))
@@ -198,5 +217,5 @@ def kept_gradient(dp, drawn, state, KEYS_ARE_ROWS: gl.constexpr, META: gl.conste
 def scaled(x, state, META: gl.constexpr):
     # What was summed over kept weights, by what makes up for the others.
     if META.HAS_DROPOUT:
-        x = x * state[4]
+        x = x * state.keep_scale
     return x

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.arguments import Head
+
 FAR = gl.constexpr(2**30)  # past every query
+
+
+class TileBand(NamedTuple):
+    """The band of one sequence, inside a kernel: its keys, the diagonal, and how far it goes to either side of that."""
+
+    len_kv: Any
+    shift: Any
+    left: Any
+    right: Any
 
 
 @gluon.jit
@@ -53,6 +66,18 @@ def mask_by_mod(s, i, j, is_full, place, captures, MODS: gl.constexpr, META: gl.
                 s = gl.where(MODS.mask(b, h, i, j, captures), s, float("-inf"))
         else:
             s = gl.where(MODS.mask(b, h, i, j, captures), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def apply_mask_mod(s, i, j, is_full, head: Head, MODS: gl.constexpr, META: gl.constexpr):
+    # -inf where the mask_mod hides, which blocks that a block mask calls full do not ask
+    if META.HAS_MASK_MOD:
+        if META.BLOCK_SIZE_Q > 0:
+            if not is_full:
+                s = gl.where(MODS.mask(head.b, head.h, i, j, head.captures), s, float("-inf"))
+        else:
+            s = gl.where(MODS.mask(head.b, head.h, i, j, head.captures), s, float("-inf"))
     return s
 
 

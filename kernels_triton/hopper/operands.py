@@ -9,6 +9,11 @@ ROWS = gl.constexpr(64)  # of a warpgroup's operand: wgmma's M
 
 
 @gluon.jit
+def allocate_tiles(NUM: gl.constexpr, descriptor):
+    return gl.allocate_shared_memory(descriptor.dtype, [NUM] + descriptor.block_type.shape, descriptor.layout)
+
+
+@gluon.jit
 def opaque_zero(x):
     # 0 that LLVM cannot see through: an index with it keeps the descriptors of shared memory from being hoisted into registers.
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -19,6 +19,22 @@ def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
+# The n-th tile that goes through a ring of STAGES tiles is in stage n % STAGES, in the phase n // STAGES of its barriers.
+@gluon.jit
+def wait_full(full, n, STAGES: gl.constexpr):
+    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+
+
+@gluon.jit
+def wait_empty(empty, n, STAGES: gl.constexpr):
+    mbarrier.wait(empty.index(n % STAGES), ((n // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def release(empty, n, STAGES: gl.constexpr):
+    mbarrier.arrive(empty.index(n % STAGES), count=1)
+
+
 @gluon.jit
 def pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
     _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers

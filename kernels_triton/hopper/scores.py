@@ -5,8 +5,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.arguments import Alibi, Bias, Head
+from flexattn.kernels_triton.common.arguments import Alibi, Bias, Head, Scores
 from flexattn.kernels_triton.common.primitives import behind, load_head, logits
+
+
+@gluon.jit
+def head_from(scores: Scores, b, h, sequence, shift, bias_ptr, alibi_slope, captures):
+    # As `primitives.head_of`, of what is read already
+    return Head(
+        b=b,
+        h=h,
+        len_q=sequence.len_q,
+        len_kv=sequence.len_kv,
+        shift=shift,
+        softcap=scores.softcap,
+        bias_ptr=bias_ptr,
+        bias_stride_m=scores.bias.stride_m,
+        bias_stride_n=scores.bias.stride_n,
+        alibi_slope=alibi_slope,
+        captures=captures,
+    )
 
 
 @gluon.jit

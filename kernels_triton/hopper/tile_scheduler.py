@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -43,6 +45,22 @@ def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, m
         Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
     )
     return start_q, len_q, start_kv, len_kv
+
+
+class Sequence(NamedTuple):
+    """Where the queries and the keys of one sequence are, inside a kernel."""
+
+    start_q: Any
+    len_q: Any
+    start_kv: Any
+    len_kv: Any
+
+
+@gluon.jit
+def sequence_of(lengths_q: Lengths, lengths_kv: Lengths, b, META: gl.constexpr):
+    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
+    return Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
 
 
 @gluon.jit
@@ -97,7 +115,7 @@ def block_of(table_ptr, num_heads, blocks, section, LAST_FIRST: gl.constexpr, ME
 
 @gluon.jit
 def tell(tile, turn, barriers, META: gl.constexpr):
-    # The loading warp, which runs ahead, tells the consumers a tile: they need not wait for what it read for that.
+    # The producer, which runs ahead, tells the consumers a work tile: they need not wait for what it read for that.
     _, _, _, _, _, _, told_full, told_empty, told = barriers
     NUMBERS: gl.constexpr = META.NUMBERS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
