@@ -174,6 +174,7 @@ def test_spills_and_warnings_are_seen():
     assert [warning for warning in report.warnings if "C7511" in warning]  # wgmma is serialised for want of registers
 
 
+@pytest.mark.slow
 def test_a_cached_kernel_gives_the_same_report(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = compile_many([_request(90)])

@@ -11,7 +11,7 @@ from flexattn.bench import stub_driver
 from flexattn.kernels_triton.runtime import launch
 
 COMPARE = """
-import os, threading
+import os, sys, threading
 import torch
 from flexattn.bench import stub_driver
 
@@ -105,7 +105,8 @@ def normalised(found, inputs):
 
 for hopper in ("never", "always"):
     os.environ["FLEXATTN_HOPPER"] = hopper
-    for name, (how, more) in CASES.items():
+    for name in sys.argv[1:] or CASES:
+        how, more = CASES[name]
         inputs = make_inputs(**{**D, **how})
         call = inputs._asdict() | more
         leaves = [call[n].nan_to_num().requires_grad_() for n in "qkv"]
@@ -155,6 +156,14 @@ for hopper in ("never", "always"):
 
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
 def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
+    done = fresh_python("-c", COMPARE, "thd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["never", "thd"], ["always", "thd"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
+def test_every_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
     done = fresh_python("-c", COMPARE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("_kernel") > 20
