@@ -52,10 +52,6 @@ class Scale(NamedTuple):
         return self.block_rows > 0 and self.descale.shape[-1] > 1
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        return tuple(self.argument)
-
-    @property
     def argument(self) -> Descale:
         shape, strides = self.descale.shape, self.descale.stride()
         stride_b, stride_h, stride_block = (0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))

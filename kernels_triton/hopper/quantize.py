@@ -6,7 +6,7 @@ they are brought together first, so that what is transposed has 32 bits.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.common.work_table import side_of
-from flexattn.kernels_triton.hopper.fp8 import BLOCK, Scale, quads_assembly
+from flexattn.kernels_triton.hopper.fp8 import BLOCK, Descale, Scale, quads_assembly
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -47,19 +49,41 @@ class QuantizeMeta(NamedTuple):
     HAS_QUADS: bool
 
 
+class QuantizeArguments(NamedTuple):
+    x: Rows
+    lengths: Lengths
+    descale: Descale
+    out: Rows  # in FP8 as it lies; where there is none, anything; so too the transposed tensor
+    quads_ptr: WidePointer  # by 32 bits
+    quad_blocks: int
+    num_heads: int
+    blocks: int
+
+
+class HeadRows(NamedTuple):
+    """One sequence and head of what the kernel reads and writes."""
+
+    x_ptr: Any
+    x_stride: Any
+    descale_ptr: Any
+    descale_stride: Any
+    out_ptr: Any
+    out_stride: Any
+    quads_ptr: Any
+
+
 @triton.jit
-def _load_rows(own, token, length, columns, META: tl.constexpr):
+def _load_rows(own: HeadRows, token, length, columns, META: tl.constexpr):
     # Scaled, in fp32; infinities are NaN. Of FP8, its bits.
-    x_base, stride_s, scale_base, stride_scale, _, _, _ = own
     inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
-    x = tl.load(x_base + token.to(tl.int64)[:, None] * stride_s + columns[None, :], mask=inside, other=0.0)
+    x = tl.load(own.x_ptr + token.to(tl.int64)[:, None] * own.x_stride + columns[None, :], mask=inside, other=0.0)
     if META.IS_FP8:
         return x.to(tl.uint8, bitcast=True).to(tl.uint32)
     else:
         if META.BLOCK_ROWS == 0:
-            multiplier = tl.div_rn(1.0, tl.load(scale_base))
+            multiplier = tl.div_rn(1.0, tl.load(own.descale_ptr))
         else:
-            descale = tl.load(scale_base + token // META.BLOCK_ROWS * stride_scale, mask=token < length, other=1.0)
+            descale = tl.load(own.descale_ptr + token // META.BLOCK_ROWS * own.descale_stride, mask=token < length, other=1.0)
             multiplier = tl.div_rn(1.0, descale)[:, None]
         wide = x.to(tl.float32)
         return tl.where(tl.abs(wide) == float("inf"), float("nan"), wide * multiplier)
@@ -81,16 +105,17 @@ def _pack_quads(x0, x1, x2, x3, META: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(quads, K: tl.constexpr, own, token, length, columns, META: tl.constexpr):
-    _, _, _, _, rows_base, stride_rows, _ = own
+def _store_rows(quads, K: tl.constexpr, own: HeadRows, token, length, columns, META: tl.constexpr):
     DTYPE: tl.constexpr = tl.float8e4nv if META.IS_E4M3 else tl.float8e5
     inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
     bits = (quads >> (8 * K)).to(tl.uint8)
-    tl.store(rows_base + token.to(tl.int64)[:, None] * stride_rows + columns[None, :], bits.to(DTYPE, bitcast=True), mask=inside)
+    tl.store(
+        own.out_ptr + token.to(tl.int64)[:, None] * own.out_stride + columns[None, :], bits.to(DTYPE, bitcast=True), mask=inside
+    )
 
 
 @triton.jit
-def _quantize_part(own, row, length, FIRST: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+def _quantize_part(own: HeadRows, row, length, FIRST: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     # Columns FIRST .. FIRST + WIDTH of the head dim
     i = tl.arange(0, _QUADS)
     columns = FIRST + tl.arange(0, WIDTH)
@@ -110,50 +135,35 @@ def _quantize_part(own, row, length, FIRST: tl.constexpr, WIDTH: tl.constexpr, M
     if META.HAS_QUADS:
         place = columns[:, None] * _QUADS + i[None, :]
         bits = tl.trans(quads).to(tl.int32, bitcast=True)
-        tl.store(own[6] + place, bits, mask=(columns < META.HEAD_DIM)[:, None])
+        tl.store(own.quads_ptr + place, bits, mask=(columns < META.HEAD_DIM)[:, None])
 
 
 @kernel
-def _quantize_kernel(
-    x_ptr,
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    batch,
-    num_tokens,
-    max_seqlen,
-    stride_xb,
-    stride_xs,
-    stride_xh,
-    descale_ptr,
-    stride_descale_b,
-    stride_descale_h,
-    stride_descale_n,
-    rows_ptr,  # without rows, anything; so too the transposed tensor
-    stride_rb,
-    stride_rs,
-    stride_rh,
-    quads_ptr,  # by 32 bits
-    quad_blocks,
-    num_heads,
-    blocks,
-    META: tl.constexpr,
-):
+def _quantize_kernel(args: QuantizeArguments, META: tl.constexpr):
     TOKENS: tl.constexpr = _QUADS * 4
-    h = tl.program_id(0) % num_heads
-    n = tl.program_id(0) // num_heads % blocks
-    b = tl.program_id(0) // num_heads // blocks
-    start, length = load_sequence(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, META.IS_RAGGED)
+    x, out, descale = args.x, args.out, args.descale
+    h = tl.program_id(0) % args.num_heads
+    n = tl.program_id(0) // args.num_heads % args.blocks
+    b = tl.program_id(0) // args.num_heads // args.blocks
+    start, length = load_sequence(args.lengths, b, META.IS_RAGGED)
     row = n * TOKENS
     if row < length:
-        stride_s = stride_xs.to(tl.int64) * META.ALIGN
-        x_base = x_ptr + (b.to(tl.int64) * stride_xb + h.to(tl.int64) * stride_xh) * META.ALIGN + start * stride_s
-        scale_base = descale_ptr + b * stride_descale_b + h * stride_descale_h
-        stride_rows = stride_rs.to(tl.int64) * META.ROWS_ALIGN
-        rows_base = rows_ptr + (b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh) * META.ROWS_ALIGN + start * stride_rows
-        place = packed_start(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, start)
-        first = place // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(num_tokens, TOKENS)
-        quads_base = quads_ptr + (h * quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * _QUADS)
-        own = (x_base, stride_s, scale_base, stride_descale_n, rows_base, stride_rows, quads_base)
+        stride_x = x.stride_s.to(tl.int64) * META.ALIGN
+        x_ptr = x.ptr + (b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h) * META.ALIGN + start * stride_x
+        descale_ptr = descale.ptr + b * descale.stride_b + h * descale.stride_h
+        stride_out = out.stride_s.to(tl.int64) * META.ROWS_ALIGN
+        out_ptr = out.ptr + (b.to(tl.int64) * out.stride_b + h.to(tl.int64) * out.stride_h) * META.ROWS_ALIGN + start * stride_out
+        place = packed_start(args.lengths, b, start)
+        first = place // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(args.lengths.num_tokens, TOKENS)
+        own = HeadRows(
+            x_ptr=x_ptr,
+            x_stride=stride_x,
+            descale_ptr=descale_ptr,
+            descale_stride=descale.stride_block,
+            out_ptr=out_ptr,
+            out_stride=stride_out,
+            quads_ptr=args.quads_ptr + (h * args.quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * _QUADS),
+        )
         _quantize_part(own, row, length, 0, META.WIDTH0, META)
         if META.WIDTH1 > 0:
             _quantize_part(own, row, length, META.WIDTH0, META.WIDTH1, META)
@@ -185,81 +195,65 @@ def quantize(
     meta = problem.meta(_TILE, (x,))
     rows_meta = meta if rows is None else problem.meta(_TILE, (rows,))
     width0, width1 = split_head_dim(head_dim)
-    launch(
-        _quantize_kernel,
-        lengths.batch * blocks * heads,
-        x.device,
-        _TILE,
-        (
-            x,
-            *lengths.arguments,
-            *row_strides(x, meta),
-            *scale.arguments[:4],
-            out if rows is None else rows,
-            *((0, 0, 0) if rows is None else row_strides(rows, rows_meta)),
-            (out if transposed is None else transposed).view(torch.int32),
-            0 if transposed is None else transposed.shape[1],
-            heads,
-            blocks,
-            QuantizeMeta(
-                IS_RAGGED=lengths.is_ragged,
-                HAS_LENGTHS=meta.HAS_LENGTHS,
-                HAS_GAPS=lengths.cu_seqlens_padded is not None,
-                HEAD_DIM=head_dim,
-                WIDTH0=width0,
-                WIDTH1=width1,
-                ALIGN=meta.ALIGN,
-                ROWS_ALIGN=rows_meta.ALIGN,
-                IS_FP8=x.element_size() == 1,
-                IS_E4M3=out.dtype is torch.float8_e4m3fn,
-                IS_INTERPRETED=INTERPRETED,
-                BLOCK_ROWS=scale.block_rows if scale.is_blockwise else 0,
-                HAS_ROWS=rows is not None,
-                HAS_QUADS=transposed is not None,
-            ),
-        ),
+    quads = out if transposed is None else transposed
+    arguments = QuantizeArguments(
+        x=rows_of(x, meta),
+        lengths=problem.lengths_q if side == "q" else problem.lengths_kv,
+        descale=scale.argument,
+        out=Rows(ptr=out, stride_b=0, stride_s=0, stride_h=0) if rows is None else rows_of(rows, rows_meta),
+        quads_ptr=quads.view(torch.int32),
+        quad_blocks=0 if transposed is None else transposed.shape[1],
+        num_heads=heads,
+        blocks=blocks,
     )
+    own_meta = QuantizeMeta(
+        IS_RAGGED=lengths.is_ragged,
+        HAS_LENGTHS=meta.HAS_LENGTHS,
+        HAS_GAPS=lengths.cu_seqlens_padded is not None,
+        HEAD_DIM=head_dim,
+        WIDTH0=width0,
+        WIDTH1=width1,
+        ALIGN=meta.ALIGN,
+        ROWS_ALIGN=rows_meta.ALIGN,
+        IS_FP8=x.element_size() == 1,
+        IS_E4M3=out.dtype is torch.float8_e4m3fn,
+        IS_INTERPRETED=INTERPRETED,
+        BLOCK_ROWS=scale.block_rows if scale.is_blockwise else 0,
+        HAS_ROWS=rows is not None,
+        HAS_QUADS=transposed is not None,
+    )
+    launch(_quantize_kernel, lengths.batch * blocks * heads, x.device, _TILE, (arguments, own_meta))
+
+
+class DequantizeArguments(NamedTuple):
+    x: Rows
+    lengths: Lengths
+    descale: Descale  # of blocks of a multiple of a program's rows
+    out: Rows
+    num_heads: int
+    blocks: int
 
 
 @kernel
 def _dequantize_kernel(
-    x_ptr,
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    batch,
-    num_tokens,
-    max_seqlen,
-    stride_xb,
-    stride_xs,
-    stride_xh,
-    descale_ptr,
-    stride_descale_b,
-    stride_descale_h,
-    stride_descale_n,
-    block_rows,  # that have a scale, a multiple of a program's
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    num_heads,
-    blocks,
+    args: DequantizeArguments,
     HEAD_DIM: tl.constexpr,
     D0: tl.constexpr,  # it is taken in one or two parts
     D1: tl.constexpr,
     IS_RAGGED: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
     META: tl.constexpr,
 ):
     ROWS: tl.constexpr = META.BLOCK_M
-    h = tl.program_id(0) % num_heads
-    row = tl.program_id(0) // num_heads % blocks * ROWS
-    b = tl.program_id(0) // num_heads // blocks
-    start, length = load_sequence(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, IS_RAGGED)
+    scale = args.descale
+    h = tl.program_id(0) % args.num_heads
+    row = tl.program_id(0) // args.num_heads % args.blocks * ROWS
+    b = tl.program_id(0) // args.num_heads // args.blocks
+    start, length = load_sequence(args.lengths, b, IS_RAGGED)
     if row < length:
-        descale = tl.load(descale_ptr + b * stride_descale_b + h * stride_descale_h + row // block_rows * stride_descale_n)
-        x_rows = row_pointer(Rows(x_ptr, stride_xb, stride_xs, stride_xh), b, h, start + row, META)
-        out_rows = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start + row, META)
-        x_offsets, out_offsets = row_steps(stride_xs, ROWS, META)[1], row_steps(stride_os, ROWS, META)[1]
+        descale = tl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
+        x_rows = row_pointer(args.x, b, h, start + row, META)
+        out_rows = row_pointer(args.out, b, h, start + row, META)
+        x_offsets, out_offsets = row_steps(args.x.stride_s, ROWS, META)[1], row_steps(args.out.stride_s, ROWS, META)[1]
         x0 = load_tile(x_rows, x_offsets, row, length, 0, D0, HEAD_DIM, True)
         store_tile(out_rows, x0.to(tl.float32) * descale, out_offsets, row, length, 0, D0, HEAD_DIM)
         if D1 > 0:
@@ -274,14 +268,14 @@ def dequantize(problem: Problem, side: Literal["q", "kv"], x: Tensor, scale: Sca
     meta = problem.meta(_TILE, (x, out))
     meta = meta._replace(ALIGN=min(meta.ALIGN, 8))  # a thread then stores 16 bytes in a row, rather than every other 16
     blocks = triton.cdiv(lengths.longest, _TILE.block_m)
-    launch(
-        _dequantize_kernel,
-        lengths.batch * blocks * heads,
-        x.device,
-        _TILE,
-        (
-            *(x, *lengths.arguments, *row_strides(x, meta), *scale.arguments, out, *row_strides(out, meta), heads, blocks),
-            *(head_dim, *split_head_dim(head_dim), lengths.is_ragged, lengths.cu_seqlens_padded is not None, meta),
-        ),
+    arguments = DequantizeArguments(
+        x=rows_of(x, meta),
+        lengths=problem.lengths_q if side == "q" else problem.lengths_kv,
+        descale=scale.argument,
+        out=rows_of(out, meta),
+        num_heads=heads,
+        blocks=blocks,
     )
+    constants = (head_dim, *split_head_dim(head_dim), lengths.is_ragged, meta)
+    launch(_dequantize_kernel, lengths.batch * blocks * heads, x.device, _TILE, (arguments, *constants))
     return out
