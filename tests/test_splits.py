@@ -378,8 +378,8 @@ def test_a_planted_bug_is_found_by_the_emulator(name: str, tmp_path: Path) -> No
 PLANTED = {
     "every split has the sink": ("            sink = tl.where(split == 0, ", "            tl.where(split == 0, "),
     "every split has the first one's masked keys": (
-        "        begin, full_begin, full_end, end = range",
-        "        _, full_begin, full_end, end = range",
+        "    begin = visible.begin\n",
+        "    begin = 0\n",
     ),
     "parts lie in each other's place": ("        lse_ptr += rows_before\n", ""),
 }

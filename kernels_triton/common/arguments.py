@@ -153,3 +153,21 @@ class Inputs(NamedTuple):
     softmax_offset_ptr: Pointer
     dropout: Dropout
     scales: Scales | None
+
+
+class Saved(NamedTuple):
+    """What the backward reads of the forward's results."""
+
+    out: Rows
+    lse_ptr: Pointer  # of unbounded logits what `large_rows` leaves of it
+    dlse_ptr: Pointer  # the gradient of lse; None: 0
+
+
+class Statistics(NamedTuple):
+    """What the portable backward kernels read of the queries: fp32, from `primitives.statistics_row` on."""
+
+    lse_log2_ptr: Pointer  # lse in units of log2, +inf for a row that sees nothing
+    delta_ptr: Pointer  # sum(out * dout) - dlse
+    p_scale_ptr: Pointer  # for fp32: what probabilities computed from lse_log2 are to be multiplied with
+    large_ptr: Pointer  # of unbounded logits, as `large_rows` has them: int32 [1], whether any lse is large
+    large_lse_ptr: Pointer  # and lse

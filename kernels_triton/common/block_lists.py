@@ -98,6 +98,36 @@ class TileList(NamedTuple):
 
 
 @triton.jit
+def full_tiles(own):
+    # The blocks that are seen whole.
+    return TileList(masked_ptr=own.masked_ptr, num_masked=0, full_ptr=own.full_ptr, skip_from=0, skipped=own.first_inside)
+
+
+@triton.jit
+def other_tiles(own):
+    return TileList(
+        masked_ptr=own.masked_ptr,
+        num_masked=own.num_masked,
+        full_ptr=own.full_ptr,
+        skip_from=own.first_inside,
+        skipped=own.last_inside - own.first_inside,
+    )
+
+
+@triton.jit
+def all_tiles(own):
+    return TileList(masked_ptr=own.masked_ptr, num_masked=own.num_masked, full_ptr=own.full_ptr, skip_from=0, skipped=0)
+
+
+class TileRange(NamedTuple):
+    """The tiles that a loop takes: rows `begin` to `end`, or with a block mask those that are so many in `listed`."""
+
+    begin: Any
+    end: Any
+    listed: Any
+
+
+@triton.jit
 def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     # (where tile t begins, whether its block is full)
     tiles: tl.constexpr = SIZE // BLOCK

@@ -5,14 +5,17 @@ It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Lengths, Rows
+from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows, Saved, Scale, Statistics
 from flexattn.kernels_triton.common.large_rows import LargeRows, large_rows
 from flexattn.kernels_triton.common.primitives import (
+    Queries,
     load_large,
     load_sequence,
     load_tile,
@@ -24,7 +27,7 @@ from flexattn.kernels_triton.common.primitives import (
     statistics_row,
     store_tile,
 )
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -51,50 +54,59 @@ def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
     return dout0, dout1
 
 
+class TiledStatistics(NamedTuple):
+    """Where statistics are left in tiles of SIZE queries: [tiles, 2, SIZE], -lse in units of log2 and -delta.
+
+    For a row that is none, and one that sees nothing, the former is -inf.
+    """
+
+    ptr: Pointer
+    tiles: int  # of a head: the tiles of all sequences of a packed batch, or of one sequence
+
+
+class Quantized(NamedTuple):
+    """dout in FP8, to be written."""
+
+    rows: Rows
+    descale_ptr: Pointer  # [b, h, blocks], contiguous
+    range_scale: float  # the largest value of its dtype
+
+
+class Arguments(NamedTuple):
+    saved: Saved
+    dout: Rows
+    quantized: Quantized | None
+    large_ptr: Pointer  # of unbounded logits, as `large_rows` has them: whether any lse is large
+    large_lse_ptr: Pointer
+    softmax_offset_ptr: Pointer
+    scale_dout: Scale | None
+    lengths: Lengths
+    num_heads: int
+    lse_log2_ptr: Pointer  # from `statistics_row` on: lse in units of log2, +inf for a row that sees nothing
+    delta_ptr: Pointer  # sum(out * dout) - dlse
+    tiled: TiledStatistics | None  # instead, with SIZE > 0
+    dsink_ptr: Pointer  # [h, b * blocks], or None: what each block of queries adds to the gradient of softmax_offset
+
+
 @kernel
 def _attn_bwd_statistics_kernel(
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    dout_ptr,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    dout8_ptr,  # or None; else dout in FP8, to be written
-    stride_do8b,
-    stride_do8s,
-    stride_do8h,
-    descale_dout_ptr,  # of it, to be written: [b, h, blocks], contiguous
-    range_scale,  # the largest value of its dtype
-    lse_ptr,  # of unbounded logits the rest of it, as `large_rows` has it, with what comes next; else that is None
-    large_ptr,
-    large_lse_ptr,
-    dlse_ptr,  # or None: 0
-    softmax_offset_ptr,
-    descales,
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    lse_log2_ptr,  # from `statistics_row` on: lse in units of log2, +inf for a row that sees nothing
-    delta_ptr,  # sum(out * dout) - dlse
-    tiles_ptr,  # or, with SIZE > 0, [tiles, 2, SIZE]: -lse in units of log2 (-inf too for a row that is none), and -delta
-    dsink_ptr,  # [h, b * blocks], or None: what each block of queries adds to the gradient of softmax_offset
-    batch,
-    num_heads,
-    num_tokens_q,
-    max_seqlen_q,
-    tiles,
+    args: Arguments,
     ROWS: tl.constexpr,  # of a program, META.BLOCK_M at a time
     SIZE: tl.constexpr,
     META: tl.constexpr,
 ):
-    blocks = tl.cdiv(max_seqlen_q, ROWS)
+    lengths = args.lengths
+    batch = lengths.batch
+    num_heads = args.num_heads
+    num_tokens_q = lengths.num_tokens
+    tiles_ptr = args.tiled.ptr
+    dsink_ptr = args.dsink_ptr
+    quantized = args.quantized
+    blocks = tl.cdiv(lengths.max_seqlen, ROWS)
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % num_heads
     b = tl.program_id(0) // blocks // num_heads
-    start_q, len_q = load_sequence(
-        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
-    )
+    start_q, len_q = load_sequence(lengths, b, META.IS_RAGGED_Q)
     first_row = block * ROWS
     if SIZE > 0:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if tl.program_id(0) == 0:
@@ -102,34 +114,35 @@ def _attn_bwd_statistics_kernel(
             tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
             tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
     if first_row >= len_q:
-        if dout8_ptr is not None:
-            tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, 1.0)
+        if quantized.rows.ptr is not None:
+            tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, 1.0)
         if dsink_ptr is not None:
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
     BLOCK_M: tl.constexpr = META.BLOCK_M
-    dout_base = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
-    dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
+    dout_base = row_pointer(args.dout, b, h, start_q + first_row, META)
+    dout_step, dout_offsets = row_steps(args.dout.stride_s, BLOCK_M, META)
     scale, descale = 1.0, 1.0
-    if dout8_ptr is not None:
+    if quantized.rows.ptr is not None:
         largest = tl.zeros([BLOCK_M], tl.float32)
         for row in range(0, ROWS, BLOCK_M):
             dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first_row + row, len_q, META)
             largest = tl.maximum(largest, largest_of_rows(dout0.to(tl.float32)))
             if META.V1 > 0:
                 largest = tl.maximum(largest, largest_of_rows(dout1.to(tl.float32)))
-        scale = scale_of(tl.max(largest, 0), range_scale)
+        scale = scale_of(tl.max(largest, 0), quantized.range_scale)
         descale = tl.div_rn(1.0, scale)
-        tl.store(descale_dout_ptr + (b * num_heads + h) * blocks + block, descale)
+        tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, descale)
     dsink = 0.0
+    queries = Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q)
     for row in range(0, ROWS, BLOCK_M):
         first = first_row + row
         rows = first + tl.arange(0, BLOCK_M)
         dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first, len_q, META)
-        if dout8_ptr is not None:  # what the products read is what delta must be of
-            DTYPE: tl.constexpr = dout8_ptr.dtype.element_ty
-            pointer = row_pointer(Rows(dout8_ptr, stride_do8b, stride_do8s, stride_do8h), b, h, start_q + first, META)
-            offsets = row_steps(stride_do8s, BLOCK_M, META)[1]
+        if quantized.rows.ptr is not None:  # what the products read is what delta must be of
+            DTYPE: tl.constexpr = quantized.rows.ptr.dtype.element_ty
+            pointer = row_pointer(quantized.rows, b, h, start_q + first, META)
+            offsets = row_steps(quantized.rows.stride_s, BLOCK_M, META)[1]
             small0 = to_fp8(dout0.to(tl.float32), scale, DTYPE)
             store_tile(pointer, small0, offsets, first, len_q, 0, META.V0, META.HEAD_DIM_V)
             dout0 = small0.to(tl.float32) * descale
@@ -137,31 +150,24 @@ def _attn_bwd_statistics_kernel(
                 small1 = to_fp8(dout1.to(tl.float32), scale, DTYPE)
                 store_tile(pointer, small1, offsets, first, len_q, META.V0, META.V1, META.HEAD_DIM_V)
                 dout1 = small1.to(tl.float32) * descale
-        out = Rows(out_ptr, stride_ob, stride_os, stride_oh)
-        lse_log2, delta = make_row_statistics(
-            dout0, dout1, out, lse_ptr, dlse_ptr, b, h, num_heads, start_q, len_q, num_tokens_q, first, descales, META
-        )
+        lse_log2, delta = make_row_statistics(dout0, dout1, args.saved, args.scale_dout, queries, first, META)
         if SIZE > 0:
-            place_q = packed_start(Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, 0, num_tokens_q, 0), b, start_q)
-            tile = statistics_tile(b, h, num_heads, place_q, tiles, META, SIZE) + rows // SIZE
+            place_q = packed_start(lengths, b, start_q)
+            tile = statistics_tile(b, h, num_heads, place_q, args.tiled.tiles, META, SIZE) + rows // SIZE
             pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
             in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
             tl.store(pointers, -lse_log2, mask=in_tiles)
             tl.store(pointers + SIZE, -delta, mask=in_tiles)
         else:
             own = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-            tl.store(lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
-            tl.store(delta_ptr + own + rows, delta, mask=rows < len_q)
+            tl.store(args.lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
+            tl.store(args.delta_ptr + own + rows, delta, mask=rows < len_q)
         if dsink_ptr is not None:
-            large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-            p_sink = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
+            large = load_large(args.large_ptr, args.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+            p_sink = sink_probability(args.softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
             dsink -= tl.sum(p_sink * delta, 0)
     if dsink_ptr is not None:
         tl.store(dsink_ptr + (h * batch + b) * blocks + block, dsink)
-
-
-Statistics = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of queries, for the portable kernels: lse_log2, delta, p_scale, each fp32 [rows]; and of `LargeRows` is_any and lse."""
 
 
 def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
@@ -171,7 +177,8 @@ def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
     rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * triton.cdiv(num_tokens_q, 4) * 4)
     lse_log2, delta, p_scale = torch.empty((3, rows), dtype=torch.float32, device=x.device)
     rest, is_any, own_lse = large_rows(x, lse)
-    return (lse_log2, delta, p_scale, is_any, own_lse), rest
+    statistics = Statistics(lse_log2_ptr=lse_log2, delta_ptr=delta, p_scale_ptr=p_scale, large_ptr=is_any, large_lse_ptr=own_lse)
+    return statistics, rest
 
 
 def row_statistics(
@@ -182,7 +189,8 @@ def row_statistics(
     What the kernels for the gradients of a bias and of captures read, where no dq kernel of `backward` runs; half types only.
     """
     statistics, rest = new_statistics(problem, lse)
-    _launch(problem, out, LargeRows(rest, *statistics[3:]), dout, dlse, dsoftmax_offset, (*statistics[:2], None, 0, 0))
+    large = LargeRows(rest=rest, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
+    _launch(problem, out, large, dout, dlse, dsoftmax_offset, statistics)
     return statistics
 
 
@@ -197,7 +205,7 @@ def tiled_statistics(
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
     large = large_rows(x, lse)
-    _launch(x, out, large, dout, dlse, dsoftmax_offset, (None, None, statistics, tiles, size))
+    _launch(x, out, large, dout, dlse, dsoftmax_offset, TiledStatistics(ptr=statistics, tiles=tiles), size)
     return statistics, tiles, large
 
 
@@ -208,7 +216,8 @@ def _launch(
     dout: Tensor,
     dlse: Tensor | None,
     dsoftmax_offset: Tensor | None,
-    target: tuple[Tensor | None, Tensor | None, Tensor | None, int, int],
+    target: Statistics | TiledStatistics,
+    size: int = 0,
 ) -> None:
     quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
     if quantises:
@@ -219,14 +228,24 @@ def _launch(
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
     blocks = triton.cdiv(x.longest_q, _TILE.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
-    *places, tiles, size = target
-    arguments = (
-        *(out, *row_strides(out, meta)),
-        *(dout, *row_strides(dout, meta)),
-        *((dout8, *row_strides(dout8, meta), x.descales[3], LARGEST[dout8.dtype]) if quantises else (None, 0, 0, 0, None, 0.0)),
-        *(*large, dlse, x.softmax_offset, x.scale_arguments(), x.cu_seqlens_q, x.cu_seqlens_q_padded, *places, dsink),
-        *(x.batch, x.num_heads, x.q.shape[-3], x.longest_q, tiles, _TILE.block_m, size, meta),
+    quantized = None
+    if quantises:
+        quantized = Quantized(rows=rows(dout8, meta), descale_ptr=x.descales[3], range_scale=LARGEST[dout8.dtype])
+    args = Arguments(
+        saved=Saved(out=rows(out, meta), lse_ptr=large.rest, dlse_ptr=dlse),
+        dout=rows(dout, meta),
+        quantized=quantized,
+        large_ptr=large.is_any,
+        large_lse_ptr=large.lse,
+        softmax_offset_ptr=x.softmax_offset,
+        scale_dout=x.scales.dout if x.scales is not None else None,
+        lengths=x.lengths_q,
+        num_heads=x.num_heads,
+        lse_log2_ptr=target.lse_log2_ptr if isinstance(target, Statistics) else None,
+        delta_ptr=target.delta_ptr if isinstance(target, Statistics) else None,
+        tiled=target if isinstance(target, TiledStatistics) else None,
+        dsink_ptr=dsink,
     )
-    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, tile, arguments)
+    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, tile, (args, _TILE.block_m, size, meta))
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)

@@ -161,39 +161,36 @@ def load_sink(softmax_offset_ptr, h, UNIT: tl.constexpr, META: tl.constexpr):
     return sink
 
 
+class Queries(NamedTuple):
+    """The queries of one sequence and head, inside a kernel."""
+
+    b: Any
+    h: Any
+    num_heads: Any
+    start: Any
+    length: Any
+    num_tokens: Any  # of all sequences, or of each
+
+
 @triton.jit
-def make_row_statistics(
-    dout0,
-    dout1,
-    out,
-    lse_ptr,
-    dlse_ptr,
-    b,
-    h,
-    num_heads,
-    start_q,
-    len_q,
-    num_tokens_q,
-    first_row,
-    descales,
-    META: tl.constexpr,
-):
-    # Of rows whose dout is given: lse in units of log2, +inf for a row that sees nothing or is none, and sum(out * dout) - dlse.
+def make_row_statistics(dout0, dout1, saved, scale, queries, first_row, META: tl.constexpr):
+    # (lse in units of log2, +inf for a row that sees nothing or is none, sum(out * dout) - dlse), of rows whose dout is given;
+    # scale: that of dout in FP8.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
-    _, out_offsets = row_steps(out.stride_s, BLOCK_M, META)
-    out0 = load_tile(out_pointer, out_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
+    out_pointer = row_pointer(saved.out, queries.b, queries.h, queries.start + first_row, META)
+    _, out_offsets = row_steps(saved.out.stride_s, BLOCK_M, META)
+    out0 = load_tile(out_pointer, out_offsets, first_row, queries.length, 0, META.V0, META.HEAD_DIM_V, True)
     delta = tl.sum(out0.to(tl.float32) * dout0.to(tl.float32), 1)
     if META.V1 > 0:
-        out1 = load_tile(out_pointer, out_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
+        out1 = load_tile(out_pointer, out_offsets, first_row, queries.length, META.V0, META.V1, META.HEAD_DIM_V, True)
         delta += tl.sum(out1.to(tl.float32) * dout1.to(tl.float32), 1)
     if META.IS_FP8:
-        delta *= load_descale(descales, 3, b, h, first_row, META)
-    row = lse_row(b, h, num_heads, num_tokens_q, start_q, META)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-    lse = tl.load(lse_ptr + row + rows, mask=rows < len_q, other=float("inf"))
+        delta *= load_descale(scale, queries.b, queries.h, first_row, META)
+    row = lse_row(queries.b, queries.h, queries.num_heads, queries.num_tokens, queries.start, META)
+    if saved.dlse_ptr is not None:
+        delta -= tl.load(saved.dlse_ptr + row + rows, mask=rows < queries.length, other=0.0)
+    lse = tl.load(saved.lse_ptr + row + rows, mask=rows < queries.length, other=float("inf"))
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     return lse_log2, delta
 
@@ -275,14 +272,20 @@ def statistics_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
         return tl.cast(b * num_heads + h, tl.int64) * (tl.cdiv(num_tokens_q, 4) * 4)
 
 
+class RowStatistics(NamedTuple):
+    """What the backward knows of the rows of a tile, inside a kernel."""
+
+    lse_log2: Any  # in units of log2; +inf makes every probability of a row exactly 0
+    delta: Any
+    p_scale: Any
+
+
 @triton.jit
-def load_row_statistics(
-    lse_log2_ptr, delta_ptr, p_scale_ptr, row, num_rows, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, META: tl.constexpr
-):
-    # Of ROWS rows from `row` on, num_rows of which there are. An lse of +inf makes every probability of its row exactly 0.
+def load_row_statistics(statistics, row, num_rows, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, META: tl.constexpr):
+    # Of ROWS rows from `row` on, num_rows of which there are.
     rows = tl.arange(0, ROWS)
-    lse_log2_ptr += row
-    delta_ptr += row
+    lse_log2_ptr = statistics.lse_log2_ptr + row
+    delta_ptr = statistics.delta_ptr + row
     if not META.IS_RAGGED_Q:
         lse_log2_ptr = tl.multiple_of(lse_log2_ptr, 16)
         delta_ptr = tl.multiple_of(delta_ptr, 16)
@@ -291,13 +294,27 @@ def load_row_statistics(
         lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < num_rows, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
         if META.NORMALIZES:
-            p_scale = tl.load(p_scale_ptr + row + rows, mask=rows < num_rows, other=1.0)
+            p_scale = tl.load(statistics.p_scale_ptr + row + rows, mask=rows < num_rows, other=1.0)
     else:
         lse_log2 = tl.load(lse_log2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
         if META.NORMALIZES:
-            p_scale = tl.load(p_scale_ptr + row + rows)
-    return lse_log2, delta, p_scale
+            p_scale = tl.load(statistics.p_scale_ptr + row + rows)
+    return RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=p_scale)
+
+
+@triton.jit
+def by_rows(statistics):
+    # For a tile [queries, keys].
+    p_scale = statistics.p_scale[:, None]
+    return RowStatistics(lse_log2=statistics.lse_log2[:, None], delta=statistics.delta[:, None], p_scale=p_scale)
+
+
+@triton.jit
+def by_columns(statistics):
+    # For a tile [keys, queries].
+    p_scale = statistics.p_scale[None, :]
+    return RowStatistics(lse_log2=statistics.lse_log2[None, :], delta=statistics.delta[None, :], p_scale=p_scale)
 
 
 class HeadChannels(NamedTuple):
@@ -384,12 +401,12 @@ def read_size(encoded):
 
 
 @triton.jit
-def load_descale(descales, WHICH: tl.constexpr, b, h, row, META: tl.constexpr):
-    # What the rows around `row` of q (0), k (1), v (2) or dout (3) in FP8 are to be multiplied with.
-    offset = b * read_size(descales[4 * WHICH + 2]) + h * read_size(descales[4 * WHICH + 3])
+def load_descale(scale, b, h, row, META: tl.constexpr):
+    # What the rows around `row` are to be multiplied with.
+    offset = b * scale.stride_b + h * scale.stride_h
     if META.HAS_BLOCK_SCALES:
-        offset += row // META.SCALE_ROWS * read_size(descales[4 * WHICH + 1])
-    return tl.load(descales[4 * WHICH] + offset)
+        offset += row // META.SCALE_ROWS * scale.stride_block
+    return tl.load(scale.ptr + offset)
 
 
 @triton.jit
@@ -401,15 +418,23 @@ def descaled(qk, descale, softmax_scale, META: tl.constexpr):
         return qk, softmax_scale * descale
 
 
+class Products(NamedTuple):
+    """The two products of a tile that the backward computes, inside a kernel."""
+
+    qk: Any
+    dp: Any  # of dout and v
+    scale: Any  # that makes the scaled score of qk
+
+
 @triton.jit
-def descaled_products(qk, dp, descales, b, h, h_kv, row, column, softmax_scale, META: tl.constexpr):
-    # The same of both products of a tile that the backward computes: (q.k, dout.v, scale).
-    score_scale = softmax_scale
+def descaled_products(qk, dp, inputs, head, h_kv, row, column, META: tl.constexpr):
+    scale = inputs.scores.scale
     if META.IS_FP8:
-        descale = load_descale(descales, 0, b, h, row, META) * load_descale(descales, 1, b, h_kv, column, META)
-        qk, score_scale = descaled(qk, descale, softmax_scale, META)
-        dp *= load_descale(descales, 3, b, h, row, META) * load_descale(descales, 2, b, h_kv, column, META)
-    return qk, dp, score_scale
+        scales = inputs.scales
+        descale = load_descale(scales.q, head.b, head.h, row, META) * load_descale(scales.k, head.b, h_kv, column, META)
+        qk, scale = descaled(qk, descale, scale, META)
+        dp *= load_descale(scales.dout, head.b, head.h, row, META) * load_descale(scales.v, head.b, h_kv, column, META)
+    return Products(qk=qk, dp=dp, scale=scale)
 
 
 @triton.jit
@@ -651,66 +676,77 @@ def log_of_sum(row_max, factor, origin, row_sum):
 
 
 @triton.jit
-def dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META: tl.constexpr):
+def dropout_keep(dropout, b_h, first_row, first_column, META: tl.constexpr):
     # [BLOCK_M, BLOCK_N]: Philox at counter (j // 8, i, b_h, offset), a half of its four words for each of eight neighbouring
     # columns. A lower half is shifted up; an upper one is compared with what is below it, which changes nothing.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
-    seed = tl.load(rng_state_ptr)
-    offset = tl.load(rng_state_ptr + 1)
+    seed = tl.load(dropout.rng_state_ptr)
+    offset = tl.load(dropout.rng_state_ptr + 1)
     zero = tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
     c0 = zero + (first_column // 8 + tl.arange(0, BLOCK_N // 8))[None, :]
     c1 = zero + (first_row + tl.arange(0, BLOCK_M))[:, None]
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32), n_rounds=DROPOUT_ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 8, 2, 2], the last two in column order
     halves = tl.join(words << 16, words)
-    return tl.reshape(halves, [BLOCK_M, BLOCK_N]) >= dropout_threshold.to(tl.uint32, bitcast=True)
+    return tl.reshape(halves, [BLOCK_M, BLOCK_N]) >= dropout.threshold.to(tl.uint32, bitcast=True)
+
+
+class ScoreTile(NamedTuple):
+    """A tile of scores, [queries, keys] or [keys, queries], inside a kernel."""
+
+    i: Any  # queries, as they broadcast against the tile
+    j: Any  # keys
+    keep: Any  # what dropout keeps
+    is_full: Any  # whether the mask_mod need not be asked
+    large: Any  # as `load_large` gives it
+
+
+class ScoreGradient(NamedTuple):
+    """What a tile's gradient is made of, inside a kernel."""
+
+    p: Any  # probabilities
+    p_dropped: Any  # the same as they multiplied v
+    dlogit: Any
+    dscore: Any  # of the scaled score
+    score: Any  # that score_mod was given
 
 
 @triton.jit
 def score_gradient(
-    qk,
-    dp,
-    lse_log2,
-    delta,
-    p_scale,
-    large,
-    i,
-    j,
-    keep,
-    len_q,
-    len_kv,
-    shift,
-    band,
-    softmax_scale,
-    keep_scale,
+    products,
+    statistics,
+    tile,
     head,
+    inputs,
     MODS: tl.constexpr,
-    is_full,  # whether the mask_mod need not be asked
     MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
     META: tl.constexpr,
 ):
-    # From the products q.k and dout.v: (probabilities, the same as they multiplied v, d loss / d logit, d loss / d scaled score,
-    # the score that score_mod was given).
-    s, factor, cap_tanh, score = logits(qk, i, j, softmax_scale, head, MODS, META)
-    s = relative_to_lse(s, -lse_log2, large, head.b, head.h, i, len_q, META)
-    p = tl.exp2(tl.fma(s, factor, -lse_log2))
+    i = tile.i
+    j = tile.j
+    keep_scale = inputs.dropout.keep_scale
+    dp = products.dp
+    s, factor, cap_tanh, score = logits(products.qk, i, j, products.scale, head, MODS, META)
+    s = relative_to_lse(s, -statistics.lse_log2, tile.large, head.b, head.h, i, head.len_q, META)
+    p = tl.exp2(tl.fma(s, factor, -statistics.lse_log2))
     if META.NORMALIZES:
-        p *= p_scale
+        p *= statistics.p_scale
     if MASK == "keys":
-        p = tl.where(visible_keys(i, j, len_kv, shift, band, META), p, 0.0)
+        p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
     elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
-        p = tl.where(visible_queries(i, j, shift, band, META), p, 0.0)
+        p = tl.where(visible_queries(i, j, head.shift, inputs.band, META), p, 0.0)
     if MASK != "none" and META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
-        p = tl.where(i < len_q, p, 0.0)
+        p = tl.where(i < head.len_q, p, 0.0)
     if META.HAS_MASK_MOD and (MASK != "none" or META.BLOCK_SIZE_Q == 0):
-        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, p, 0.0)
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | tile.is_full, p, 0.0)
     p_dropped = p
     if META.HAS_DROPOUT:
-        p_dropped = tl.where(keep, p * keep_scale, 0.0)
-        dp = tl.where(keep, dp * keep_scale, 0.0)
-    dlogit = p * (dp - delta)
-    return p, p_dropped, dlogit, through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META), score
+        p_dropped = tl.where(tile.keep, p * keep_scale, 0.0)
+        dp = tl.where(tile.keep, dp * keep_scale, 0.0)
+    dlogit = p * (dp - statistics.delta)
+    dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
+    return ScoreGradient(p=p, p_dropped=p_dropped, dlogit=dlogit, dscore=dscore, score=score)
 
 
 @triton.jit

@@ -357,12 +357,6 @@ class Problem:
     def has_block_scales(self) -> bool:
         return any(descale.shape[2] > 1 for descale in self.descales)
 
-    def scale_arguments(self) -> tuple[Any, ...] | None:
-        """Of each descale the tensor and its strides by block, batch and head, for `read_size`; None where there is none."""
-        if not self.descales:
-            return None
-        return tuple(value for t in self.descales for value in (t, *(2 * _strides(t, 3)[dim] + 3 for dim in (2, 0, 1))))
-
     @property
     def lengths_q(self) -> Lengths:
         return Lengths(
@@ -447,48 +441,6 @@ class Problem:
     def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
         """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""
         return (None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)
-
-    def arguments(self, meta: Meta, blocks: Literal["kv", "q", "kinds"] = "kv") -> tuple[Any, ...]:
-        """The arguments that every kernel begins with, in this order.
-
-        blocks: of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks.
-        """
-        bias, stride_b, stride_h, stride_m, stride_n, slopes, slopes_stride, softcap, captures = self.score_arguments()
-        rng_state, threshold, keep_scale = self.dropout_arguments()
-        return (
-            self.q,
-            self.k,
-            self.v,
-            bias,
-            slopes,
-            self.softmax_offset,
-            rng_state,
-            self.cu_seqlens_q,
-            self.cu_seqlens_kv,
-            self.cu_seqlens_q_padded,
-            self.cu_seqlens_kv_padded,
-            float(self.softmax_scale),
-            softcap,
-            keep_scale,
-            threshold,
-            self.batch,
-            self.num_heads,
-            self.group_size,
-            self.q.shape[-3],
-            self.k.shape[-3],
-            self.longest_q,
-            self.longest_kv,
-            *self.window,
-            int(self.bottom_right),
-            *(stride_b, stride_h, stride_m, stride_n),
-            slopes_stride,
-            *row_strides(self.q, meta),
-            *row_strides(self.k, meta),
-            *row_strides(self.v, meta),
-            captures,
-            self.scale_arguments(),
-            *self.list_arguments(blocks),
-        )
 
 
 def rows(x: Tensor, meta: Meta) -> Rows:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Lengths, Rows
+from flexattn.kernels_triton.common.arguments import Channels, Lengths, Rows
 from flexattn.kernels_triton.common.primitives import (
     load_padding,
     load_sequence,
@@ -600,16 +600,17 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     return out
 
 
-def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None = None) -> tuple[Any, int, int, int]:
-    """What a kernel takes of a transposed copy: the tensor and its strides by batch, head and channel, in units of 16.
+def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None = None) -> Channels | None:
+    """The transposed copy of a tensor that a kernel in FP8 reads; None where the problem is not in FP8.
 
-    x: what lies as the problem's tensor of that name does, and is copied in its place. Nothing where the problem is not FP8.
+    x: what lies as the problem's tensor of that name does, and is copied in its place.
     """
     if not problem.is_fp8:
-        return None, 0, 0, 0
+        return None
     p = problem
     x = getattr(p, name) if x is None else x
     of_q = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q)
     lengths = of_q if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
     copy = transpose_tokens(x, *lengths)
-    return copy, 0 if copy.dim() == 3 else copy.stride(0) // 16, copy.stride(-3) // 16, copy.stride(-2) // 16
+    stride_b = 0 if copy.dim() == 3 else copy.stride(0) // 16
+    return Channels(ptr=copy, stride_b=stride_b, stride_h=copy.stride(-3) // 16, stride_d=copy.stride(-2) // 16)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Rows
-from flexattn.kernels_triton.common.primitives import LN2, LOG2E, row_pointer
+from flexattn.kernels_triton.common.primitives import LN2, LOG2E, VisibleRange, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, row_strides
 from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
@@ -87,14 +87,14 @@ def share_of_split(count, split, num_splits):
 
 
 @triton.jit
-def range_of_split(begin, full_begin, full_end, end, split, num_splits, STEP: tl.constexpr):
-    # Of what `visible_range` says a split's share.
-    first, last = share_of_split(tl.cdiv(end - begin, STEP), split, num_splits)
-    last = begin + last * STEP
-    begin += first * STEP
-    full_begin = tl.minimum(tl.maximum(full_begin, begin), last)
-    full_end = tl.minimum(tl.maximum(full_end, full_begin), last)
-    return begin, full_begin, full_end, tl.minimum(end, last)
+def range_of_split(visible, split, num_splits, STEP: tl.constexpr):
+    # A split's share of a `primitives.VisibleRange`.
+    first, last = share_of_split(tl.cdiv(visible.end - visible.begin, STEP), split, num_splits)
+    last = visible.begin + last * STEP
+    begin = visible.begin + first * STEP
+    full_begin = tl.minimum(tl.maximum(visible.full_begin, begin), last)
+    full_end = tl.minimum(tl.maximum(visible.full_end, full_begin), last)
+    return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=tl.minimum(visible.end, last))
 
 
 @triton.jit

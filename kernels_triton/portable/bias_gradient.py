@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, Head, Lengths, Rows
+from flexattn.kernels_triton.common.arguments import BlockKinds, Inputs, Pointer, Rows
 from flexattn.kernels_triton.common.preprocess import Statistics
 from flexattn.kernels_triton.common.primitives import (
-    captures_of_head,
+    ScoreTile,
+    by_rows,
     descaled_products,
     dropout_keep,
-    load_head,
+    head_of,
     load_large,
     load_row_statistics,
     load_sequence,
@@ -24,84 +27,43 @@ from flexattn.kernels_triton.common.primitives import (
     sink_probability,
     statistics_row,
 )
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
 
 
+class BiasParts(NamedTuple):
+    """The gradient of a bias in parts that are yet to be added up: fp32 [num_splits, b, h, q, kv], contiguous."""
+
+    ptr: Pointer
+    b: int
+    h: int
+    q: int
+    kv: int
+    num_splits: int
+
+
+class Arguments(NamedTuple):
+    inputs: Inputs
+    kinds: BlockKinds | None
+    dout: Rows
+    dlse_ptr: Pointer  # or None: 0
+    dbias: BiasParts
+    statistics: Statistics
+
+
 @kernel
-def _attn_bwd_dbias_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    softmax_offset_ptr,
-    rng_state_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    softmax_scale,
-    softcap,
-    keep_scale,
-    dropout_threshold,
-    batch,
-    num_heads,
-    group_size,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    captures,
-    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
-    block_kinds_ptr,  # of the block mask: 0 hidden, 1 masked, 2 full
-    _block_indices_ptr,
-    _full_counts_ptr,
-    _full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    dout_ptr,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    dlse_ptr,  # or None: 0
-    dbias_ptr,  # fp32 [num_splits, bias_b, bias_h, bias_q, bias_kv], contiguous
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_kv,
-    num_splits,
-    lse_log2_ptr,
-    delta_ptr,
-    p_scale_ptr,
-    large_ptr,
-    large_lse_ptr,
-    SPANS_Q: tl.constexpr,
-    SPANS_KV: tl.constexpr,
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
+    inputs = args.inputs
+    lengths_q = inputs.lengths_q
+    lengths_kv = inputs.lengths_kv
+    batch = lengths_q.batch
+    num_heads = inputs.num_heads
+    num_tokens_q = lengths_q.num_tokens
+    bias_b, bias_h, bias_q, bias_kv = args.dbias.b, args.dbias.h, args.dbias.q, args.dbias.kv
+    num_splits = args.dbias.num_splits
     blocks_m = tl.cdiv(bias_q, BLOCK_M)
     blocks_n = tl.cdiv(bias_kv, BLOCK_N)
     pid = tl.program_id(0)
@@ -116,14 +78,14 @@ def _attn_bwd_dbias_kernel(
     # what this tile was broadcast over: (batch, head, query block, key block), each 1 where the bias spans that dim
     over_b = batch // bias_b
     over_h = num_heads // bias_h
-    over_m = 1 if SPANS_Q else tl.cdiv(max_seqlen_q, BLOCK_M)
-    over_n = 1 if SPANS_KV or BY_ROWS else tl.cdiv(max_seqlen_kv, BLOCK_N)
+    over_m = 1 if SPANS_Q else tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
+    over_n = 1 if SPANS_KV or BY_ROWS else tl.cdiv(lengths_kv.max_seqlen, BLOCK_N)
     over = tl.cast(over_b * over_h, tl.int64) * over_m * over_n
 
-    _q_step, q_offsets = row_steps(stride_qs, BLOCK_M, META)
-    _dout_step, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
-    _k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
-    _v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
+    _q_step, q_offsets = row_steps(inputs.q.stride_s, BLOCK_M, META)
+    _dout_step, dout_offsets = row_steps(args.dout.stride_s, BLOCK_M, META)
+    _k_step, k_offsets = row_steps(inputs.k.stride_s, BLOCK_N, META)
+    _v_step, v_offsets = row_steps(inputs.v.stride_s, BLOCK_N, META)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_of_rows = tl.zeros([BLOCK_M], tl.float32)
     for t in range(split, over, num_splits):
@@ -131,59 +93,49 @@ def _attn_bwd_dbias_kernel(
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
         h = tile_h + tl.cast(t // over_n // over_m % over_h, tl.int32)
         b = tile_b + tl.cast(t // over_n // over_m // over_h, tl.int32)
-        start_q, len_q = load_sequence(
-            Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
-        )
-        start_kv, len_kv = load_sequence(
-            Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
-        )
-        shift = (len_kv - len_q) * bottom_right
-        large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+        start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+        start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
+        shift = (len_kv - len_q) * inputs.band.bottom_right
+        large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
         first_row = m * BLOCK_M
         first_column = n * BLOCK_N
         is_visible = (first_row < len_q) & (first_column < len_kv)
         if META.HAS_LEFT:
-            is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -window_left)
+            is_visible = is_visible & (first_column + BLOCK_N - 1 - first_row - shift >= -inputs.band.left)
         if META.HAS_RIGHT:
-            is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= window_right)
+            is_visible = is_visible & (first_column - (first_row + BLOCK_M - 1) - shift <= inputs.band.right)
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
+            row = b * args.kinds.stride_b + h * args.kinds.stride_h + first_row // META.BLOCK_SIZE_Q
             kind = tl.load(
-                block_kinds_ptr + tl.cast(row, tl.int64) * list_length + first_column // META.BLOCK_SIZE_KV, mask=is_visible
+                args.kinds.ptr + tl.cast(row, tl.int64) * args.kinds.length + first_column // META.BLOCK_SIZE_KV, mask=is_visible
             )
             is_visible = is_visible & (kind > 0)
             is_full = kind == 2
         if BY_ROWS:
             rows = first_row + tl.arange(0, BLOCK_M)
             first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-            lse_log2, delta, _ = load_row_statistics(
-                lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
-            )
+            statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
             of_rows = tl.zeros([BLOCK_M], tl.float32)
             if META.HAS_SINK:
-                of_rows = sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META) * delta
-            if dlse_ptr is not None:
+                of_rows = (
+                    sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, large, b, h, rows, len_q, META)
+                    * statistics.delta
+                )
+            if args.dlse_ptr is not None:
                 row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
-                of_rows += tl.load(dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-            of_rows = tl.where(lse_log2 == float("inf"), 0.0, of_rows)  # of a row that sees nothing, or is none
-            total_of_rows += of_rows * softmax_scale if META.HAS_PRE_SCALE_BIAS else of_rows
+                of_rows += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+            of_rows = tl.where(statistics.lse_log2 == float("inf"), 0.0, of_rows)  # of a row that sees nothing, or is none
+            total_of_rows += of_rows * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else of_rows
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
             b_h = b * num_heads + h
-            q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
-            k_pointer = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h // group_size, start_kv + first_column, META)
-            v_pointer = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h // group_size, start_kv + first_column, META)
-            dout_pointer = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
-            bias_base, alibi_slope = load_head(
-                Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-                Alibi(alibi_slopes_ptr, stride_alibi_b),
-                b,
-                h,
-                META,
-            )
-            own_captures = captures_of_head(b, h, captures, MODS, META)
+            q_pointer = row_pointer(inputs.q, b, h, start_q + first_row, META)
+            k_pointer = row_pointer(inputs.k, b, h // inputs.group_size, start_kv + first_column, META)
+            v_pointer = row_pointer(inputs.v, b, h // inputs.group_size, start_kv + first_column, META)
+            dout_pointer = row_pointer(args.dout, b, h, start_q + first_row, META)
+            head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
             q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
             k0 = load_tile(k_pointer, k_offsets, first_column, len_kv, 0, META.QK0, META.HEAD_DIM_QK, True)
             qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)
@@ -199,42 +151,18 @@ def _attn_bwd_dbias_kernel(
                 v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)
                 dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
             first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-            lse_log2, delta, p_scale = load_row_statistics(
-                lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
-            )
-            qk, dp, score_scale = descaled_products(
-                qk, dp, descales, b, h, h // group_size, first_row, first_column, softmax_scale, META
-            )
+            statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
+            products = descaled_products(qk, dp, inputs, head, h // inputs.group_size, first_row, first_column, META)
             keep = True
             if META.HAS_DROPOUT:
-                keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, first_column, META)
-            _p, _p_dropped, dlogit, ds, _score = score_gradient(
-                qk,
-                dp,
-                lse_log2[:, None],
-                delta[:, None],
-                p_scale[:, None],
-                large,
-                rows[:, None],
-                columns[None, :],
-                keep,
-                len_q,
-                len_kv,
-                shift,
-                Band(window_left, window_right, 0),
-                score_scale,
-                keep_scale,
-                Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, own_captures),
-                MODS,
-                is_full,
-                "keys",
-                META,
-            )
-            total += ds * softmax_scale if META.HAS_PRE_SCALE_BIAS else dlogit
+                keep = dropout_keep(inputs.dropout, b_h, first_row, first_column, META)
+            tile = ScoreTile(i=rows[:, None], j=columns[None, :], keep=keep, is_full=is_full, large=large)
+            gradient = score_gradient(products, by_rows(statistics), tile, head, inputs, MODS, "keys", META)
+            total += gradient.dscore * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else gradient.dlogit
 
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    base = dbias_ptr + ((tl.cast(split, tl.int64) * bias_b + tile_b) * bias_h + tile_h) * bias_q * bias_kv
+    base = args.dbias.ptr + ((tl.cast(split, tl.int64) * bias_b + tile_b) * bias_h + tile_h) * bias_q * bias_kv
     if SPANS_Q and SPANS_KV:
         inside = (row < bias_q)[:, None] & (column < bias_kv)[None, :]
         tl.store(base + row.to(tl.int64)[:, None] * bias_kv + column[None, :], total, mask=inside)
@@ -263,11 +191,13 @@ def bias_gradient(
     # enough programs to fill the device, where the bias itself is too small for that
     num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
     parts = torch.empty((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
-    arguments = (
-        *x.arguments(meta, "kinds"),
-        *(dout, *row_strides(dout, meta)),
-        *(dlse, parts, bias_b, bias_h, bias_q, bias_kv, num_splits),
-        *(*statistics, bias_q > 1, bias_kv > 1, x.mods, meta),
+    args = Arguments(
+        inputs=x.inputs(meta),
+        kinds=x.kinds(),
+        dout=rows(dout, meta),
+        dlse_ptr=dlse,
+        dbias=BiasParts(ptr=parts, b=bias_b, h=bias_h, q=bias_q, kv=bias_kv, num_splits=num_splits),
+        statistics=statistics,
     )
-    launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, arguments)
+    launch(_attn_bwd_dbias_kernel, tiles * num_splits, x.device, tile, (args, bias_q > 1, bias_kv > 1, x.mods, meta))
     dbias.copy_(parts.sum(0) if num_splits > 1 else parts[0])

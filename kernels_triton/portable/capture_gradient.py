@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, BlockMaskLists, Head, Lengths, Rows
-from flexattn.kernels_triton.common.block_lists import TileList, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Rows
+from flexattn.kernels_triton.common.block_lists import all_tiles, listed_tile, load_block_lists
 from flexattn.kernels_triton.common.preprocess import Statistics
 from flexattn.kernels_triton.common.primitives import (
-    captures_of_head,
+    ScoreTile,
+    by_rows,
     descaled_products,
     dropout_keep,
-    load_head,
+    head_of,
     load_large,
     load_row_statistics,
     load_sequence,
@@ -28,118 +30,56 @@ from flexattn.kernels_triton.common.primitives import (
     statistics_row,
     visible_range_of_keys,
 )
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 FEW = 2**16  # elements of a capture that millions of scores may read each: n roundings in fp32 are off by some sqrt(n) / 2**25
 
 
+class Arguments(NamedTuple):
+    inputs: Inputs
+    lists: BlockMaskLists | None  # of blocks of keys
+    dout: Rows
+    statistics: Statistics
+    sums: Any  # of each capture that needs a gradient, as MODE says: a tuple of tensors
+    scales: Any
+
+
 @kernel
-def _attn_bwd_captures_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    softmax_offset_ptr,
-    rng_state_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    softmax_scale,
-    softcap,
-    keep_scale,
-    dropout_threshold,
-    batch,
-    num_heads,
-    group_size,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    captures,
-    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
-    block_counts_ptr,  # of the block mask, the lists of key blocks
-    block_indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    dout_ptr,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    lse_log2_ptr,
-    delta_ptr,
-    p_scale_ptr,
-    large_ptr,
-    large_lse_ptr,
-    sums,  # of each capture that needs a gradient, as MODE says
-    scales,
-    MODE: tl.constexpr,
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
-    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    inputs = args.inputs
+    lengths_q = inputs.lengths_q
+    lengths_kv = inputs.lengths_kv
+    num_heads = inputs.num_heads
+    num_tokens_q = lengths_q.num_tokens
+    blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
     pid = tl.program_id(0)
     block = blocks - 1 - pid % blocks
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
-    start_q, len_q = load_sequence(
-        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
-    )
-    start_kv, len_kv = load_sequence(
-        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
-    )
+    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
     first_row = block * BLOCK_M
     if first_row >= len_q:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
-    shift = (len_kv - len_q) * bottom_right
-    q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
-    dout_pointer = row_pointer(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), b, h, start_q + first_row, META)
-    k_base = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h // group_size, start_kv, META)
-    v_base = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h // group_size, start_kv, META)
-    _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
-    _, dout_offsets = row_steps(stride_dos, BLOCK_M, META)
-    k_step, k_offsets = row_steps(stride_ks, BLOCK_N, META)
-    v_step, v_offsets = row_steps(stride_vs, BLOCK_N, META)
-    bias_base, alibi_slope = load_head(
-        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        Alibi(alibi_slopes_ptr, stride_alibi_b),
-        b,
-        h,
-        META,
-    )
-    captures = captures_of_head(b, h, captures, MODS, META)
+    shift = (len_kv - len_q) * inputs.band.bottom_right
+    q_pointer = row_pointer(inputs.q, b, h, start_q + first_row, META)
+    dout_pointer = row_pointer(args.dout, b, h, start_q + first_row, META)
+    k_base = row_pointer(inputs.k, b, h // inputs.group_size, start_kv, META)
+    v_base = row_pointer(inputs.v, b, h // inputs.group_size, start_kv, META)
+    _, q_offsets = row_steps(inputs.q.stride_s, BLOCK_M, META)
+    _, dout_offsets = row_steps(args.dout.stride_s, BLOCK_M, META)
+    k_step, k_offsets = row_steps(inputs.k.stride_s, BLOCK_N, META)
+    v_step, v_offsets = row_steps(inputs.v.stride_s, BLOCK_N, META)
+    head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-    large = load_large(large_ptr, large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-    lse_log2, delta, p_scale = load_row_statistics(
-        lse_log2_ptr, delta_ptr, p_scale_ptr, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META
-    )
+    large = load_large(args.statistics.large_ptr, args.statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
+    statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
     q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
     dout0 = load_tile(dout_pointer, dout_offsets, first_row, len_q, 0, META.V0, META.HEAD_DIM_V, True)
     q1 = q0
@@ -148,30 +88,20 @@ def _attn_bwd_captures_kernel(
         q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     if META.V1 > 0:
         dout1 = load_tile(dout_pointer, dout_offsets, first_row, len_q, META.V0, META.V1, META.HEAD_DIM_V, True)
-    visible = visible_range_of_keys(first_row, len_kv, shift, Band(window_left, window_right, 0), META)
-    begin, _full_begin, _full_end, end = visible
-    masked_ptr, num_masked, full_ptr = block_indices_ptr, 0, full_indices_ptr
+    visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
+    begin, end = visible.begin, visible.end
+    listed = None
     if META.BLOCK_SIZE_Q > 0:
-        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        own_lists = load_block_lists(
-            BlockMaskLists(
-                block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length
-            ),
-            row,
-            visible,
-            META.BLOCK_SIZE_KV,
-            BLOCK_N,
-            META.HAS_LEFT,
-            META,
-        )
-        masked_ptr, num_masked, full_ptr, _first, _last, num_cut, num_uncut = own_lists
+        row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
+        own_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
+        listed = all_tiles(own_lists)
         begin = 0
-        end = num_cut + num_uncut
+        end = own_lists.num_tiles + own_lists.num_full_tiles
     for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, TileList(masked_ptr, num_masked, full_ptr, 0, 0), META.BLOCK_SIZE_KV, BLOCK_N)
+            n, is_full = listed_tile(t, listed, META.BLOCK_SIZE_KV, BLOCK_N)
         columns = n + tl.arange(0, BLOCK_N)
         k_pointer = k_base + tl.cast(n, tl.int64) * k_step
         v_pointer = v_base + tl.cast(n, tl.int64) * v_step
@@ -185,33 +115,14 @@ def _attn_bwd_captures_kernel(
         if META.V1 > 0:
             v1 = load_tile(v_pointer, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, True)
             dp = tl.dot(dout1, tl.trans(v1), dp, input_precision=META.PRECISION)
-        qk, dp, score_scale = descaled_products(qk, dp, descales, b, h, h // group_size, first_row, n, softmax_scale, META)
+        products = descaled_products(qk, dp, inputs, head, h // inputs.group_size, first_row, n, META)
         keep = True
         if META.HAS_DROPOUT:
-            keep = dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META)
-        _p, _p_dropped, dlogit, _ds, score = score_gradient(
-            qk,
-            dp,
-            lse_log2[:, None],
-            delta[:, None],
-            p_scale[:, None],
-            large,
-            rows[:, None],
-            columns[None, :],
-            keep,
-            len_q,
-            len_kv,
-            shift,
-            Band(window_left, window_right, 0),
-            score_scale,
-            keep_scale,
-            Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
-            MODS,
-            is_full,
-            "keys",
-            META,
-        )
-        MODS.accumulate(dlogit, score, b, h, rows[:, None], columns[None, :], captures, sums, scales, MODE)
+            keep = dropout_keep(inputs.dropout, b_h, first_row, n, META)
+        tile = ScoreTile(i=rows[:, None], j=columns[None, :], keep=keep, is_full=is_full, large=large)
+        gradient = score_gradient(products, by_rows(statistics), tile, head, inputs, MODS, "keys", META)
+        dlogit, score, captures = gradient.dlogit, gradient.score, head.captures
+        MODS.accumulate(dlogit, score, b, h, tile.i, tile.j, captures, args.sums, args.scales, MODE)
 
 
 def capture_gradients(
@@ -235,18 +146,15 @@ def capture_gradients(
     programs = triton.cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
 
     def run(mode: str, sums: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-        arguments = (
-            *x.arguments(meta),
-            dout,
-            *row_strides(dout, meta),
-            *statistics,
-            tuple(sums),
-            tuple(scales),
-            mode,
-            x.mods,
-            meta,
+        args = Arguments(
+            inputs=x.inputs(meta),
+            lists=x.lists("kv"),
+            dout=rows(dout, meta),
+            statistics=statistics,
+            sums=tuple(sums),
+            scales=tuple(scales),
         )
-        launch(_attn_bwd_captures_kernel, programs, x.device, tile, arguments)
+        launch(_attn_bwd_captures_kernel, programs, x.device, tile, (args, mode, x.mods, meta))
 
     if not deterministic:
         sums = [g.new_zeros(g.shape, dtype=torch.float64 if g.numel() <= FEW else torch.float32) for g in gradients]

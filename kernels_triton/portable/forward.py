@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Alibi, Band, Bias, BlockMaskLists, Channels, Head, Lengths, Rows
-from flexattn.kernels_triton.common.block_lists import TileList, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.arguments import (
+    BlockMaskLists,
+    Channels,
+    Head,
+    Inputs,
+    Pointer,
+    Rows,
+)
+from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
 from flexattn.kernels_triton.common.primitives import (
     FP8_OFFSET,
     LN2,
     LOG2E,
-    HeadChannels,
-    captures_of_head,
     descaled,
     dropout_keep,
     exponent_factor,
     exponent_origin,
-    load_columns,
+    fp8_product,
+    head_of,
     load_descale,
-    load_head,
     load_sequence,
     load_sink,
     load_tile,
@@ -38,7 +45,7 @@ from flexattn.kernels_triton.common.primitives import (
     visible_keys,
     visible_range_of_keys,
 )
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.quantize import transposed
 from flexattn.kernels_triton.common.split_kv import (
     Parts,
@@ -52,87 +59,83 @@ from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
 
 
+class Arguments(NamedTuple):
+    inputs: Inputs
+    lists: BlockMaskLists | None  # of blocks of keys
+    out: Rows
+    lse_ptr: Pointer
+    max_logit_ptr: Pointer  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
+    num_splits: (
+        int | None
+    )  # of the keys, of which out and lse are then parts, as `split_kv.Parts` has them; None: there is one part
+    v_t: Channels | None  # in FP8
+
+
+class _Accumulators(NamedTuple):
+    """The softmax of a block of queries so far."""
+
+    acc0: Any
+    acc1: Any
+    row_sum: Any
+    row_max: Any  # in units of log2, but for unbounded logits, whose largest is exact
+
+
+class _Block(NamedTuple):
+    """A block of queries, and the keys and values of its head."""
+
+    head: Head
+    h_kv: Any
+    first_row: Any
+    q0: Any
+    q1: Any
+    descale_q: Any
+    k_base: Any
+    k_step: Any
+    k_offsets: Any
+    v_base: Any
+    v_step: Any
+    v_offsets: Any
+    v_t: Any  # in FP8: v with its tokens innermost, which the matrix instructions want
+
+
 @triton.jit
-def _attn_fwd_loop(
-    acc0,
-    acc1,
-    row_sum,
-    row_max,
-    q0,
-    q1,
-    k_base,
-    k_step,
-    k_offsets,
-    v_base,
-    v_step,
-    v_offsets,
-    bias_base,
-    rng_state_ptr,
-    begin,
-    end,
-    first_row,
-    len_q,
-    len_kv,
-    shift,
-    window_left,
-    window_right,
-    softmax_scale,
-    softcap,
-    alibi_slope,
-    dropout_threshold,
-    b_h,
-    stride_bias_m,
-    stride_bias_n,
-    b,
-    h,
-    captures,
-    listed,  # of a block mask: what `listed_tile` finds a tile by
-    descales,
-    h_kv,
-    descale_q,  # in FP8, of this block of queries
-    v_t_base,  # v with its tokens innermost, which the matrix instructions want
-    stride_vtd,
-    MODS: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    META: tl.constexpr,
-):
+def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
-    i = first_row + tl.arange(0, BLOCK_M)[:, None]
-    k_pointer = k_base + tl.cast(begin, tl.int64) * k_step
-    v_pointer = v_base + tl.cast(begin, tl.int64) * v_step
-    for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
+    head = block.head
+    scales = inputs.scales
+    len_kv = head.len_kv
+    acc0 = sums.acc0
+    acc1 = sums.acc1
+    row_sum = sums.row_sum
+    row_max = sums.row_max
+    i = block.first_row + tl.arange(0, BLOCK_M)[:, None]
+    k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
+    v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
+    for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
-            n, is_full = listed_tile(t, listed, META.BLOCK_SIZE_KV, BLOCK_N)
-            k_pointer = k_base + tl.cast(n, tl.int64) * k_step
-            v_pointer = v_base + tl.cast(n, tl.int64) * v_step
+            n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
+            k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
+            v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
-        k0 = load_tile(k_pointer, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        qk = tl.dot(q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
+        k0 = load_tile(k_pointer, block.k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
-            qk = tl.dot(q1, tl.trans(k1), qk, input_precision=META.PRECISION)
-        score_scale = softmax_scale
+            k1 = load_tile(k_pointer, block.k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
+        score_scale = inputs.scores.scale
         if META.IS_FP8:
-            descale_k = load_descale(descales, 1, b, h_kv, n, META)
-            qk, score_scale = descaled(qk, descale_q * descale_k, softmax_scale, META)
-        s, factor, _, _ = logits(
-            qk,
-            i,
-            j,
-            score_scale,
-            Head(b, h, len_q, len_kv, shift, softcap, bias_base, stride_bias_m, stride_bias_n, alibi_slope, captures),
-            MODS,
-            META,
-        )
+            descale_k = load_descale(scales.k, head.b, block.h_kv, n, META)
+            qk, score_scale = descaled(qk, block.descale_q * descale_k, score_scale, META)
+        s, factor, _, _ = logits(qk, i, j, score_scale, head, MODS, META)
         if IS_MASKED:
-            s = tl.where(visible_keys(i, j, len_kv, shift, Band(window_left, window_right, 0), META), s, float("-inf"))
+            s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
         if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
-            s = tl.where(MODS.mask(b, h, i, j, captures) | is_full, s, float("-inf"))
+            s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, s, float("-inf"))
         if META.IS_FP8 and not (META.IS_UNBOUNDED or META.HAS_SOFTCAP):
             factor = positive_factor(score_scale * LOG2E)
         if META.IS_UNBOUNDED:
@@ -150,106 +153,51 @@ def _attn_fwd_loop(
         row_sum = row_sum * decay + tl.sum(p, 1)
         row_max = new_max
         if META.HAS_DROPOUT:
-            p = tl.where(dropout_keep(rng_state_ptr, dropout_threshold, b_h, first_row, n, META), p, 0.0)
+            b_h = head.b * inputs.num_heads + head.h
+            p = tl.where(dropout_keep(inputs.dropout, b_h, block.first_row, n, META), p, 0.0)
         if META.IS_FP8:
-            # Each product in an accumulator of its own: the matrix instruction's keeps 14 bits or so.
             p = p.to(tl.float8e4nv)
-            descale_v = load_descale(descales, 2, b, h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
-            v0 = load_columns(HeadChannels(v_t_base, stride_vtd), n, len_kv, BLOCK_N, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-            acc0 = acc0 * decay[:, None] + tl.dot(p, tl.trans(v0)) * descale_v
+            descale_v = load_descale(scales.v, head.b, block.h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
+            product = fp8_product(p, block.v_t, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            acc0 = acc0 * decay[:, None] + product * descale_v
             if META.V1 > 0:
-                v1 = load_columns(
-                    HeadChannels(v_t_base, stride_vtd), n, len_kv, BLOCK_N, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED
-                )
-                acc1 = acc1 * decay[:, None] + tl.dot(p, tl.trans(v1)) * descale_v
+                product = fp8_product(p, block.v_t, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                acc1 = acc1 * decay[:, None] + product * descale_v
         else:
-            v0 = load_tile(v_pointer, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            v0 = load_tile(v_pointer, block.v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
-                v1 = load_tile(v_pointer, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                v1 = load_tile(v_pointer, block.v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            k_pointer += BLOCK_N * k_step
-            v_pointer += BLOCK_N * v_step
-    return acc0, acc1, row_sum, row_max
+            k_pointer += BLOCK_N * block.k_step
+            v_pointer += BLOCK_N * block.v_step
+    return _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
 
 
 @kernel
-def _attn_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    softmax_offset_ptr,
-    rng_state_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_q_padded_ptr,
-    cu_seqlens_kv_padded_ptr,
-    softmax_scale,
-    softcap,
-    keep_scale,
-    dropout_threshold,
-    batch,
-    num_heads,
-    group_size,
-    num_tokens_q,
-    num_tokens_kv,
-    max_seqlen_q,
-    max_seqlen_kv,
-    window_left,
-    window_right,
-    bottom_right,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    captures,
-    descales,  # in FP8, as `Problem.scale_arguments` gives them; else None
-    block_counts_ptr,  # of the block mask, the lists of key blocks
-    block_indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    stride_list_b,
-    stride_list_h,
-    list_length,
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    lse_ptr,
-    max_logit_ptr,  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
-    num_splits,  # of the keys, of which out and lse are then parts, as `splits.Parts` has them; None: one program takes all keys
-    v_t_ptr,  # v as `transpose_tokens` copies it
-    stride_vtb,
-    stride_vth,
-    stride_vtd,
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
-    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    inputs = args.inputs
+    lengths_q = inputs.lengths_q
+    lengths_kv = inputs.lengths_kv
+    batch = lengths_q.batch
+    num_heads = inputs.num_heads
+    num_splits = args.num_splits
+    out = args.out
+    lse_ptr = args.lse_ptr
+    blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
     pid = tl.program_id(0)
     split = 0
     if num_splits is not None:
         split = pid % num_splits
         pid = pid // num_splits
-        rows_before = part_row(split, batch, num_heads, num_tokens_q, META)
-        out_ptr += rows_before * META.HEAD_DIM_V
+        rows_before = part_row(split, batch, num_heads, lengths_q.num_tokens, META)
+        part_ptr = out.ptr + rows_before * META.HEAD_DIM_V
+        out = Rows(ptr=part_ptr, stride_b=out.stride_b, stride_s=out.stride_s, stride_h=out.stride_h)
         lse_ptr += rows_before
     block = blocks - 1 - pid % blocks  # under a causal band the last block has the most to do: start with it
     h = pid // blocks % num_heads
@@ -258,56 +206,38 @@ def _attn_fwd_kernel(
     place = (h * batch + b) * blocks + block  # of what is left for each block of queries
     if num_splits is not None:
         place = place * num_splits + split
-    start_q, len_q = load_sequence(
-        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
-    )
-    start_kv, len_kv = load_sequence(
-        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
-    )
+    start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
+    start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
     first_row = block * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    out_base = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start_q, META)
-    out_step, out_offsets = row_steps(stride_os, BLOCK_M, META)
-    lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * num_tokens_q + start_q
+    out_base = row_pointer(out, b, h, start_q, META)
+    out_step, out_offsets = row_steps(out.stride_s, BLOCK_M, META)
+    lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * lengths_q.num_tokens + start_q
 
     slot_q = len_q
     if META.HAS_LENGTHS:
-        begin, end, front_begin, front, slot_q = padding_rows(
-            Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q),
-            b,
-            start_q,
-            len_q,
-            first_row,
-            block == blocks - 1,
-            BLOCK_M,
-            META.IS_RAGGED_Q,
-        )
+        padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, BLOCK_M, META.IS_RAGGED_Q)
+        slot_q = padding.slot
         for rows_of in tl.static_range(2 if META.IS_RAGGED_Q else 1):
-            first_padding, end_padding = (begin, end) if rows_of == 0 else (front_begin, front)
+            first_padding, end_padding = (padding.begin, padding.end) if rows_of == 0 else (padding.front_begin, padding.front)
             store_zeros(out_base, out_step, out_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
             for row in range(first_padding, end_padding, BLOCK_M):
-                padding = row + tl.arange(0, BLOCK_M)
-                tl.store(lse_base + padding, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=padding < end_padding)
+                hidden = row + tl.arange(0, BLOCK_M)
+                tl.store(lse_base + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
         if first_row >= len_q:
-            if max_logit_ptr is not None:
-                tl.store(max_logit_ptr + place, float("-inf"))
+            if args.max_logit_ptr is not None:
+                tl.store(args.max_logit_ptr + place, float("-inf"))
             return
 
-    q_pointer = row_pointer(Rows(q_ptr, stride_qb, stride_qs, stride_qh), b, h, start_q + first_row, META)
-    _, q_offsets = row_steps(stride_qs, BLOCK_M, META)
-    k_step, k_offsets = row_steps(stride_ks, META.BLOCK_N, META)
-    v_step, v_offsets = row_steps(stride_vs, META.BLOCK_N, META)
-    k_base = row_pointer(Rows(k_ptr, stride_kb, stride_ks, stride_kh), b, h // group_size, start_kv, META)
-    v_base = row_pointer(Rows(v_ptr, stride_vb, stride_vs, stride_vh), b, h // group_size, start_kv, META)
-    bias_base, alibi_slope = load_head(
-        Bias(bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        Alibi(alibi_slopes_ptr, stride_alibi_b),
-        b,
-        h,
-        META,
-    )
-    captures = captures_of_head(b, h, captures, MODS, META)
-    shift = (len_kv - len_q) * bottom_right
+    h_kv = h // inputs.group_size
+    q_pointer = row_pointer(inputs.q, b, h, start_q + first_row, META)
+    _, q_offsets = row_steps(inputs.q.stride_s, BLOCK_M, META)
+    k_step, k_offsets = row_steps(inputs.k.stride_s, META.BLOCK_N, META)
+    v_step, v_offsets = row_steps(inputs.v.stride_s, META.BLOCK_N, META)
+    k_base = row_pointer(inputs.k, b, h_kv, start_kv, META)
+    v_base = row_pointer(inputs.v, b, h_kv, start_kv, META)
+    shift = (len_kv - len_q) * inputs.band.bottom_right
+    head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
     q1 = q0
     if META.QK1 > 0:
@@ -317,97 +247,64 @@ def _attn_fwd_kernel(
     if V1 > 0:
         acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # in units of log2, but for unbounded logits, whose largest is exact
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    descale_q, v_t_base = 1.0, v_t_ptr
+    descale_q, v_t = 1.0, None
     if META.IS_FP8:
-        descale_q = load_descale(descales, 0, b, h, first_row, META)
-        place_kv = packed_start(Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, 0, num_tokens_kv, 0), b, start_kv)
-        v_t_base = transposed_head(
-            Channels(v_t_ptr, stride_vtb, stride_vth, stride_vtd), b, h // group_size, place_kv, META.IS_RAGGED_KV
-        ).ptr
+        descale_q = load_descale(inputs.scales.q, b, h, first_row, META)
+        v_t = transposed_head(args.v_t, b, h_kv, packed_start(lengths_kv, b, start_kv), META.IS_RAGGED_KV)
 
-    visible = visible_range_of_keys(first_row, len_kv, shift, Band(window_left, window_right, 0), META)
-    begin, full_begin, full_end, end = visible
-    masked_ptr, num_masked, full_ptr, first_inside, last_inside = block_indices_ptr, 0, full_indices_ptr, 0, 0
+    visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     if num_splits is not None and META.BLOCK_SIZE_Q == 0:
-        begin, full_begin, full_end, end = range_of_split(begin, full_begin, full_end, end, split, num_splits, META.BLOCK_N)
-    rest_begin = full_end
+        visible = range_of_split(visible, split, num_splits, META.BLOCK_N)
+    begin = visible.begin
+    full_begin, full_end = visible.full_begin, visible.full_end
+    rest_begin, end = full_end, visible.end
+    full, rest = None, None
     if META.BLOCK_SIZE_Q > 0:
-        row = b * stride_list_b + h * stride_list_h + first_row // META.BLOCK_SIZE_Q
-        own_lists = load_block_lists(
-            BlockMaskLists(
-                block_counts_ptr, block_indices_ptr, full_counts_ptr, full_indices_ptr, stride_list_b, stride_list_h, list_length
-            ),
-            row,
-            visible,
-            META.BLOCK_SIZE_KV,
-            META.BLOCK_N,
-            META.HAS_LEFT,
-            META,
-        )
-        masked_ptr, num_masked, full_ptr, first_inside, last_inside, end, full_end = own_lists
+        row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
+        own_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+        full, rest = full_tiles(own_lists), other_tiles(own_lists)
+        end, full_end = own_lists.num_tiles, own_lists.num_full_tiles
         full_begin, rest_begin = 0, 0
         if num_splits is not None:
             full_begin, full_end = share_of_split(full_end, split, num_splits)
             rest_begin, end = share_of_split(end, split, num_splits)
+    own = _Block(
+        head=head,
+        h_kv=h_kv,
+        first_row=first_row,
+        q0=q0,
+        q1=q1,
+        descale_q=descale_q,
+        k_base=k_base,
+        k_step=k_step,
+        k_offsets=k_offsets,
+        v_base=v_base,
+        v_step=v_step,
+        v_offsets=v_offsets,
+        v_t=v_t,
+    )
+    sums = _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
     # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
     # With a block mask 1: blocks that are seen whole; 2: all others.
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):
-        acc0, acc1, row_sum, row_max = _attn_fwd_loop(
-            acc0,
-            acc1,
-            row_sum,
-            row_max,
-            q0,
-            q1,
-            k_base,
-            k_step,
-            k_offsets,
-            v_base,
-            v_step,
-            v_offsets,
-            bias_base,
-            rng_state_ptr,
-            begin if phase == 0 else (full_begin if phase == 1 else rest_begin),
-            full_begin if phase == 0 else (full_end if phase == 1 else end),
-            first_row,
-            len_q,
-            len_kv,
-            shift,
-            window_left,
-            window_right,
-            softmax_scale,
-            softcap,
-            alibi_slope,
-            dropout_threshold,
-            b_h,
-            stride_bias_m,
-            stride_bias_n,
-            b,
-            h,
-            captures,
-            TileList(masked_ptr, 0, full_ptr, 0, first_inside)
-            if phase == 1
-            else TileList(masked_ptr, num_masked, full_ptr, first_inside, last_inside - first_inside),
-            descales,
-            h // group_size,
-            descale_q,
-            v_t_base,
-            stride_vtd,
-            MODS,
-            phase != 1,
-            META,
+        tiles = TileRange(
+            begin=begin if phase == 0 else (full_begin if phase == 1 else rest_begin),
+            end=full_begin if phase == 0 else (full_end if phase == 1 else end),
+            listed=full if phase == 1 else rest,
         )
+        sums = _attn_fwd_loop(sums, own, tiles, inputs, MODS, phase != 1, META)
+    row_max, row_sum = sums.row_max, sums.row_sum
 
     is_real = rows < len_q
-    if max_logit_ptr is not None:
+    if args.max_logit_ptr is not None:
         largest = tl.max(tl.where(is_real, row_max, float("-inf")), 0) * (1.0 if META.IS_UNBOUNDED else LN2)
-        tl.store(max_logit_ptr + place, largest)
-    rescale = tl.zeros([BLOCK_M], tl.float32) + (keep_scale if META.HAS_DROPOUT else 1.0)
+        tl.store(args.max_logit_ptr + place, largest)
+    rescale = tl.zeros([BLOCK_M], tl.float32) + (inputs.dropout.keep_scale if META.HAS_DROPOUT else 1.0)
     OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     if META.HAS_SINK:
-        sink = load_sink(softmax_offset_ptr, h, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
+        sink = load_sink(inputs.softmax_offset_ptr, h, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
         if num_splits is not None:
             sink = tl.where(split == 0, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
@@ -425,21 +322,21 @@ def _attn_fwd_kernel(
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
     rescale = rescale / row_sum
     if META.IS_FP8 and not META.HAS_BLOCK_SCALES:
-        rescale *= load_descale(descales, 2, b, h // group_size, 0, META)
+        rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
         lse, lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, OFFSET), row_sum)
         if num_splits is not None:
-            lost_base = lse_base + part_row(num_splits, batch, num_heads, num_tokens_q, META)
+            lost_base = lse_base + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
             tl.store(lost_base + rows, lost, mask=rows < len_q)
     else:
         lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
-    out_pointer = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start_q + first_row, META)
-    out0 = tl.where(is_real[:, None], acc0 * rescale[:, None], 0.0)
+    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
+    out0 = tl.where(is_real[:, None], sums.acc0 * rescale[:, None], 0.0)
     store_tile(out_pointer, out0, out_offsets, first_row, slot_q, 0, V0, META.HEAD_DIM_V)
     if V1 > 0:
-        out1 = tl.where(is_real[:, None], acc1 * rescale[:, None], 0.0)
+        out1 = tl.where(is_real[:, None], sums.acc1 * rescale[:, None], 0.0)
         store_tile(out_pointer, out1, out_offsets, first_row, slot_q, V0, V1, META.HEAD_DIM_V)
 
 
@@ -472,13 +369,19 @@ def attention_forward(
     tiles, room = tiles_and_room(x, tile)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None
-    rows = out if parts is None else parts.rows(lse)
-    meta = x.meta(tile, (rows,))
+    parts_out = out if parts is None else parts.rows(lse)
+    meta = x.meta(tile, (parts_out,))
     largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None
-    v_t = transposed(x, "v")
-    written = (rows, *row_strides(rows, meta), lse if parts is None else parts.lse, largest, None if parts is None else splits)
-    arguments = (*x.arguments(meta), *written, *v_t, x.mods, meta)
-    launch(_attn_fwd_kernel, tiles * splits, out.device, tile, arguments)
+    args = Arguments(
+        inputs=x.inputs(meta),
+        lists=x.lists("kv"),
+        out=rows(parts_out, meta),
+        lse_ptr=lse if parts is None else parts.lse,
+        max_logit_ptr=largest,
+        num_splits=None if parts is None else splits,
+        v_t=transposed(x, "v"),
+    )
+    launch(_attn_fwd_kernel, tiles * splits, out.device, tile, (args, x.mods, meta))
     if parts is not None:
         combine_splits(x, parts, out, lse)
     if max_logit is not None and largest is not None:
