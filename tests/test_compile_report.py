@@ -66,6 +66,7 @@ def _request(sm: int, dtype: str = "bf16", size: int = 64, inner: int = 64) -> C
     )
 
 
+@pytest.mark.slow
 def test_reports_in_the_order_of_the_requests():
     requests = [_request(sm, dtype) for dtype, sm in MATRIX_INSTRUCTIONS]
     *reports, again = compile_many([*requests, requests[0]])

@@ -46,6 +46,7 @@ def dense(name: str, device: str, dtype: torch.dtype = torch.float32) -> list[Te
     return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.sample("name", "option", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", DENSE)
