@@ -455,9 +455,10 @@ def _list_strides(counts: Tensor) -> tuple[int, int]:
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
-def _bias(bias: Tensor | None) -> Bias | None:
+def _bias(bias: Tensor | None) -> Bias:
+    # Triton 3.6 has no tuples with None that are made in a kernel, as `Head` is of these strides
     if bias is None:
-        return None
+        return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0)
     stride_b, stride_h, stride_m, stride_n = _strides(bias, 4)
     return Bias(ptr=bias, stride_b=stride_b, stride_h=stride_h, stride_m=stride_m, stride_n=stride_n)
 
