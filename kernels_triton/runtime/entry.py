@@ -70,15 +70,26 @@ def _walk(group: type, path: str) -> Iterator[Field]:
             yield Field(f"{path}{name}", kind is WidePointer)
 
 
+@functools.cache
+def _kinds(group: type) -> tuple[tuple[type | None, tuple[None, ...]], ...]:
+    """(its class, None for each of its leaves) of each field that is a group; (None, ()) of a leaf."""
+    kinds = _hints(group).values()
+    return tuple((kind, (None,) * len(fields_of(kind))) if is_group(kind) else (None, ()) for kind in kinds)
+
+
 def flatten(group: type, value: Any) -> list[Any]:
     """Returns the values of the leaves of `value`, an instance of `group`, in the order of `fields_of`.
 
     A group that the value leaves out, as None, gives None for each of its leaves.
     """
     flat: list[Any] = []
-    for name, kind in _hints(group).items():
-        part = None if value is None else getattr(value, name)
-        flat += flatten(kind, part) if is_group(kind) else [part]
+    for part, (kind, leaves) in zip(value, _kinds(group), strict=True):
+        if kind is None:
+            flat.append(part)
+        elif part is None:
+            flat += leaves
+        else:
+            flat += flatten(kind, part)
     return flat
 
 
