@@ -85,7 +85,7 @@ def test_drawn_weights(columns: int, keys_are_rows: bool, group: int, p: float, 
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
     out = torch.full((64, columns), float("nan"), device=device)
-    _, threshold, _ = Problem(out, out, out, softmax_scale=1.0, dropout_p=p).dropout_arguments()
+    threshold = Problem(out, out, out, softmax_scale=1.0, dropout_p=p).dropout.threshold
     rng_state = dropped(device)["rng_state"]
     arguments = (out, rng_state, threshold, 2, 192, 320, columns, keys_are_rows, group, DropoutMeta())
     if device == "cuda":

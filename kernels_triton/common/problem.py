@@ -80,14 +80,6 @@ class BlockLists(NamedTuple):
         assert counts is not None
         return counts.shape[1]
 
-    def arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
-        tensors = {"kv": self[:4], "q": self[4:8]}.get(blocks) or (self.kinds(), None, None, None)
-        counts, indices = (self.q_num_blocks, self.q_indices) if blocks == "q" else (self.kv_num_blocks, self.kv_indices)
-        assert counts is not None
-        assert indices is not None
-        batch, heads, rows = counts.shape
-        return (*tensors, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, indices.shape[-1])
-
     def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists:
         """The lists of blocks of keys, one for each block of queries ("kv"), or those of blocks of queries."""
         counts, indices, full_counts, full_indices = self[:4] if blocks == "kv" else self[4:8]
@@ -342,17 +334,6 @@ class Problem:
             "LISTS_ARE_CUT": self.block_mask is not None and self.block_mask.is_cut,
         }
 
-    def score_arguments(self) -> tuple[Any, ...]:
-        """What a kernel reads for that: bias, its strides, ALiBi slopes, their batch stride, softcap, captures."""
-        bias_strides = _strides(self.bias, 4) if self.bias is not None else (0, 0, 0, 0)
-        slopes_stride = self.alibi_slopes.stride(0) if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2 else 0
-        return (self.bias, *bias_strides, self.alibi_slopes, slopes_stride, float(self.softcap), self.captures)
-
-    def dropout_arguments(self) -> tuple[Any, ...]:
-        """The state of the random numbers, from what on one keeps its weight (32 bits, as an int32), what is kept times this."""
-        dropped = round(self.dropout_p * 2**16)  # of 2**16
-        return self.rng_state, (dropped - 2**16 if dropped >= 2**15 else dropped) << 16, 2**16 / (2**16 - dropped)
-
     @property
     def has_block_scales(self) -> bool:
         return any(descale.shape[2] > 1 for descale in self.descales)
@@ -437,10 +418,6 @@ class Problem:
         kinds = self.block_mask.kinds()
         stride_b, stride_h = _list_strides(kinds[..., 0])
         return BlockKinds(ptr=kinds, stride_b=stride_b, stride_h=stride_h, length=kinds.shape[-1])
-
-    def list_arguments(self, blocks: Literal["kv", "q", "kinds"]) -> tuple[Any, ...]:
-        """Of the block mask, the lists of key blocks, those of query blocks, or the kinds of all blocks."""
-        return (None, None, None, None, 0, 0, 0) if self.block_mask is None else self.block_mask.arguments(blocks)
 
 
 def rows(x: Tensor, meta: Meta) -> Rows:
