@@ -24,6 +24,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.philox import dropout_keep
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common.arguments import Dropout
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
@@ -67,7 +68,7 @@ def _keep_kernel(
     META: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    state = dropout_state((rng_state_ptr, dropout_threshold, 1.0, 3), META)
+    state = dropout_state(Dropout(rng_state_ptr, dropout_threshold, 1.0), 3, META)
     drawn = drawn_weights(state, h, first_query, first_key, COLUMNS, KEYS_ARE_ROWS, META, GROUP)
     ones = gl.full([64, COLUMNS], 1.0, gl.float32, layout=LAYOUT)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]
