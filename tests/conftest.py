@@ -89,7 +89,8 @@ def forked_python() -> FreshPython:
 
 def without_settings(more: dict[str, str] | None) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
-    return clean | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"} | (more or {})
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # which may name another Triton
+    return clean | {"PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"} | (more or {})
 
 
 @pytest.fixture(scope="session")
