@@ -185,9 +185,9 @@ def _dq_load(buffers: DqBuffers, tile: QueryTile, args: DqArguments, origins: Dq
     of = args.descriptors
     first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
     len_q, len_kv = tile.place.len_q, tile.place.len_kv
-    Q_BYTES: gl.constexpr = pair_bytes(of.q, META)
-    K_BYTES: gl.constexpr = pair_bytes(of.k, META)
-    K16_BYTES: gl.constexpr = pair_bytes(of.k16, META)
+    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
+    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
+    K16_BYTES: gl.constexpr = pair_bytes(of.k16.first.block_type.nbytes, of.k16.second.block_type.nbytes, META.QK1)
     full = barriers.q_full.index(0)
     mbarrier.expect(full, 2 * (Q_BYTES + of.dout.block_type.nbytes))
     for consumer in gl.static_range(2):
@@ -382,9 +382,9 @@ def _dkdv_load(
     first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
     len_q, len_kv = tile.place.len_q, tile.place.len_kv
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    Q_BYTES: gl.constexpr = pair_bytes(of.q, META)
-    Q16_BYTES: gl.constexpr = pair_bytes(of.q16, META)
-    K_BYTES: gl.constexpr = pair_bytes(of.k, META)
+    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
+    Q16_BYTES: gl.constexpr = pair_bytes(of.q16.first.block_type.nbytes, of.q16.second.block_type.nbytes, META.QK1)
+    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
     BYTES: gl.constexpr = Q_BYTES + of.dout.block_type.nbytes + of.statistics.block_type.nbytes
     full = barriers.kv_full.index(0)
     mbarrier.expect(full, PARTS * (K_BYTES + of.v.block_type.nbytes))
