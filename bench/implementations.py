@@ -215,7 +215,7 @@ def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> lis
 
 def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     """One kernel alone: the results are a whole call's; what is timed are its own launches, on what the others left for it."""
-    from flexattn.kernels_triton.runtime.launch import launch
+    from flexattn.kernels_triton.runtime.launch import make
 
     whole = with_launchers(launchers, workload, tensors, direction)
     every = recorded(lambda: whole)
@@ -223,7 +223,7 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
 
     def run(launches: list[Launch]) -> None:
         for x in launches:
-            launch(x.kernel, x.programs, tensors.q.device, x.tile, x.arguments)
+            make(x, tensors.q.device)
 
     @functools.cache
     def fill() -> None:  # the statistics that one kernel leaves for the next, in the recorded launches' own buffers

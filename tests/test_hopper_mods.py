@@ -275,7 +275,12 @@ ONE_PASS_SPILLS = {"softcap": 0.05}
 
 
 @pytest.mark.parametrize(
-    "dims", [(128, 128), *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ((64, 64), (192, 128), (256, 256)))], ids=str
+    "dims",
+    [
+        pytest.param((128, 128), marks=pytest.mark.slow),
+        *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ((64, 64), (192, 128), (256, 256))),
+    ],
+    ids=str,
 )
 def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
     requests, names = [], []

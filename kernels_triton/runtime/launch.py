@@ -230,12 +230,16 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
             f"the call needs {programs} programs of {kernel.__name__}, and a launch has at most {MAX_PROGRAMS}; pass max_seqlen_q "
             "and max_seqlen_kv, without which every sequence counts as long as all together, or split the batch"
         )
-    if programs == 0:
-        return
-    arguments = flat_arguments(kernel, arguments)
+    if programs:
+        make(Launch(kernel, tile, flat_arguments(kernel, arguments), programs), device)
+
+
+def make(launch: Launch, device: torch.device) -> None:
+    """Make a launch, be it one that was recorded: its arguments are flat."""
+    kernel, tile, arguments, programs = launch
     recording = _thread.recording
     if recording is not None:
-        recording.append(Launch(kernel, tile, arguments, programs))
+        recording.append(launch)
         return
     if interpreter.INTERPRETED:
         with interpreter.right_arithmetic():
