@@ -23,6 +23,7 @@ EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * tor
 # Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
 WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
 # What can be left out of a run, to look for something else.
+FURTHEST_FOR_A_MOD = -1e30  # that a score_mod may multiply by what is drawn here: inf - inf is NaN in plain torch too
 FEATURES = ("extreme", "offset", "any order", "huge", "empty")
 KINDS = ("ordinary", "empty", "wrong lengths")
 
@@ -353,6 +354,8 @@ class Call:
         self._softcap = rng.choice([2.0, 20.0, 50.0]) if c.has_softcap else 0.0
         self._rng_state = rng.randint(-(2**63), 2**63 - 1), rng.randint(0, 2**40)
         lowest = torch.finfo(c.bias_dtype if c.extreme == "bias" else torch.float32).min
+        if c.bias_type == "pre_scale_bias" and c.score_mod is not None:
+            lowest = max(lowest, FURTHEST_FOR_A_MOD)
         value = rng.choice(EXTREMES)
         value = lowest if value == "finfo.min" else max(float(value), lowest)
         self._numbers = {
