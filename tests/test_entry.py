@@ -87,6 +87,25 @@ def test_two_fields_of_one_name_are_refused() -> None:
         fields_of(Twice)
 
 
+class _Elsewhere:
+    class Row(NamedTuple):
+        ptr: WidePointer
+        stride: int
+
+
+class Mixed(NamedTuple):
+    x: Row
+    out: _Elsewhere.Row
+
+
+def test_two_groups_of_one_name_are_refused() -> None:
+    def _mixed_kernel(args: Mixed): ...
+
+    _mixed_kernel.__annotations__ = {"args": Mixed}
+    with pytest.raises(TypeError, match="different classes named Row; rename one"):
+        kernel(_mixed_kernel)
+
+
 def test_a_number_is_compiled_for_no_value() -> None:
     """Unlike one in a tuple that is launched with, of which Triton ignores do_not_specialize."""
     with recorded_launches() as launches:

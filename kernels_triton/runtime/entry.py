@@ -115,8 +115,12 @@ def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[C
 
 
 def _construction(group: type, path: str, groups: dict[str, type]) -> str:
-    """The expression that makes a group of the flat parameters; its classes are noted in `groups` by name."""
-    groups[group.__name__] = group
+    """Returns the expression that makes a group of the flat parameters, and notes its classes in `groups` by name.
+
+    Raises TypeError where two different classes have one name.
+    """
+    if groups.setdefault(group.__name__, group) is not group:
+        raise TypeError(f"two groups of a kernel's arguments are different classes named {group.__name__}; rename one")
     parts = [
         _construction(kind, f"{path}{name}_", groups) if is_group(kind) else f"{path}{name}" for name, kind in _hints(group).items()
     ]
