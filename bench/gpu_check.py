@@ -27,6 +27,7 @@ ROOT = Path(flexattn.__file__).parent.parent  # the checkout: its tests are what
 TOTAL_SECONDS = 570.0
 WORKERS = 8
 SANITIZER_FAILED = 99
+PORTABLE = "tests/portable/test_attention.py"
 # Every kernel under what makes addresses hard: gaps, uneven and wrong lengths, odd head dims, bias, dropout, split gradients.
 MEMCHECK_TESTS = (
     "everything_together or bias_of_ragged or wrong_cu_seqlens or head_dims or dropout or (test_grouped_heads and 12)"
@@ -53,12 +54,12 @@ def steps(out: Path) -> list[Step]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     memcheck = [sanitizer, "--tool", "memcheck", "--kernel-name", "kns=_attn", "--report-api-errors", "no", "--print-limit", "20"]
     return [
-        Step("triton", [*pytest, "-n", str(WORKERS), "tests/test_triton.py"], 180),
+        Step("triton", [*pytest, "-n", str(WORKERS), PORTABLE], 180),
         # its largest tests take some 40 GiB each
-        Step("gpu", [*pytest, "-n", "2", "tests/test_gpu.py"], 120),
+        Step("gpu", [*pytest, "-n", "2", "tests/gpu/test_gpu.py"], 120),
         Step(
             "memcheck",
-            [*memcheck, "--error-exitcode", str(SANITIZER_FAILED), *pytest, "tests/test_triton.py", "-k", MEMCHECK_TESTS],
+            [*memcheck, "--error-exitcode", str(SANITIZER_FAILED), *pytest, PORTABLE, "-k", MEMCHECK_TESTS],
             100,
             # an allocation of its own for each tensor: inside a cached block nothing is out of bounds
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},

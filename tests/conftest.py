@@ -13,9 +13,10 @@ from typing import Any
 # Before torch and numpy read it. The tests' tensors are small: more threads make them several times slower, workers or not.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
-import forked
 import pytest
 import torch
+
+from tests.support import forked
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports triton, which reads it once per kernel

@@ -143,6 +143,8 @@ def _run_tests(checkout: Path, tests: Sequence[str], output: str) -> None:
     os.chdir(checkout)
     os.environ["PYTHONPATH"] = str(checkout)
     sys.path[:] = [str(checkout), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # of this checkout
     import pytest
 
     sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *tests]))

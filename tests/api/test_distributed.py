@@ -1,0 +1,52 @@
+"""Two processes on a CPU: tensor parallelism by DTensors, FSDP2 and DDP. The cases are in distributed_cases.py."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import sharded
+from tests.conftest import ROOT, SETTINGS
+
+
+@pytest.mark.parametrize("case", ["sharded", "wrapped"])
+def test_two_processes(case: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.distributed_cases", case]
+    started = [
+        subprocess.Popen([*command, str(rank), port], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+
+
+def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DTensor(torch.Tensor):
+        pass
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
+    q = torch.randn(1, 3, 2, 8).as_subclass(DTensor)
+    flexattn.attention(q, q, q)
+    of_fp8 = {"fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"}
+    parameters = inspect.signature(flexattn.attention).parameters
+    assert ["q", "k", "v", *seen[0]] == [name for name in parameters if name not in of_fp8]
+    with pytest.raises(ValueError, match="the call is in FP8"):
+        flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())

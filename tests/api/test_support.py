@@ -1,0 +1,419 @@
+"""The support tables of docs/support.md: each cell is a test here, through the public API, and the page says what the tests say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn.block_mask import block_lists
+from flexattn.dispatch import cudnn_backend
+from flexattn.dispatch.known_bad import known_bad
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, with_classes
+from flexattn.functional import bind_call
+from flexattn.mods.trace import trace_mods
+from flexattn.ops import make_spec
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    Inputs,
+    check_close,
+    make_call,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+from tests.conftest import ROOT
+
+BACKENDS = ("triton", "eager", "cudnn")
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+PAGE = ROOT / "docs" / "support.md"
+HEADER = ("feature", *(f"{backend} {direction}" for backend in BACKENDS for direction in ("forward", "backward")))
+SCALE = 7 if torch.cuda.is_available() else 1  # of all lengths: small for the interpreter, past the largest compiled tile
+RNG_STATE = (-7777777777777, 31415926535)  # a negative seed and an offset of more than 32 bits, as torch may draw them
+DEFAULT_SLOPES = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)  # of 4 heads: Press et al. (2022), section 3
+BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
+NEG_INF = float("-inf")
+
+NO_FP64 = "the kernels take fp16, bf16 and fp32, not float64"
+NO_HEAD_DIM = "the kernels take multiples of 8 up to 256"
+
+LENGTHS = {"lengths_q": (37, 20), "lengths_kv": (29, 43)}  # one sequence has more keys than queries, the other fewer
+EQUAL_LENGTHS = {"lengths_q": (37, 37), "lengths_kv": (45, 45)}  # as a dense format without padding needs them
+PADDED = {**LENGTHS, "padding": True, "gap": 3}
+PACKED = {**LENGTHS, "qkv_format": "thd", "gap": 3}
+STRIDED = {**EQUAL_LENGTHS, "strided": True}
+EQUAL = {**EQUAL_LENGTHS, "qkv_format": "bhsd"}
+NOTHING: dict[str, Any] = {}
+
+
+class Row(NamedTuple):
+    """One feature: a call with hostile inputs, and who cannot run it."""
+
+    inputs: dict[str, Any] = PADDED  # of `make_inputs`: sq != skv, grouped heads, NaN in the padding or around a strided view
+    call: dict[str, Any] = NOTHING  # of `attention`
+    bias: str = ""  # the dims that a bias spans, as in "1hss"
+    slopes: str = ""  # and those of alibi_slopes, "h" or "bh"
+    dlse: bool = False  # whether a gradient comes in through lse too
+    refusals: dict[str, str] = NOTHING  # backend -> why it cannot; cudnn's are its own rules, for a GPU that it is for
+    cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
+
+
+def mask(attn_mask_type: str, inputs: dict[str, Any], **call: Any) -> Row:
+    return Row(inputs, {"attn_mask_type": attn_mask_type, **call})
+
+
+def window(left: int, right: int, **call: Any) -> Row:
+    return Row(PACKED, {"attn_mask_type": "padding", "window_size": (left, right), **call})
+
+
+def heads(num_heads: int, num_heads_kv: int) -> Row:
+    return Row({**PADDED, "num_heads": num_heads, "num_heads_kv": num_heads_kv})
+
+
+def head_dims(qk: int, v: int, **refusals: str) -> Row:
+    inputs = {"lengths_q": (37,), "lengths_kv": (29,), "strided": True, "num_heads": 2, "num_heads_kv": 1}
+    return Row({**inputs, "head_dim_qk": qk, "head_dim_v": v}, {"attn_mask_type": "causal"}, refusals=refusals)
+
+
+def bias(kind: str, dims: str) -> Row:
+    alone = Row(EQUAL, {"bias_type": f"{kind}_scale_bias"}, bias=dims)
+    return Row(PADDED, {"bias_type": f"{kind}_scale_bias", "softcap": 5.0}, bias=dims, cudnn=alone)
+
+
+def fp8_inside(**fields: Any) -> Row:
+    inputs = {**PACKED, "dtype": torch.bfloat16}
+    return Row(inputs, {"attn_mask_type": "padding_causal", "fp8_recipe": flexattn.fp8.Recipe(**fields)})
+
+
+def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where((q_idx - kv_idx).abs() < 30 * (h + 1), score * 1.5 - (q_idx - kv_idx).abs() * 0.125, -1e4 - b)
+
+
+ROWS: dict[str, dict[str, Row]] = {
+    "Formats": {
+        "bshd": Row(STRIDED),
+        "sbhd": Row({**STRIDED, "qkv_format": "sbhd"}),
+        "bhsd": Row({**STRIDED, "qkv_format": "bhsd"}),
+        "bshd with lengths (cu_seqlens)": Row(PADDED),
+        "sbhd with lengths (cu_seqlens)": Row({**PADDED, "qkv_format": "sbhd"}),
+        "bhsd with lengths (cu_seqlens)": Row({**PADDED, "qkv_format": "bhsd"}),
+        "thd": Row({**PACKED, "gap": 0, "strided": True}),
+        "thd with gaps (cu_seqlens_padded)": Row(PACKED),
+        "mixed: q thd, k and v bshd": Row({**PADDED, "qkv_format": "thd_2bshd"}),
+        "mixed: q sbhd, k and v bhsd": Row({**STRIDED, "qkv_format": "sbhd_2bhsd"}),
+        "strided views": Row({**PACKED, "strided": True}),
+    },
+    "Dtypes": {
+        "float16": Row({**PADDED, "dtype": torch.float16}),
+        "bfloat16": Row({**PADDED, "dtype": torch.bfloat16}),
+        "float32": Row({**PADDED, "dtype": torch.float32, "outliers": True}),
+        "float64": Row({**PADDED, "dtype": torch.float64}, refusals={"triton": NO_FP64}),
+        "FP8 inside (fp8_recipe)": fp8_inside(),
+        "FP8 inside, E5M2 gradients": fp8_inside(fp8_format="HYBRID", granularity="block", rotation=True),
+    },
+    "Masks": {
+        "no_mask": mask("no_mask", STRIDED),
+        "causal": mask("causal", STRIDED),
+        "causal_bottom_right": mask("causal_bottom_right", STRIDED),
+        "padding": mask("padding", PADDED),
+        "padding_causal": mask("padding_causal", PADDED),
+        "padding_causal_bottom_right": mask("padding_causal_bottom_right", PADDED),
+        "window, bottom-right diagonal": window(9, 4),
+        "window, top-left diagonal": window(9, 4, bottom_right_diagonal=False),
+        "window open on the left": window(-1, 4),
+        "window open on the right": window(9, -1),
+        "window under a causal mask": mask("causal", STRIDED, window_size=(9, 0)),
+        "queries that see no key": mask("causal_bottom_right", {**STRIDED, "lengths_q": (45, 45), "lengths_kv": (21, 21)}),
+        "sequences of length 0": mask(
+            "padding_causal_bottom_right", {"qkv_format": "thd", "lengths_q": (0, 37, 20), "lengths_kv": (29, 0, 7), "gap": 3}
+        ),
+    },
+    "Heads": {
+        "grouped heads (GQA)": heads(6, 2),
+        "one key head (MQA)": heads(5, 1),
+        "one key head for more than 8 (split backward)": heads(12, 1),
+        "sq < skv": Row({**STRIDED, "lengths_q": (5, 5)}),
+        "sq > skv": Row({**STRIDED, "lengths_kv": (5, 5)}),
+        "head dim 8": head_dims(8, 8),
+        "head dim 40": head_dims(40, 40),
+        "head dim 96": head_dims(96, 96),
+        "head dim 256": head_dims(256, 256),
+        "head dims 192 and 128 (d_qk != d_v)": head_dims(192, 128),
+        "head dims 40 and 72 (d_qk != d_v)": head_dims(40, 72),
+        "head dim 12 (no multiple of 8)": head_dims(12, 12, triton=NO_HEAD_DIM),
+        "head dim 264 (more than 256)": head_dims(264, 264, triton=NO_HEAD_DIM),
+    },
+    "Scores": {
+        **{f"pre_scale_bias {dims}": bias("pre", dims) for dims in BIAS_DIMS},
+        **{f"post_scale_bias {dims}": bias("post", dims) for dims in BIAS_DIMS},
+        "alibi, default slopes": Row(PACKED, {"attn_mask_type": "padding_causal", "bias_type": "alibi"}),
+        "alibi, slopes [h]": Row(PACKED, {"attn_mask_type": "padding", "bias_type": "alibi"}, slopes="h"),
+        "alibi, slopes [b, h]": Row(PACKED, {"attn_mask_type": "padding", "bias_type": "alibi"}, slopes="bh"),
+        "softmax_scale": Row(call={"softmax_scale": 0.7}),
+        "softcap": Row(call={"softcap": 0.5, "softmax_scale": 1.0}),
+    },
+    "Mods": {
+        "score_mod": Row(call={"score_mod": score_mod, "softcap": 5.0}, cudnn=Row(call={"score_mod": score_mod})),
+        "score_mod that no cuDNN graph can say": Row(
+            call={"score_mod": lambda score, b, h, i, j: score + torch.round((i - j) * 0.25)}
+        ),
+        "score_mod that ignores the score": Row(PACKED, {"score_mod": lambda score, b, h, i, j: (i + 2 * j) % 5 * 0.25}),
+        "mask_mod": mask("padding_causal", PACKED, mask_mod=lambda b, h, i, j: (i + j) % 3 != h),
+        "mask_mod that is a band": Row(STRIDED, {"mask_mod": lambda b, h, i, j: (i - j <= 9) & (i >= j)}),
+        "block_mask": Row(STRIDED, {"block_mask": lambda b, h, i, j: (i // 16 + j // 16) % 2 == b}),
+    },
+    "Softmax": {
+        "off-by-one": Row(call={"softmax_type": "off-by-one"}),
+        "learnable sink": Row(call={"softmax_type": "learnable"}),
+        "dropout": Row(call={"dropout_p": 0.3}, cudnn=Row(EQUAL, {"dropout_p": 0.25})),
+        "lse, with its gradient": Row(dlse=True),
+        "max_logit": Row(call={"return_max_logit": True}),
+        "deterministic": Row(
+            {**PADDED, "num_heads": 12, "num_heads_kv": 1},
+            {"deterministic": True, "softmax_type": "learnable"},
+            bias="111s",
+            cudnn=Row(EQUAL, {"deterministic": True}),
+        ),
+    },
+}
+
+CASES = [pytest.param(row, id=name) for section in ROWS.values() for name, row in section.items()]
+
+
+def row_for(backend: str, row: Row) -> Row:
+    """The row as a backend takes it: for cudnn in bfloat16, unless the row is about another dtype."""
+    if backend != "cudnn":
+        return row
+    row = row.cudnn or row
+    return row._replace(inputs={"dtype": torch.bfloat16, **row.inputs})
+
+
+def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
+    return with_classes(spec, x)._replace(device_type="cuda", capability=(9, 0))
+
+
+def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
+    """The row as `attention` would bring it to cuDNN on an H200."""
+    arguments = make_case(row_for("cudnn", row), "cpu").arguments
+    arguments["q"].requires_grad_()
+    x, settings = bind_call(**arguments, return_lse=True)
+    spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
+    return spec, x
+
+
+def refusal(backend: str, row: Row, direction: Direction) -> str | None:
+    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
+    if backend != "cudnn":
+        return row.refusals.get(backend)
+    spec, _ = cudnn_call(row, direction)
+    return cudnn_backend.rule_error(spec, direction) or known_bad(spec, direction, cudnn_backend.OLDEST_LIBRARY)
+
+
+class Case(NamedTuple):
+    """A row's tensors: what `attention` gets, what the oracle gets, and the gradients that come in."""
+
+    arguments: dict[str, Any]
+    inputs: Inputs
+    spec: AttentionSpec
+    operands: Operands
+    dout: Tensor
+    dlse: Tensor | None
+
+    def attention(self, backend: str) -> tuple[Tensor, ...]:
+        results = flexattn.attention(**self.arguments, backend=backend, return_lse=True)
+        assert isinstance(results, tuple)
+        return results
+
+    def gradients(self, backend: str) -> Gradients:
+        leaves = {
+            name: self.arguments[name].detach().requires_grad_()
+            for name in ("q", "k", "v", "bias", "softmax_offset")
+            if self.arguments.get(name) is not None
+        }
+        out, lse, *_ = self._replace(arguments=self.arguments | leaves).attention(backend)
+        outputs, seeds = ([out], [self.dout]) if self.dlse is None else ([out, lse], [self.dout, self.dlse])
+        named = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), seeds), strict=True))
+        return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"))
+
+    def budget(self) -> tuple[Tensor, ...]:
+        """The forward in plain torch: in the inputs' dtype, or in emulated FP8."""
+        if "fp8_recipe" in self.arguments:
+            return self.attention("eager")
+        return reference_attention(self.spec, self.operands, dtype=self.spec.dtype)
+
+    def gradient_budget(self) -> Gradients:
+        if "fp8_recipe" in self.arguments:
+            return self.gradients("eager")
+        return reference_gradients(self.spec, self.operands, self.dout, self.dlse, dtype=self.spec.dtype)
+
+
+def make_case(row: Row, device: str) -> Case:
+    scaled = {name: [SCALE * length for length in row.inputs[name]] for name in ("lengths_q", "lengths_kv")}
+    inputs = make_inputs(**{**row.inputs, **scaled}, device=device)
+    batch, num_heads = len(scaled["lengths_q"]), row.inputs.get("num_heads", 4)
+    padding = inputs.cu_seqlens_q is not None
+    call = {"attn_mask_type": "padding" if padding else "no_mask", **row.call}
+    generator = torch.Generator().manual_seed(3)
+    if row.bias:
+        gap = row.inputs.get("gap", 0)
+        full = (batch, num_heads, max(scaled["lengths_q"]) + gap, max(scaled["lengths_kv"]) + gap)
+        shape = [1 if dim == "1" else size for dim, size in zip(row.bias, full, strict=True)]
+        call["bias"] = torch.randn(shape, generator=generator).to(device)
+        call.setdefault("bias_type", "post_scale_bias")
+    if row.slopes:
+        shape = [{"b": batch, "h": num_heads}[dim] for dim in row.slopes]
+        call["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
+    if call.get("softmax_type") == "learnable":
+        call["softmax_offset"] = torch.randn(num_heads, generator=generator).to(device)
+    if "dropout_p" in call:
+        call["rng_state"] = torch.tensor(RNG_STATE, device=device)
+    oracle = dict(call)
+    if call.get("bias_type") == "alibi" and not row.slopes:
+        oracle["alibi_slopes"] = torch.tensor(DEFAULT_SLOPES, device=device)
+    if "block_mask" in call:
+        (sq, *_), (skv, *_) = scaled["lengths_q"], scaled["lengths_kv"]
+        call["block_mask"] = flexattn.create_block_mask(call["block_mask"], batch, 1, sq, skv, device, 16)
+        oracle["blocks"] = block_lists(oracle.pop("block_mask") and call["block_mask"], batch, num_heads, sq, skv, inputs.q.device)
+        oracle["mask_mod"] = call["block_mask"].mask_mod
+    oracle.pop("fp8_recipe", None)
+    mods = {name: oracle.pop(name) for name in ("score_mod", "mask_mod") if name in oracle}
+    if mods:
+        oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
+    spec, operands = make_call(inputs, **oracle)
+    return Case(inputs._asdict() | call, inputs, spec, operands, make_dout(inputs), make_dlse(inputs) if row.dlse else None)
+
+
+def no_cudnn_here() -> str | None:
+    if not torch.cuda.is_available():
+        return "cudnn needs a GPU, and torch.cuda.is_available() is False"
+    return cudnn_backend.device_error("cuda", torch.cuda.get_device_capability())
+
+
+@pytest.fixture(
+    params=["triton", "eager", pytest.param("cudnn", marks=pytest.mark.skipif(bool(no_cudnn_here()), reason=str(no_cudnn_here())))]
+)
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    return request.param
+
+
+def skip_other_dropout(backend: str, row: Row) -> None:
+    if backend == "cudnn" and "dropout_p" in row.call:
+        pytest.skip("cudnn drops other weights than the reference; tests/gpu/test_cudnn.py reads off which")
+
+
+def expect_refusal(case: Case, backend: str, direction: Direction, reason: str) -> None:
+    run = case.attention if direction == "forward" else case.gradients
+    with pytest.raises(flexattn.BackendError, match=re.escape(reason)):
+        run(backend)
+
+
+@pytest.mark.parametrize("row", CASES)
+def test_forward(row: Row, backend: str, device: str) -> None:
+    reason, row = refusal(backend, row, "forward"), row_for(backend, row)
+    case = make_case(row, device)
+    if reason is not None:
+        expect_refusal(case, backend, "forward", reason)
+        return
+    skip_other_dropout(backend, row)
+    results = case.attention(backend)
+    exact = reference_attention(case.spec, case.operands)
+    same_dtype = case.budget()
+    assert len(results) == (3 if "return_max_logit" in row.call else 2)
+    for name, got, ref, eager in zip(("out", "lse", "max_logit"), results, exact, same_dtype, strict=False):
+        check_close(name, got, ref, eager)
+    out, lse = results[:2]
+    blind = (lse == NEG_INF).transpose(-1, -2)  # padding, and queries that see no key
+    assert not as_bshd(out, case.spec.q_format)[blind].any()
+    assert blind[as_bshd(case.inputs.q, case.spec.q_format)[..., 0].isnan()].all()
+    if row.call.get("deterministic"):
+        assert all(torch.equal(again, first) for again, first in zip(case.attention(backend), results, strict=True))
+
+
+@pytest.mark.parametrize("row", CASES)
+def test_backward(row: Row, backend: str, device: str) -> None:
+    reason, row = refusal(backend, row, "backward"), row_for(backend, row)
+    case = make_case(row, device)
+    if reason is not None:
+        expect_refusal(case, backend, "backward", reason)
+        return
+    skip_other_dropout(backend, row)
+    gradients = case.gradients(backend)
+    exact = reference_gradients(case.spec, case.operands, case.dout, case.dlse)
+    same_dtype = case.gradient_budget()
+    for name, got, ref, eager in zip(Gradients._fields, gradients, exact, same_dtype, strict=True):
+        assert (got is None) == (ref is None)
+        if got is not None:
+            check_close(name, got, ref, eager, factor=GRADIENT_FACTOR)
+    for got, given in zip(gradients, case.inputs[:3], strict=False):
+        assert not got[given.isnan()].any()  # padding
+    if row.call.get("deterministic"):
+        again = case.gradients(backend)
+        assert all(torch.equal(b, a) for a, b in zip(gradients[:-1], again[:-1], strict=True))
+
+
+def test_cudnn_asked_for_on_another_device_says_so(device: str) -> None:
+    if (reason := no_cudnn_here()) is None:
+        pytest.skip("cudnn runs here, so every row has its own answer above")
+    call = make_case(ROWS["Masks"]["causal"], device).arguments
+    with pytest.raises(flexattn.BackendError, match="backend='cudnn' cannot run the forward"):
+        flexattn.attention(**call, backend="cudnn")
+    assert "not cudnn: " in str(flexattn.explain(**call, backend="eager"))
+    assert reason
+
+
+def test_max_logit_carries_no_gradient(backend: str, device: str) -> None:
+    case = make_case(row_for(backend, ROWS["Softmax"]["max_logit"]), device)
+    q = case.arguments["q"].detach().requires_grad_()
+    *_, max_logit = case._replace(arguments=case.arguments | {"q": q}).attention(backend)
+    assert not max_logit.requires_grad
+
+
+def test_the_inputs_are_hostile(device: str) -> None:
+    """What makes a row worth running is there: uneven lengths, grouped heads, NaN beside what is real, queries that see no key."""
+    case = make_case(ROWS["Masks"]["queries that see no key"], device)
+    assert (reference_attention(case.spec, case.operands)[1] == NEG_INF).any()
+    for section in ROWS.values():
+        for name, row in section.items():
+            case = make_case(row, device)
+            assert case.spec.group_size > 1, name
+            assert row.inputs["lengths_q"] != row.inputs["lengths_kv"], name
+            assert any(length & (length - 1) for length in row.inputs["lengths_q"]), name
+            assert row.inputs.get("strided") or row.inputs.get("gap"), name
+
+
+def cells(name: str, row: Row) -> tuple[str, ...]:
+    answers = (refusal(backend, row, direction) for backend in BACKENDS for direction in ("forward", "backward"))
+    return (name, *("yes" if reason is None else "no" for reason in answers))
+
+
+def read_tables(page: str) -> dict[str, list[tuple[str, ...]]]:
+    """The page's support tables by their headings, without their header and rule."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for heading, text in re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", page, re.M | re.S):
+        lines = re.findall(r"^\|(.*)\|$", text, re.M)
+        rows = [tuple(cell.strip(" `") for cell in line.split("|")) for line in lines]
+        if rows and rows[0] == HEADER:
+            tables[heading] = rows[2:]
+    return tables
+
+
+def kind(text: str) -> str:
+    """A text with its numbers and dtypes left out, as one line."""
+    return re.sub(r"\bfloat\d+\b|\b\d+\b|\b(for|back)ward\b", "#", " ".join(text.split()))
+
+
+def test_the_page_says_what_the_tests_say() -> None:
+    page = PAGE.read_text("utf-8")
+    assert read_tables(page) == {heading: [cells(name, row) for name, row in rows.items()] for heading, rows in ROWS.items()}
+    rows = [row for section in ROWS.values() for row in section.values()]
+    cudnn = [reason for row in rows for direction in DIRECTIONS if (reason := refusal("cudnn", row, direction))]
+    for reason in (NO_FP64, NO_HEAD_DIM, *dict.fromkeys(cudnn)):
+        assert kind(reason) in kind(page), f"{PAGE.name} does not say why: {reason}"

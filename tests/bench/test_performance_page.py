@@ -1,0 +1,206 @@
+"""docs/performance.md and the README's section say what the recorded runs measured; the report and the plots show it."""
+
+from __future__ import annotations
+
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from flexattn.bench import command, page, plots, record, report
+from flexattn.bench.record import Record
+from flexattn.bench.shapes import sweep
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+PAGE_FILES = ("standard_h200.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, Record]:
+    return {name: record.read(RESULTS / name) for name in PAGE_FILES}
+
+
+@pytest.fixture(scope="module")
+def main(records: dict[str, Record]) -> Record:
+    return records[PAGE_FILES[0]]
+
+
+@pytest.fixture
+def matplotlib() -> None:
+    """Which the extra `test` installs; where it is missing the report has no plots, and says so."""
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+
+
+def test_the_page_is_what_the_command_makes_of_the_files(records: dict[str, Record]) -> None:
+    assert (ROOT / "docs" / "performance.md").read_text("utf-8") == page.performance(records)
+
+
+def test_the_readme_is_what_the_command_makes_of_the_files(records: dict[str, Record]) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text == page.with_readme_section(text, records)
+
+
+def test_a_readme_without_a_place_for_it_is_refused(records: dict[str, Record]) -> None:
+    with pytest.raises(ValueError, match="has no part to make"):
+        page.with_readme_section("# nothing here\n", records)
+
+
+def lost_cells(record: Record) -> set[tuple[str, str]]:
+    """Computed here from the rows alone: the page's own code is not asked."""
+    fastest: dict[tuple[str, str], dict[bool, float]] = {}
+    for r in record.rows:
+        if r.us is not None:
+            cell = fastest.setdefault((r.workload, r.direction), {})
+            mine = r.implementation.startswith("flexattn ")
+            cell[mine] = min(cell.get(mine, r.us), r.us)
+    return {cell for cell, best in fastest.items() if len(best) == 2 and best[True] >= best[False]}
+
+
+def test_every_cell_that_is_lost_is_listed(main: Record) -> None:
+    listed = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## Lost cells")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| ([\w.-]+) (\w+) \|", listed, re.M)) == lost_cells(main)
+    assert lost_cells(main)
+
+
+def test_every_figure_of_the_sweep_is_the_recorded_one(main: Record) -> None:
+    by_cell = {(r.workload, r.direction, r.implementation): r for r in main.rows}
+    seen = 0
+    for section in (ROOT / "docs" / "performance.md").read_text("utf-8").split("### ")[1:]:
+        title, *lines = section.partition("\n## ")[0].splitlines()
+        found = re.fullmatch(r"(\w+), head dim (\d+), (causal|full)", title)
+        if found is None:
+            continue
+        table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        for name, *cells in table[2:]:
+            for seqlen, cell in zip(table[0][1:], cells, strict=True):
+                workload = sweep(int(found[2]), found[3], int(seqlen)).name
+                row = by_cell.get((workload, found[1], name))
+                figure = None if row is None or row.tflops is None else f"{row.tflops:.{1 if row.tflops < 9.95 else 0}f}"
+                assert cell == ("-" if row is None else figure or row.status)
+                seen += row is not None and row.tflops is not None
+    assert seen == sum(r.tflops is not None and main.workloads[r.workload].group == "sweep" for r in main.rows)
+
+
+class Page(HTMLParser):
+    """Tags that are open, every image, and all text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.images: list[str] = []
+        self.sources: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "img":
+            self.images.append(given["src"] or "")
+        elif tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_the_report_stands_alone(main: Record) -> None:
+    parsed = Page()
+    parsed.feed(report.html(main))
+    assert not parsed.open
+    assert len(parsed.images) == len(list(plots.figures(main))) > 2  # the sweep forward and backward, and a picture of each group
+    assert all(source.startswith("data:image/png;base64,") for source in parsed.sources)
+    text = " ".join(parsed.text)
+    for r in main.rows:
+        if r.us is not None:
+            assert f"{r.us:.1f}" in text
+    for fact in (
+        "NVIDIA H200",
+        "2.11.0+cu130",
+        main.command,
+        main.method["flops"],
+        f"Lost cells: {len(lost_cells(main))} of {len(main.cells())}",
+    ):
+        assert fact in text
+
+
+@pytest.mark.slow
+def test_the_report_says_what_was_refused_and_left_out(main: Record) -> None:
+    spoiled = main.rows[0]._replace(status="wrong", reason="out: max error <b>1</b>\nworst", us=None, tflops=None)
+    refused = main.rows[1]._replace(status="refused", reason="it has no argument window", us=None, tflops=None)
+    left_out = [{"workload": "long-128k", "direction": "forward", "reason": "the budget of 480 s was spent"}]
+    text = report.html(main._replace(rows=[spoiled, refused, *main.rows[2:]], left_out=left_out, complete=False))
+    assert "wrong: out: max error &lt;b&gt;1&lt;/b&gt;" in text
+    assert "it has no argument window" in text
+    assert "the budget of 480 s was spent" in text
+    assert "did not measure all" in text
+
+
+def dimensions(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+def test_a_report_without_matplotlib_says_so(main: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    text = report.html(main)
+    assert "There are no plots" in text
+    assert "<img" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("matplotlib")
+def test_plots_of_a_recorded_run(records: dict[str, Record], tmp_path: Path) -> None:
+    for name, shown in records.items():
+        assert command.main(["--from", str(RESULTS / name), "--plots", str(tmp_path)]) == 0
+        assert plots.write(tmp_path, shown)
+    groups = {w.group for w in records[PAGE_FILES[0]].workloads.values()} - {"sweep"}
+    names = {"sweep_forward", "sweep_backward", "memory", *groups}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in names}
+    for path in tmp_path.iterdir():
+        width, height = dimensions(path.read_bytes())
+        assert width > 500
+        assert height > 300
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_plots_have_labels_and_the_peers_their_colours(main: Record) -> None:
+    drawn = dict(plots.figures(main))
+    for name in ("sweep_forward", "sweep_backward"):
+        figure = drawn[name]
+        assert len(figure.axes) == 6
+        for ax in figure.axes:
+            assert ax.get_xlabel() == "sequence length, tokens"
+            assert ax.get_ylabel() == "TFLOP/s"
+            lines = {line.get_label(): line for line in ax.get_lines() if not str(line.get_label()).startswith("_")}
+            assert lines.keys() >= {"flexattn triton", "flexattn cudnn", "SDPA flash", "SDPA cuDNN", "FlexAttention"}
+            assert all(line.get_color() == plots.COLOURS[name] for name, line in lines.items())
+    assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
+    [ax] = [ax for ax in drawn["sweep_backward"].axes if ax.get_title() == "head dim 128, full"]
+    [ours] = [line for line in ax.get_lines() if line.get_label() == "flexattn triton"]
+    workloads = [sweep(128, "full", s).name for s in (512, 1024, 2048, 4096, 8192, 16384)]
+    assert list(ours.get_ydata()) == [main.of(w, "backward")["flexattn triton"].tflops for w in workloads]
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_bars_of_other_groups_and_curves_of_scaling(main: Record) -> None:
+    from flexattn.bench.shapes import WORKLOADS
+
+    rows, shapes = [], {}
+    for name in ("llama3-8b-s2048", "llama3-8b-s8192", "scaling-s512", "scaling-s1024"):
+        shapes[name] = WORKLOADS[name]
+        for n, implementation in enumerate(("flexattn triton", "SDPA cuDNN")):
+            given = {"us": 10.0 * (n + 1), "us_q1": 9.0, "us_q3": 11.0, "tflops": 100.0, "peak_mib": 64.0, "workload": name}
+            rows.append(main.rows[0]._replace(implementation=implementation, direction="forward", **given))
+    drawn = dict(plots.figures(main._replace(rows=rows, workloads=shapes)))
+    assert drawn.keys() == {"models", "scaling"}
+    assert len(drawn["models"].axes[0].patches) == 4
+    assert [ax.get_ylabel() for ax in drawn["scaling"].axes] == ["time of a call, ms", "peak memory of a call, MiB"]
+    assert dimensions(plots.png(drawn["scaling"]))[0] > 500

@@ -1,0 +1,194 @@
+"""Rows of tile tables and heuristics: what a result file supports, and that what is committed is what the files support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.bench import record, rows
+from flexattn.bench.counts import band_of
+from flexattn.bench.record import Record, Row
+from flexattn.bench.rows import Faster, contradictions, emit, faster_rows, swept, tile_rows
+from flexattn.bench.shapes import WORKLOADS, Workload, sweep
+from flexattn.dispatch import heuristics
+from flexattn.dispatch.spec import AttentionSpec, length_class
+from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
+from flexattn.kernels_triton.runtime.launch import Tile
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+TILE_FILES = sorted(RESULTS.glob("tiles_*.json"))
+TABLES = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
+
+
+def recorded(measured: list[tuple[str, Workload, str, float]], **more: Any) -> Record:
+    """Of (implementation, workload, direction, us)."""
+    found = [Row(name, "1", w.name, direction, "measured", us=us) for name, w, direction, us in measured]
+    shapes = {w.name: w for _, w, _, _ in measured}
+    device = {"type": "cuda", "name": "NVIDIA H200", "capability": [9, 0]}
+    return Record("x", None, device, {}, None, {}, shapes, found, **more)
+
+
+@pytest.mark.parametrize("path", TILE_FILES, ids=lambda path: path.name)
+def test_no_file_speaks_against_a_committed_tile(path: Any) -> None:
+    assert contradictions(path.name, record.read(path)) == []
+
+
+def test_the_files_cover_the_tiles_that_were_chosen() -> None:
+    covered = {(s.kernel, s.head_dims, s.slot) for path in TILE_FILES for s in swept(record.read(path))}
+    assert {(kernel, width, slot) for kernel in TABLES for width in (128, 256, 512) for slot in ("tile", "open")} <= covered
+    of_their_own = {
+        (kernel, row.head_dims, slot)
+        for kernel, table in TABLES.items()
+        for row in table[90, 2]
+        for slot in ("open", "short")
+        if getattr(row, slot) is not None
+    }
+    assert of_their_own <= covered
+
+
+def test_a_faster_tile_is_proposed_and_a_tie_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, full, short = sweep(128, "causal", 4096), sweep(128, "full", 4096), sweep(128, "causal", 512)
+    committed, other = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
+    table = {(90, 2): (configs.Row(256, committed, Tile(32, 32, 4, 1)), configs.Row(512, other, other))}
+    monkeypatch.setitem(configs.__dict__, "FORWARD", table)
+    names = [f"forward 128x64x8x3{mark}" for mark in (" committed", "")]
+    measured = [
+        (names[0], causal, "forward", 101.0),
+        ("forward 64x64x4x2", causal, "forward", 100.0),  # within what runs differ by
+        (names[0], full, "forward", 110.0),
+        ("forward 64x64x4x2", full, "forward", 100.0),
+        ("forward 64x64x4x2", short, "forward", 10.0),
+        ("forward 128x64x8x3 (this)", short, "forward", 9.0),
+    ]
+    assert tile_rows("x.json", recorded(measured)) == [
+        "FORWARD[90, 2]: Row(256, Tile(128, 64, 8, 3), Tile(32, 32, 4, 1), open=Tile(64, 64, 4, 2)),  "
+        "# tile as committed, 101 us, the next 100; open 100 us, 10% faster than the committed 128x64x8x3; "
+        "short as committed, 9 us, the next 10 (x.json)"
+    ]
+    assert contradictions("x.json", recorded(measured)) == [
+        "x.json: forward 256 open 100 us, 10% faster than the committed 128x64x8x3"
+    ]
+    alone = recorded([("forward 64x64x4x2", causal, "forward", 100.0)])
+    assert "the committed 128x64x8x3 was not measured beside it" in contradictions("x.json", alone)[0]
+
+
+def test_only_workloads_where_all_were_measured_count() -> None:
+    causal, longer = sweep(64, "causal", 4096), sweep(64, "causal", 8192)
+    committed = tile = Tile(64, 64, 4, 3)
+    measured = [
+        ("forward 64x64x4x3 committed", causal, "forward", 100.0),
+        ("forward 128x64x8x3", causal, "forward", 120.0),
+        ("forward 64x64x4x3 committed", longer, "forward", 900.0),
+    ]
+    [found] = swept(recorded(measured))
+    assert (found.head_dims, found.slot, found.committed, found.best) == (128, "tile", committed, tile)
+    assert {t: round(us) for t, us in found.times.items()} == {tile: 100, Tile(128, 64, 8, 3): 120}
+
+
+def both(workload: Workload, triton: float, cudnn: float, direction: str = "forward") -> list[tuple[str, Workload, str, float]]:
+    return [("flexattn triton", workload, direction, triton), ("flexattn cudnn", workload, direction, cudnn)]
+
+
+def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
+    measured = [
+        *both(sweep(128, "causal", 512), 99.0, 100.0),  # Triton, by default
+        *both(sweep(128, "causal", 2048), 150.0, 100.0),
+        *both(sweep(128, "causal", 4096), 240.0, 150.0),
+        *both(WORKLOADS["llama3-8b-s8192"], 101.0, 100.0),  # a tie ends the run of lengths
+        *both(sweep(128, "causal", 16384), 120.0, 100.0),
+        *both(sweep(128, "full", 4096), 104.0, 100.0),
+        *both(sweep(128, "full", 4096)._replace(name="loses more"), 100.0, 105.0),  # and so Triton, by default
+        *both(sweep(128, "full", 8192), 104.0, 100.0),
+        *both(sweep(128, "full", 8192)._replace(name="loses less"), 100.0, 102.0),
+        *both(sweep(128, "causal", 4096), 200.0, 100.0, "backward"),
+        *both(WORKLOADS["ragged-log-normal"], 130.0, 100.0),
+        *both(WORKLOADS["score-sliding-window"], 110.0, 100.0),
+        *both(WORKLOADS["score-softcap"], 300.0, 100.0),  # not plain: no row
+        *both(WORKLOADS["gpt-oss-full-s8192"], 300.0, 100.0),  # with a sink: a row of its own
+        ("flexattn triton", sweep(64, "full", 512), "forward", 5.0),  # the other did not run it
+    ]
+    kind = (9, 0), ("bfloat16",), (128, 128)
+    assert faster_rows("x.json", recorded(measured)) == [
+        Faster("cudnn", "forward", *kind, "causal", "dense", (2048, 4096), 1.55, "x.json"),
+        Faster("cudnn", "forward", *kind, "causal", "dense", (16384, 16384), 1.2, "x.json"),
+        Faster("cudnn", "forward", *kind, "full", "dense", (8192, 8192), 1.01, "x.json"),
+        Faster("cudnn", "backward", *kind, "causal", "dense", (4096, 4096), 2.0, "x.json"),
+        Faster("cudnn", "forward", *kind, "causal", "packed", (8192, 8192), 1.3, "x.json"),
+        Faster("cudnn", "forward", *kind, "window", "dense", (8192, 8192), 1.1, "x.json"),
+        Faster("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "causal", "dense", (8192, 8192), 3.0, "x.json", "sink"),
+    ]
+    assert emit({"x.json": recorded(measured)}).splitlines()[:2] == [
+        "dispatch/heuristics.py:",
+        'Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (2048, 4096), 1.55, "x.json"),',
+    ]
+
+
+def test_every_committed_preference_is_its_files() -> None:
+    """Each row of heuristics that cites a file in bench/results is one that the file supports, word for word."""
+    for row in getattr(heuristics, "MEASURED", ()):
+        name = row.source.removeprefix("bench/results/")
+        supported = [tuple(found) for found in faster_rows(name, record.read(RESULTS / name))]
+        assert tuple(row._replace(source=name)) in supported, f"{row} is not what {name} says: {supported}"
+
+
+def spec_of(w: Workload, direction: str) -> AttentionSpec:
+    """What `attention` would ask the dispatcher about on the device that was measured."""
+    has_bias = w.score == "relative_bias"
+    return AttentionSpec(
+        q_format=w.qkv_format,
+        kv_format=w.qkv_format,
+        dtype=getattr(torch, w.dtype),
+        num_heads=w.num_heads,
+        num_heads_kv=w.num_heads_kv,
+        head_dim_qk=w.head_dim_qk,
+        head_dim_v=w.head_dim_v,
+        padding=w.is_ragged,
+        band=band_of(w),
+        bias_type="alibi" if w.score == "alibi" else "post_scale_bias" if has_bias else "no_bias",
+        bias_dims=(False, True, True, True) if has_bias else None,
+        softmax_type=w.softmax_type,
+        softcap=w.score == "softcap",
+        dropout=False,
+        return_max_logit=False,
+        needs_grad=direction == "backward",
+        needs_bias_grad=False,
+        deterministic=False,
+        device_type="cuda",
+        capability=(9, 0),
+        length_q=length_class(w.seqlen_q),
+        length_kv=length_class(w.seqlen_kv),
+    )
+
+
+def test_the_dispatcher_prefers_what_was_fastest() -> None:
+    """In every cell of the recorded run its first choice is within TIE, or RESOLUTION_US, of the fastest backend measured."""
+    measured = record.read(RESULTS / "standard_h200.json")
+    slower = []
+    for name, direction in measured.cells():
+        cell = measured.of(name, direction)
+        times = {b: cell[f"flexattn {b}"].us for b in ("triton", "cudnn") if f"flexattn {b}" in cell}
+        found = {backend: us for backend, us in times.items() if us is not None}
+        chosen = next(b for b in heuristics.preference(spec_of(measured.workloads[name], direction), direction).order if b in found)
+        fastest = min(found.values())
+        if found[chosen] > max((1 + rows.TIE) * fastest, fastest + rows.RESOLUTION_US):
+            slower.append((name, direction, chosen, found))
+    assert not slower
+    assert len(measured.cells()) > 100
+
+
+def test_a_preference_that_its_file_does_not_support_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = Faster("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "full", "dense", (512, 512), 9.0, "rates_h200.json")
+    monkeypatch.setattr(heuristics, "MEASURED", (planted,), raising=False)
+    with pytest.raises(AssertionError, match=r"is not what rates_h200\.json says"):
+        test_every_committed_preference_is_its_files()
+
+
+def test_a_file_that_supports_no_row_is_named() -> None:
+    name = "rates_h200.json"
+    with pytest.raises(ValueError, match=r"rates_h200\.json supports no row: .*of flexattn: flexattn triton"):
+        emit({name: record.read(RESULTS / name)})
+    assert rows.TIE < 0.05

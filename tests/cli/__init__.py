@@ -1,0 +1,3 @@
+"""Tests of the subcommands of `python -m flexattn`."""
+
+from __future__ import annotations

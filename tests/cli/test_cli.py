@@ -1,0 +1,320 @@
+"""`python -m flexattn explain` and `doctor`, and `flexattn.warmup`: what surrounds a call."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import __main__ as command_line
+from flexattn.cli import build as build_ahead
+from flexattn.cli import doctor
+from flexattn.cli import explain as question
+from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.select import backend_module, forget_rejections, select
+from tests.conftest import FreshPython
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
+    select.cache_clear()
+    yield
+    forget_rejections()
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command_line.main(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_explain_describes_the_call_that_was_asked_about(capsys):
+    text = explained(
+        capsys, *["--q", "2,4096,32,128", "--kv-heads", "8", "--mask", "causal", "--window", "128,0", "--capability", "9.0"]
+    )
+    first, *rest = text.splitlines()
+    assert first == (
+        "bshd, bfloat16, 32 heads over 8, head dim 128, up to 4096 x 4096 tokens, band (128, 0) on the top-left diagonal, "
+        "cuda sm_90; backend='auto'"
+    )
+    assert [line for line in rest[1:] if not line.startswith(" ")] == ["forward: triton (portable)", "backward: triton (portable)"]
+    assert rest[0].startswith("with torch ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "--q 1000,8,64 --format thd --mask padding --batch 3 --max-seqlen 400",
+            "thd, bfloat16, 8 heads, head dim 64, up to 512 x 512",
+        ),
+        ("--q 2,8,100,64 --format bhsd --dtype fp16 --no-grad", "backward: not needed"),
+        ("--q 2,100,8,64 --bias post_scale_bias", "post_scale_bias"),
+        ("--q 2,100,8,64 --bias post_scale_bias --bias-shape 1,1,100,100 --capability 9.0", "post_scale_bias"),
+        ("--q 2,100,8,64 --softmax learnable", "learnable softmax"),
+        ("--q 2,100,8,64 --dropout 0.1 --softcap 5", "softcap, dropout"),
+        ("--q 2,100,8,64 --deterministic --max-logit --capability sm_90", "return_max_logit, deterministic, cuda sm_90"),
+        ("--q 2,100,8,192 --head-dim-v 128 --kv 2,300,4,192", "8 heads over 4, head dim 192/128, up to 128 x 512 tokens"),
+        ("--q 2,100,8,64 --lse-grad --capability 9.0", "cuDNN"),
+    ],
+)
+def test_explain_takes_every_feature(capsys, arguments, said):
+    assert said in explained(capsys, *arguments.split())
+
+
+def test_explain_says_what_is_wrong_with_a_question(capsys):
+    with pytest.raises(SystemExit) as e:
+        command_line.main(["explain", "--q", "2,100,8,64", "--window", "3,4", "--mask", "causal"])
+    assert e.value.code == 2
+    assert "window_size is (3, 4) with attn_mask_type 'causal'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as e:
+        command_line.main(["explain", *["--q", "2,100,8,64", "--softcap", "3", "--backend", "cudnn", "--capability", "8.0"]])
+    assert e.value.code == 1
+    assert "backend='cudnn' cannot run the backward of this call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "capability"),
+    [(text, (9, 0)) for text in ("sm_90", "90", "9.0", "sm90", "sm_9.0", "9", "sm_90a")]
+    + [(text, (10, 3)) for text in ("sm_103", "103", "10.3", "sm103")]
+    + [(text, (12, 0)) for text in ("120", "sm_120", "12.0")]
+    + [(text, (8, 9)) for text in ("89", "sm_89", "8.9")],
+)
+def test_a_capability_is_the_same_in_every_spelling(text, capability):
+    for command in (question, build_ahead):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        args = parser.parse_args(["--q", "2,100,8,64", "--capability", text, *(["--out", "x"] if command is build_ahead else [])])
+        assert question.parse(args)[2].capability == capability
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--q 2,64,8,-4", "--q: it is '2,64,8,-4', with a size of -4; accepted: sizes of 1 or more"),
+        ("--q 2,0,8,64", "with a size of 0"),
+        ("--q 2,64,8,x", "--q: it is '2,64,8,x'; accepted: integers"),
+        ("--q 2,64,8,64 --kv 2,64,0,64", "--kv: it is '2,64,0,64', with a size of 0"),
+        ("--q 2,64,8,64 --kv-heads 0", "--kv-heads: it is '0'; accepted: an integer of 1 or more"),
+        ("--q 2,64,8,64 --head-dim-v 0", "--head-dim-v: it is '0'"),
+        ("--q 2,64,8,64 --head-dim-v -8", "--head-dim-v: it is '-8'"),
+        ("--q 64,8,64 --format thd --batch 0", "--batch: it is '0'"),
+        ("--q 64,8,64 --format thd --mask padding --max-seqlen 0", "--max-seqlen: it is '0'"),
+        ("--q 2,64,8,64 --bias post_scale_bias --bias-shape 0,1,64,64", "--bias-shape"),
+        ("--q 2,64,8,64 --capability Hopper", "--capability: it is 'Hopper'; accepted: a compute capability, as 9.0"),
+        ("--q 2,64,8,64 --capability sm_9.0.1", "--capability"),
+        ("--q 2,64,8,64 --capability -90", "--capability"),
+        ("--q 2,64,8,64 --window 3", "window_size is (3,)"),
+        ("--q 2,64,8", "q"),
+    ],
+)
+@pytest.mark.parametrize("command", [["explain"], ["build", "--out", "nowhere"]], ids=["explain", "build"])
+def test_wrong_sizes_are_named(capsys, command, arguments, said):
+    with pytest.raises(SystemExit) as e:
+        command_line.main([*command, *arguments.split()])
+    assert e.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_doctor_names_a_setting_that_is_not_accepted(monkeypatch):
+    monkeypatch.setenv("FLEXATTN_HOPPER", "ALWAYS")
+    said = [finding.found for finding in doctor.report() if finding.what == "settings"]
+    assert "the environment variable FLEXATTN_HOPPER is 'ALWAYS'" in said
+
+
+def test_doctor_finds_what_is_here(capsys):
+    assert command_line.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert flexattn.__version__ in text
+    assert torch.__version__ in text
+    assert "probe failed" not in text
+
+
+def test_doctor_does_not_fail_where_everything_does(monkeypatch, capsys):
+    def broken() -> list[doctor.Finding]:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(doctor, "PROBES", dict.fromkeys(doctor.PROBES, broken))
+    assert doctor.run() == 0
+    assert capsys.readouterr().out.count("probe failed: OSError") == len(doctor.PROBES)
+
+
+BARE = """
+import argparse
+import sys
+sys.modules.update(dict.fromkeys({blocked!r}))
+from flexattn.__main__ import main
+raise SystemExit(main(["doctor"]))
+"""
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("blocked", [("triton", "cudnn", "rich"), ("rich",), ("triton",), ("cudnn",)], ids="-".join)
+def test_doctor_without(blocked: tuple[str, ...], fresh_python: FreshPython) -> None:
+    ran = fresh_python("-c", BARE.format(blocked=blocked), env={"FLEXATTN_BACKED": "triton"})
+    assert ran.returncode == 0, ran.stderr
+    if "triton" in blocked:
+        assert "pip install 'triton>=3.6'" in ran.stdout
+    if "cudnn" in blocked:
+        assert "nvidia-cudnn-frontend>=1.28" in ran.stdout
+    assert "unknown: FLEXATTN_BACKED" in " ".join(ran.stdout.split())
+
+
+def test_doctor_finds_two_cudnns(monkeypatch, tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name / "nvidia" / "cudnn" / "lib"
+        folder.mkdir(parents=True)
+        (folder / "libcudnn.so.9").touch()
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    (finding,) = [finding for finding in doctor._libraries() if finding.what == "libcudnn on disk"]
+    assert finding.verdict == doctor.NOTE
+    assert all(str(tmp_path / name) in finding.found for name in ("a", "b"))
+    assert "pip uninstall" in finding.remedy
+
+
+def calls() -> list[dict[str, Any]]:
+    q = torch.randn(2, 40, 2, 16)
+    k = torch.randn(2, 30, 1, 16, requires_grad=True)
+    return [{"q": q, "k": k, "v": k}, {"q": q, "k": k.detach(), "v": k.detach(), "attn_mask_type": "causal", "dropout_p": 0.5}]
+
+
+def test_warmup_prepares_what_each_call_needs(monkeypatch):
+    asked = []
+    for name in ("triton", "eager"):
+        monkeypatch.setattr(
+            backend_module(name), "prepare", lambda spec, x, direction, name=name: asked.append((name, direction, spec.dropout))
+        )
+    given, state = calls(), torch.get_rng_state()
+    explanations = flexattn.warmup(*given, progress=False)
+    assert asked == [("eager", "forward", False), ("eager", "backward", False), ("eager", "forward", True)]
+    assert [e.forward.backend for e in explanations] == ["eager", "eager"]
+    assert explanations[1].backward is None
+    asked.clear()
+    flexattn.warmup(explanations[0].spec, backend="triton", progress=False)
+    assert asked == [("triton", "forward", False), ("triton", "backward", False)]
+    assert torch.equal(torch.get_rng_state(), state), "no random number is drawn"
+
+
+def test_warmup_learns_what_is_refused(monkeypatch):
+    def refusing(*args: Any) -> None:
+        raise Refused("not even compiled")
+
+    eager = backend_module("eager")
+    monkeypatch.setattr(eager, "prepare", refusing)
+    monkeypatch.setattr(backend_module("triton"), "prepare", lambda *args: None)
+    (explanation, *_) = flexattn.warmup(*calls(), progress=False)
+    assert explanation.forward.backend == "triton"
+    assert explanation.forward.rejected == (("eager", "not even compiled"),)
+
+
+def test_warmup_runs_the_triton_kernels_on_made_up_operands():
+    spec = flexattn.explain(**calls()[0]).spec._replace(length_q=32, length_kv=16)
+    for name in ("triton", "eager"):
+        assert flexattn.warmup(spec, backend=name, progress=False)[0].forward.backend == name
+
+
+def test_warmup_shows_progress(capsys):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    flexattn.warmup(*calls())
+    assert "flexattn.warmup" in capsys.readouterr().err
+
+
+def test_warmup_refuses_what_is_no_call():
+    with pytest.raises(TypeError, match="accepted: a dict of attention's arguments, or an AttentionSpec"):
+        flexattn.warmup(torch.randn(1, 2, 3, 8))
+
+
+MODS = """
+import torch
+
+def capped(score, b, h, q_idx, kv_idx):
+    return 20.0 * torch.tanh(score / 20.0)
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() % 3 < 2
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_mods.py").write_text(MODS, "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "some_mods", raising=False)
+
+
+@pytest.mark.usefixtures("mods")
+def test_the_source_of_a_mod_is_shown(capsys) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    call = ["--q", "2,64,4,32", "--score-mod", "some_mods:capped", "--mask-mod", "some_mods:near"]
+    said = explained(capsys, *call, "--capability", "9.0", "--source")
+    assert "score_mod or mask_mod" in said
+    assert "not cudnn: can run it" in said or "not cudnn: the cuDNN" in said
+    for part in ("def score_mod_", "def score_mod_gradient_", "def mask_mod_", "mod_math.tanh_in_half("):
+        assert part in said
+    assert "def score_mod_" not in explained(capsys, *call)
+
+
+@pytest.mark.usefixtures("mods")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source"], "--source is for mods"),
+        (["--score-mod", "some_mods:nothing"], "accepted: package.module:function"),
+        (["--score-mod", "no_such_module:f"], "accepted: package.module:function"),
+        (["--mask-mod", "some_mods:number"], "is a int; accepted: package.module:function"),
+        (["--score-mod", "torch:tanh"], "score_mod cannot be traced"),
+    ],
+)
+def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["explain", "--q", "2,64,4,32", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "--q 2,16384,16,128 --mask causal",
+            ["forward: triton (sm_90)", "backward: triton (sm_90 fused)", "  sm_90: measured", "  tile: 128 queries x 128 keys"],
+        ),
+        (
+            "--q 2,16384,16,128 --mask causal --deterministic",
+            ["backward: triton (sm_90 two-kernel)", "  not sm_90 fused: its dq does not repeat"],
+        ),
+        ("--q 2,4096,16,128 --window 99,0", ["forward: triton (sm_90)", "  not sm_90 fused: windows of fewer than 256"]),
+        ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),
+        ("--q 2,64,16,128", ["not sm_90: open_from of its row is 256 tokens, and the longest sequence has 64", "too few for this"]),
+        ("--q 1,1,32,128 --kv 1,65536,8,128", ["forward: triton (sm_90)", "keys in 16 splits: 8 tiles of up to 65536 keys"]),
+        (
+            "--q 64,1,32,128 --kv 64,8192,8,128",
+            ["keys not split: 512 tiles of up to 8192 keys, on a device with room for 132 programs"],
+        ),
+        ("--q 1,1,32,128 --kv 1,65536,8,128 --fp8 head", ["(portable)", "keys in 8 splits: 32 tiles"]),
+        (
+            "--q 2,16384,16,128 --capability 8.0",
+            ["(portable)", "  not sm_90 fused or sm_90 two-kernel: compute capability 9.0 is needed"],
+        ),
+    ],
+)
+def test_explain_names_the_kernels(arguments: str, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flexattn.kernels_triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    text = explained(capsys, "--capability", "9.0", "--backend", "triton", *arguments.split())
+    for part in said:
+        assert part in text
+
+
+def test_explain_of_a_spec_names_no_kernels() -> None:
+    explanation = flexattn.explain(**calls()[0])
+    assert flexattn.explain(explanation.spec, backend="triton").forward_kernels is None

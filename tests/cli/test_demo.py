@@ -1,0 +1,66 @@
+"""`python -m flexattn demo` at a small size: what it prints, and that a wrong result makes it fail."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flexattn.cli import demo
+from tests.conftest import FreshPython
+
+TOKENS = 300  # four or more documents of uneven lengths
+
+# name | max error | RMS error | those of plain torch | verdict
+ROW = re.compile(r"^. (out|dq|dk|dv) +. +(\S+) . +(\S+) . +(\S+) . +(\S+) . +(\S+) .$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_demo_checks_every_result_and_names_the_backends(where: str, fresh_python: FreshPython) -> None:
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if where == "cpu" else {}
+    ran = fresh_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), env=environment)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+    backends = re.findall(r"^(forward|backward): (\w+)(?: \(.+\))?$", ran.stdout, re.MULTILINE)
+    # Without a GPU the Triton kernels are interpreted, after the batch that runs eagerly.
+    ran_on = ("eager", "triton") if where == "cpu" else ("triton",)
+    assert backends == [(direction, backend) for backend in ran_on for direction in ("forward", "backward")]
+    rows = ROW.findall(ran.stdout)
+    assert [row[0] for row in rows] == ["out", "dq", "dk", "dv"] * len(ran_on)
+    for name, largest, rms, *_, verdict in rows:
+        assert 0 < float(rms) <= float(largest) < 1e-2, name  # between no error at all, which would be no check, and a wrong result
+        assert verdict == "ok", name
+    assert "padded, bshd, plain causal" in ran.stdout
+
+
+@pytest.mark.parametrize("wrong", [1e-2, float("nan")])
+def test_a_wrong_gradient_fails(wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = demo.forward_backward
+
+    def forward_backward(*args: torch.Tensor, **call: object) -> demo.Results:
+        results = right(*args, **call)
+        return results._replace(dk=results.dk + wrong)
+
+    monkeypatch.setattr(demo, "forward_backward", forward_backward)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the demo may set it; this restores it
+    assert demo.run(TOKENS, "eager") == 1
+    printed = capsys.readouterr().out
+    assert [row[0] for row in ROW.findall(printed) if row[-1] == "FAILED"] == ["dk"]
+    assert printed.splitlines()[-1].startswith("FAILED")
+
+
+def test_a_backend_that_cannot_run_it_says_why(fresh_python: FreshPython) -> None:
+    ran = fresh_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), "--backend", "cudnn", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert ran.returncode == 1
+    assert "cudnn:" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_documents_differ_in_length_and_fit() -> None:
+    lengths = demo.make_batch(demo.SMALL._replace(tokens=TOKENS), "cpu").lengths
+    assert sum(lengths) <= TOKENS
+    assert len(lengths) >= 4
+    assert len(set(lengths)) > 1

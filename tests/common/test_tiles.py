@@ -1,0 +1,245 @@
+"""Every row of the tile tables, compiled ahead of time for its architecture: shared memory, spills, matrix instructions."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+
+from flexattn.kernels_triton.ahead_of_time.compile_report import (
+    SHARED_MEMORY_LIMIT,
+    CompileReport,
+    CompileRequest,
+    compile_many,
+    request_for,
+)
+from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import select_tile, split_head_dim
+from flexattn.kernels_triton.portable.backward import attention_backward
+from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
+from flexattn.kernels_triton.portable.forward import attention_forward
+from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from tests.support.compiled_kernels import compile_sound
+
+SMS = (80, 89, 90, 100, 120)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
+UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # as wide in all as a row serves, and all on one side
+MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+FP8 = torch.float8_e4m3fn
+FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
+# Spills in the loops, as a share of their instructions: next to none in plain half precision; some with every feature at once,
+# and in fp32, whose products go through ordinary registers.
+LOOP_SPILLS = {"hybrid": 0.01, "plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08}
+# Spills stand for time, and here the time is known: these tiles are the fastest there are, spills and all (d256:
+# tiles_d256_h200.json; FP8: fp8_tiles_h200.json).
+MEASURED_SPILLS = {
+    "dkdv-sm90-bfloat16-d256x256-open": 0.06,
+    "dkdv-sm90-float8_e4m3fn-d128x128-plain": 0.04,
+    "dkdv-sm90-float8_e4m3fn-d128x128-hybrid": 0.04,
+}
+
+
+class Case(NamedTuple):
+    kernel: str
+    sm: int
+    dtype: torch.dtype
+    head_dims: tuple[int, int]
+    features: str
+
+    def __str__(self) -> str:
+        dims = "x".join(map(str, self.head_dims))
+        return f"{self.kernel}-sm{self.sm}-{str(self.dtype).removeprefix('torch.')}-d{dims}-{self.features}"
+
+    @property
+    def requests(self) -> list[CompileRequest]:
+        return [request_for(launch, self.sm) for launch in _launches(self)]
+
+
+def _launches(case: Case) -> list[Launch]:
+    """The kernel's launches as they would be on the device, with the tile that the tables have for it; dk and dv may be apart."""
+    heads, (d_qk, d_v) = 4, case.head_dims
+    full = case.features == "full"
+    length = 64 if full or case.features == "short" else configs.SHORT + 1
+    shape = (2 * length, heads) if full else (2, length, heads)
+    q, k = (torch.zeros(*shape, d_qk, dtype=case.dtype) for _ in "qk")
+    v, dout = (torch.zeros(*shape, d_v, dtype=case.dtype) for _ in "vo")
+    out = dout.to(torch.bfloat16) if case.dtype is FP8 else dout
+    if case.features == "hybrid":
+        dout = dout.to(torch.float8_e5m2)
+    blocks = 2 if full else 1
+    scales = {"descales": (torch.ones(2, heads, blocks),) * 4, "scale_rows": 128 if full else 0} if case.dtype is FP8 else {}
+    lse = torch.zeros(heads, 2 * length) if full else torch.zeros(2, heads, length)
+    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+    features = {
+        "window_left": 17,
+        "bias": torch.zeros(1, heads, length, length),  # fp32 takes the most shared memory
+        "alibi_slopes": None,
+        "softcap": 30.0,
+        "has_sink": True,
+        "softmax_offset": torch.zeros(heads),
+        "dropout_p": 0.1,
+        "rng_state": torch.zeros(2, dtype=torch.int64),
+        "max_seqlen_q": length,
+        "max_seqlen_kv": length,
+    } | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens)
+    band = {"window_right": None if case.features == "open" else 0}
+    problem = Problem(q, k, v, softmax_scale=0.1, **band, **(features if full else {}), **scales)
+
+    def tile(table: configs.Table) -> configs.Tile:
+        return problem.tile(table, case.sm)
+
+    with recorded_launches() as launches:
+        if case.kernel == "forward":
+            attention_forward(problem, out, lse, torch.zeros(heads) if full else None, tile(configs.FORWARD))
+        elif case.kernel == "dbias":
+            statistics = (*torch.zeros(3, *lse.shape), torch.zeros(1, dtype=torch.int32), lse)
+            bias_gradient(problem, statistics, dout, None, problem.bias.clone(), tile(configs.BIAS_GRADIENT))
+        else:
+            gradients = (torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v))
+            tiles = (tile(configs.DQ), tile(configs.DKDV))
+            doffset = torch.zeros(heads) if full else None
+            attention_backward(problem, out, lse, dout, lse if full else None, *gradients, None, doffset, *tiles)
+    name = {"forward": "_attn_fwd_kernel"}.get(case.kernel, f"_attn_bwd_{case.kernel}_kernel")
+    return [launch for launch in launches if launch.kernel.fn.__name__ == name]  # in FP8 there are transposed copies too
+
+
+def _left_rows(case: Case) -> int:
+    """Rows of the left operand in the kernel's products."""
+    tile = _launches(case)[0].tile
+    return tile.block_n if case.kernel == "dkdv" else tile.block_m
+
+
+def _cases(
+    kernels: str, sms: tuple[int, ...], dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...], features: str
+) -> list[Case]:
+    return [Case(kernel, sm, dtype, dims, features) for kernel in kernels.split() for sm in sms for dims in head_dims]
+
+
+FEW = [
+    *_cases("forward dq dkdv", (80, 90), torch.bfloat16, ((128, 128),), "plain"),
+    *_cases("dbias", (90,), torch.bfloat16, ((128, 128),), "full"),
+    *_cases("forward dq dkdv", (90,), FP8, ((128, 128),), "plain"),
+]
+SOME = [
+    *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "plain"),
+    *_cases("forward dq", (90,), torch.bfloat16, ((128, 128),), "short"),
+    *_cases("dq dkdv", (90,), torch.bfloat16, ((64, 64), (128, 128), (256, 256)), "open"),
+    *_cases("forward dq dkdv", (80, 89, 100), torch.bfloat16, ((128, 128), (256, 256)), "plain"),
+    *_cases("forward dq dkdv dbias", (80, 90), torch.bfloat16, ((128, 128),), "full"),
+    *_cases("forward", (89, 100), FP8, ((128, 128),), "plain"),
+]
+ALL = [
+    *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv", SMS, torch.bfloat16, HEAD_DIMS, "open"),
+    *_cases("forward dq dkdv", (90,), torch.bfloat16, HEAD_DIMS, "short"),
+    *_cases("forward dq dkdv", (90,), torch.float16, ((128, 128),), "plain"),
+    *_cases("forward dq dkdv", SMS, torch.bfloat16, UNEVEN_HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv dbias", SMS, torch.bfloat16, ((64, 64), (128, 128), (192, 128), (256, 256)), "full"),
+    *_cases("forward dq dkdv", SMS, torch.float32, ((64, 64), (128, 128), (256, 256)), "plain"),
+    *_cases("forward dq dkdv dbias", (90,), torch.float32, ((128, 128),), "full"),
+    *_cases("forward dq dkdv", (90, 100), FP8, HEAD_DIMS, "plain"),
+    *_cases("forward dq dkdv", (89, 120), FP8, ((128, 128), (256, 256)), "plain"),
+    *_cases("dq dkdv", (89, 90, 100, 120), FP8, ((128, 128),), "hybrid"),
+    *_cases("forward dq dkdv dbias", (90, 100), FP8, ((128, 128),), "full"),
+]
+
+
+def complaints(case: Case, report: CompileReport) -> list[str]:
+    found = []
+    if report.shared_bytes > SHARED_MEMORY_LIMIT[case.sm]:
+        found.append(f"{report.shared_bytes} bytes of shared memory, and there are {SHARED_MEMORY_LIMIT[case.sm]}")
+    limit = MEASURED_SPILLS.get(str(case)) or LOOP_SPILLS["fp32" if case.dtype is torch.float32 else case.features]
+    if report.loop_spill_share > limit:
+        found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
+    instructions = FP8_INSTRUCTION if case.dtype is FP8 else MATRIX_INSTRUCTION
+    expected = instructions[case.sm] if _left_rows(case) >= 64 or case.sm in (89, 120) else "HMMA"  # the others begin at 64 rows
+    if case.dtype is not torch.float32 and set(report.matrix_instructions) != {expected}:
+        found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
+    if case.dtype is FP8 and case.sm == 90 and case.kernel in ("forward", "dq") and case.features == "plain":
+        # p and ds are operands as they stand, and v and k come transposed: nothing is stored to shared memory by hand
+        found += [f"{loop['STS']} STS in a loop: a transposition" for loop in report.loops if "STS" in loop and "QGMMA" in loop]
+    if not report.loops:
+        found.append("no loop was found in the code")
+    if case.features != "full" and case.dtype is not torch.float32 and any("serialized" in warning for warning in report.warnings):
+        found.append(f"ptxas serialized wgmma: {report.warnings}")
+    return [f"{case}: {text}" for text in found]
+
+
+def check(cases: list[Case]) -> None:
+    kernels = [(case, request) for case in cases for request in case.requests]
+    reports = compile_sound([request for _, request in kernels])
+    found = [text for (case, _), report in zip(kernels, reports, strict=True) for text in complaints(case, report)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(SOME, marks=pytest.mark.slow)], ids=["few", "some"])
+def test_the_tiles_that_matter_most(cases: list[Case]) -> None:
+    check(cases)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sm", SMS)
+def test_every_tile(sm: int) -> None:
+    check([case for case in ALL if case.sm == sm])
+
+
+@pytest.mark.slow
+def test_the_defect_of_ptxas_is_seen() -> None:
+    """Rows that are loaded element by element show it, in a forward of two loops; 12.8 is the release of ptxas that has it."""
+    q, k, v = (torch.zeros(2, 300, 4, 97, dtype=torch.float16)[..., :96] for _ in range(3))
+    with pretended_device(90, 132), recorded_launches() as launches:
+        attention_forward(Problem(q, k, v, softmax_scale=0.1, window_right=0), torch.zeros(2, 300, 4, 96), torch.zeros(2, 4, 300))
+    (launch,) = (x for x in launches if x.kernel.fn.__name__ == "_attn_fwd_kernel")
+    [report] = compile_many([request_for(launch, 90)])
+    assert set(report.matrix_instructions) == {"HGMMA"}
+    assert bool(report.undefined_registers) == (triton.knobs.nvidia.ptxas.version == "12.8"), report.undefined_registers
+
+
+def test_head_dims_are_split_into_powers_of_two() -> None:
+    for head_dim in range(8, 257, 8):
+        first, second = split_head_dim(head_dim)
+        assert first + second >= head_dim
+        assert first > second
+        assert all(part in (0, 16, 32, 64, 128, 256) for part in (first, second))
+    assert [split_head_dim(d) for d in (8, 16, 40, 64, 72, 80, 96, 112, 160, 192, 256)] == [
+        *[(16, 0), (16, 0), (32, 16), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0)]
+    ]
+
+
+@pytest.mark.parametrize("table", [configs.FORWARD, configs.DQ, configs.DKDV, configs.BIAS_GRADIENT])
+def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
+    widths = {sum(split_head_dim(d)) for d in range(8, 257, 8)}
+    for capability in (configs.INTERPRETER, 80, 86, 87, 89, 90, 100, 103, 120, 121):
+        for element_size in (2, 4) if capability and capability < 89 else (1, 2, 4):
+            for total in {a + b for a in widths for b in widths}:
+                for is_loaded, is_open, length in itertools.product((False, True), (False, True), (1, configs.SHORT + 1)):
+                    tile = select_tile(table, capability, element_size, total, is_loaded=is_loaded, is_open=is_open, length=length)
+                    assert all(n >= 16 and n & (n - 1) == 0 for n in tile[:2])
+
+
+@pytest.mark.parametrize("table", [configs.FORWARD, configs.DQ, configs.DKDV, configs.BIAS_GRADIENT])
+def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
+    for (capability, element_size), rows in table.items():
+        for row in rows:
+            tile = functools.partial(select_tile, table, capability, element_size, row.head_dims)
+            banded = functools.partial(tile, is_loaded=False, is_open=False)
+            assert {banded(length=length) for length in (1, 100, configs.SHORT)} == {row.short or row.tile}
+            assert {banded(length=length) for length in (configs.SHORT + 1, 10**6)} == {row.tile}
+            assert tile(length=10**6, is_loaded=False, is_open=True) == (row.open or row.tile)
+            assert tile(length=1, is_loaded=False, is_open=True) == (row.open or row.short or row.tile)
+            assert tile(length=1, is_loaded=True, is_open=True) == row.loaded
+
+
+def test_a_bad_tile_is_found() -> None:
+    """The gates of this file can fail: a forward tile that fits neither registers nor shared memory."""
+    case = Case("forward", 90, torch.bfloat16, (256, 256), "plain")
+    [launch] = _launches(case)
+    [report] = compile_sound([request_for(launch._replace(tile=configs.Tile(128, 64, 4, 4)), 90)])
+    text = "\n".join(complaints(case, report))
+    assert "shared memory" in text
+    assert "spills" in text

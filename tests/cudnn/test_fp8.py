@@ -1,0 +1,320 @@
+"""FP8 on cuDNN without a GPU: what surrounds its graphs, which are emulated, against the reference in fp64; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+
+import flexattn
+from flexattn import ops
+from flexattn.dispatch import canary, cudnn_backend
+from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
+from flexattn.kernels_cudnn import attention, fp8
+from flexattn.kernels_cudnn import plans as plans_module
+from flexattn.kernels_cudnn.attention import Written
+from flexattn.kernels_cudnn.fp8 import Descales, GradientScales, fp8_call
+from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
+from flexattn.kernels_cudnn.plans import PlanNotSupported
+from flexattn.kernels_cudnn.problem import without_data
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+from tests.api.test_support import on_h200
+from tests.support import cudnn_emulator
+from tests.support.fp8_cases import E4M3, E5M2, Case, backward, forward, make_case, rounded_attention, takes_backward
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> cudnn_emulator.EmulatedPlans:
+    plans = cudnn_emulator.EmulatedPlans()
+    for module in (attention, fp8):
+        monkeypatch.setattr(module, "execute", cudnn_emulator.execute)
+        monkeypatch.setattr(module, "PLANS", plans)
+    monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
+    cudnn_backend._prepared.clear()
+    return plans
+
+
+EQUAL = {"lengths_q": [150, 150], "lengths_kv": [133, 133]}
+UNEVEN = {"lengths_q": [133, 40], "lengths_kv": [81, 150], "padding": True, "gap": 3}
+EMPTY = {"lengths_q": [133, 0, 40, 70], "lengths_kv": [81, 40, 150, 0], "padding": True, "gap": 3}
+PACKED = {**EMPTY, "padding": False}
+CASES: dict[str, dict[str, Any]] = {
+    "bshd": EQUAL,
+    "sbhd": {**EQUAL, "fmt": "sbhd"},
+    "bhsd": {**EQUAL, "fmt": "bhsd"},
+    "strided": {**EQUAL, "strided": True},
+    "causal": {**EQUAL, "call": {"attn_mask_type": "causal"}},
+    "window": {"lengths_q": [133, 133], "lengths_kv": [150, 150], "call": {"window_size": (9, 4), "bottom_right_diagonal": False}},
+    "one key head": {**EQUAL, "num_heads": 5, "num_heads_kv": 1},
+    "e5m2": {**EQUAL, "dtype": E5M2},
+    "e4m3 gradients": {**EQUAL, "dout_dtype": E4M3, "call": {"attn_mask_type": "causal"}},
+    "scales of 1": {**EQUAL, "fills": False},
+    "outliers": {**EQUAL, "outliers": True},
+    "lengths": UNEVEN,
+    "lengths, sbhd": {**UNEVEN, "fmt": "sbhd"},
+    "lengths, causal": {**UNEVEN, "call": {"attn_mask_type": "padding_causal"}},
+    "empty sequences": EMPTY,
+    "thd": {**PACKED, "fmt": "thd", "gap": 0},
+    "thd with gaps": {**PACKED, "fmt": "thd"},
+    "thd, causal": {**PACKED, "fmt": "thd", "call": {"attn_mask_type": "padding_causal"}},
+    "mixed": {**EMPTY, "fmt": "thd_2bshd"},
+    "head dim 64": {**EQUAL, "head_dim_qk": 64, "head_dim_v": 64},
+    "head dims 192 and 128": {**EQUAL, "head_dim_qk": 192},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
+    """Results that were asked for in fp32 and in FP8, and the plan that is asked for ahead is the one that runs."""
+    case = make_case(**CASES[name])
+    ref_out, ref_lse = case.reference()
+    budget = rounded_attention(case)
+    out, lse, told = forward(case, torch.float32)
+    check_close("out", out, ref_out, budget.out)
+    check_close("lse", lse, ref_lse, budget.lse, atol=1e-4)
+    out8, _, told8 = forward(case, case.given.q.dtype)
+    assert torch.equal(out8.float() * told8.descale, out)
+    reached = ref_out.abs().max()
+    assert abs(float(told.amax) - reached) < 0.1 * reached
+    if takes_backward(case):
+        exact = case.reference_gradients()
+        for given_out, descale in ((out8, told8.descale), (out.bfloat16(), None)):
+            grads, _ = backward(case, given_out, descale, lse, torch.float32)
+            for what, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
+                check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
+    else:
+        with pytest.raises(PlanNotSupported, match="backward takes"):
+            backward(case, out8, told8.descale, lse, torch.float32)
+    assert all(sdpa.strides_out[2] % 16 == 0 for sdpa in emulated.asked)
+
+
+@pytest.mark.parametrize("name", ["bshd", "lengths, sbhd", "empty sequences", "thd with gaps"])
+def test_the_plan_that_is_asked_for_ahead_is_the_one_that_runs(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
+    case = make_case(**CASES[name])
+    out, lse, _ = forward(case, torch.bfloat16)
+    problem, spec = case.problem(), case.spec
+    shadows = {field: without_data(t) for field, t in vars(problem).items() if isinstance(t, torch.Tensor)}
+    ahead = fp8_call(type(problem)(**(vars(problem) | shadows)), without_data(as_bshd(out, spec.q_format)), without_data(lse))
+    assert ahead.sdpa == emulated.asked[-1]
+    if takes_backward(case):
+        backward(case, out, None, lse, torch.bfloat16)
+        grads = (torch.empty(t.shape, dtype=torch.bfloat16, device="meta") for t in (case.given.q, case.given.k, case.given.v))
+        views = (as_bshd(t, f) for t, f in zip(grads, (spec.q_format, spec.kv_format, spec.kv_format), strict=True))
+        dout = without_data(as_bshd(case.dout, spec.q_format))
+        ahead = fp8_call(
+            type(problem)(**(vars(problem) | shadows)),
+            without_data(as_bshd(out, spec.q_format)),
+            without_data(lse),
+            dout,
+            Written(*views),
+        )
+        assert ahead.sdpa == emulated.asked[-1]
+
+
+def test_scales_that_are_given_take_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    monkeypatch.setattr(fp8, "execute", lambda *args: runs.append(1) or cudnn_emulator.execute(*args))
+    for dout_dtype, learning in ((E5M2, 2), (E4M3, 3)):
+        case = make_case(**EQUAL, dout_dtype=dout_dtype)
+        out8, lse, told = forward(case, E4M3)
+        runs.clear()
+        first, learned = backward(case, out8, told.descale, lse, torch.float32)
+        assert len(runs) == learning
+        scales = GradientScales(*(quantized.descale.reciprocal() for quantized in learned))
+        again, kept = backward(case, out8, told.descale, lse, torch.float32, scales=scales)
+        assert len(runs) == learning + 1
+        for a, b in zip(first, again, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.3 if dout_dtype is E5M2 else 0.15, atol=float(b.abs().max()) / 16)
+        for a, b in zip(learned, kept, strict=True):
+            assert float(a.amax) == pytest.approx(float(b.amax), rel=0.05)
+
+
+def test_scales_of_the_results_use_the_range() -> None:
+    """Learned scales take the largest gradient to the end of the dtype's range, and none past it."""
+    for dout_dtype in (E5M2, E4M3):
+        case = make_case(**EQUAL, dout_dtype=dout_dtype)
+        out8, lse, told = forward(case, E4M3)
+        grads, told_of = backward(case, out8, told.descale, lse, dout_dtype)
+        for grad, quantized in zip(grads, told_of[1:], strict=True):
+            assert grad.float().abs().max() == torch.finfo(dout_dtype).max
+            assert float(quantized.descale) * torch.finfo(dout_dtype).max == pytest.approx(float(quantized.amax), rel=1e-5)
+
+
+def test_zeros_are_right() -> None:
+    case = make_case(**EQUAL)
+    zero = case._replace(given=case.given._replace(**{name: torch.zeros_like(getattr(case.given, name)) for name in "qkv"}))
+    one = torch.ones(1)
+    zero = zero._replace(descales=Descales(one, one, one), dout=torch.zeros_like(case.dout), descale_dout=one)
+    out, lse, told = forward(zero, torch.float32)
+    assert not out.any()
+    torch.testing.assert_close(lse, torch.full_like(lse, 133.0).log())
+    grads, told_of = backward(zero, out.bfloat16(), None, lse, torch.float32)
+    assert not any(grad.any() for grad in grads)
+    assert float(told.amax) == 0.0
+    assert all(float(quantized.descale) == 1.0 for quantized in told_of[1:])
+
+
+@pytest.mark.parametrize("lengths", [([0, 0], [5, 7]), ([5, 7], [0, 0])], ids=["no query", "no key"])
+def test_nothing_to_run(lengths: tuple[list[int], list[int]], emulated: cudnn_emulator.EmulatedPlans) -> None:
+    case = make_case(lengths_q=lengths[0], lengths_kv=lengths[1], padding=True)
+    out, lse, _ = forward(case, torch.float32)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    grads, _ = backward(case, out.bfloat16(), None, lse, torch.float32)
+    assert not any(grad.any() for grad in grads)
+    assert emulated.asked == []
+
+
+def test_a_scale_that_is_expanded_is_one_scale() -> None:
+    """Every granularity comes as [b, h, blocks]."""
+    case = make_case(**EQUAL)
+    expected, _, _ = forward(case, torch.float32)
+    numbers = torch.stack([torch.zeros(1), *case.descales]).flatten()  # off 16 bytes
+    case = case._replace(descales=Descales(*(number.expand(2, 4, 1) for number in numbers[1:, None, None, None])))
+    assert torch.equal(forward(case, torch.float32)[0], expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 4, 1), (1, 1, 3)], ids=["batch", "head", "block"])
+def test_other_granularities_are_refused(shape: tuple[int, ...]) -> None:
+    case = make_case(**EQUAL)
+    for name in "qkv":
+        with pytest.raises(PlanNotSupported, match="one scale for a tensor"):
+            forward(case._replace(descales=case.descales._replace(**{name: torch.ones(shape)})), torch.float32)
+    out = torch.empty_like(case.x.q, dtype=torch.bfloat16)
+    lse = torch.empty(2, 4, 150)
+    with pytest.raises(PlanNotSupported, match="one scale for a tensor"):
+        backward(case._replace(descale_dout=torch.ones(shape)), out, None, lse, torch.float32)
+    with pytest.raises(TypeError, match=r"descale_k is torch\.float16; accepted: torch\.float32"):
+        forward(case._replace(descales=case.descales._replace(k=torch.ones(1, dtype=torch.float16))), torch.float32)
+
+
+HANGS = {
+    "lengths": {**UNEVEN, "lengths_kv": [150, 150], "call": {"attn_mask_type": "padding", "window_size": (9, 4)}},
+    "packed": {**PACKED, "fmt": "thd", "call": {"attn_mask_type": "padding_causal", "window_size": (9, 0)}},
+    "more queries": {"lengths_q": [150, 150], "lengths_kv": [140, 140], "call": {"window_size": (9, -1)}},
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_what_may_never_end_is_refused(name: str) -> None:
+    case = make_case(**HANGS[name])
+    case = case._replace(spec=case.spec._replace(band=case.spec.band._replace(bottom_right=False)))
+    with pytest.raises(PlanNotSupported, match="cudnn-frontend/issues/1009"):
+        forward(case, torch.float32)
+    out, lse, _ = empty_outputs(case.spec, case.x)
+    with pytest.raises(PlanNotSupported, match="cudnn-frontend/issues/1009"):
+        fp8_call(case.problem(), as_bshd(out, case.spec.q_format), lse)
+
+
+def test_a_window_under_which_each_query_sees_a_key_runs() -> None:
+    """The last of 150 queries sees key 139 of 140."""
+    case = make_case(lengths_q=[150], lengths_kv=[140], call={"window_size": (10, -1), "bottom_right_diagonal": False})
+    out, _, _ = forward(case, torch.float32)
+    check_close("out", out, case.reference()[0], rounded_attention(case).out)
+
+
+def as_call(case: Case) -> tuple[AttentionSpec, Operands]:
+    """The spec and operands that the operators would make of a case on an H200."""
+    spec = case.spec._replace(
+        dtype=case.given.q.dtype, fp8=Fp8((False, False, False), 0, torch.bfloat16, case.dout.dtype, bf16_backward=False)
+    )
+    scales = [descale.reshape(1, 1, 1) for descale in (*case.descales, case.descale_dout)]
+    x = case.x._replace(q=case.given.q, k=case.given.k, v=case.given.v, descales=scales)
+    return on_h200(spec, x), x
+
+
+@pytest.mark.parametrize("name", ["bshd", "lengths, sbhd", "empty sequences", "thd with gaps", "e4m3 gradients"])
+def test_the_backend(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
+    """From a spec and its operands, and the plan that is asked for ahead is the one that runs."""
+    case = make_case(**CASES[name])
+    spec, x = as_call(case)
+    assert cudnn_backend.rule_error(spec, "forward") is None
+    cudnn_backend.prepare(spec, x, "forward")
+    out, lse, _ = cudnn_backend.forward(spec, x)
+    budget = rounded_attention(case)
+    check_close("out", out, case.reference()[0], budget.out)
+    if takes_backward(case):
+        assert cudnn_backend.rule_error(spec, "backward") is None
+        cudnn_backend.prepare(spec, x, "backward")
+        gradients = cudnn_backend.backward(spec, x, out, lse, case.dout, None)
+        for what, got, ref, eager in zip(("dq", "dk", "dv"), gradients, case.reference_gradients(), budget.gradients, strict=False):
+            assert got.dtype is torch.bfloat16
+            check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
+    assert emulated.asked[::2] == emulated.asked[1::2]
+
+
+@pytest.mark.parametrize("name", ["lengths, causal", "e4m3 gradients", "scales of 1"])
+def test_the_canary_finds_it_right(name: str) -> None:
+    spec, _ = as_call(make_case(**CASES[name]))
+    for direction in ("forward", "backward"):
+        assert canary.mismatch("cudnn", spec, direction, torch.device("cpu")) is None
+
+
+def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans) -> None:
+    """Quantised inside, with gradients of the 16-bit tensors; by head it is refused with what to change."""
+    monkeypatch.setattr(cudnn_backend, "device_error", lambda *args: None)
+    monkeypatch.setattr(cudnn_backend, "_known_bad", lambda *args: None)
+    monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_h200(ops.make_spec(x, settings, (9, 0)), x))
+    exact = make_inputs(lengths_q=[140], lengths_kv=[133], head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (exact.q, exact.k, exact.v)]
+    recipe = flexattn.fp8.Recipe(fp8_format="HYBRID", granularity="tensor")
+    call = {"fp8_recipe": recipe, "attn_mask_type": "causal", "backend": "cudnn"}
+    explained = flexattn.explain(*leaves, **call)
+    assert (explained.forward.backend, explained.backward.backend) == ("cudnn", "cudnn")
+    automatic = flexattn.explain(*leaves, **{**call, "backend": "auto"})
+    assert automatic.forward.backend == automatic.backward.backend == "triton"
+    assert "before it is measured to be faster" in automatic.forward.why
+    out = flexattn.attention(*leaves, **call)
+    gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    out = out.detach()
+    spec, x = make_call(exact._replace(q=exact.q.detach(), k=exact.k.detach(), v=exact.v.detach()), attn_mask_type="causal")
+    wanted = reference_gradients(spec, x, torch.ones_like(out))
+    for got, ref in zip((out, *gradients), (reference_attention(spec, x)[0], *wanted[:3]), strict=True):
+        assert got.dtype is torch.bfloat16
+        assert float((got.double() - ref).square().mean().sqrt()) < 0.1 * float(ref.square().mean().sqrt())
+    assert [sdpa.fp8 is not None for sdpa in emulated.asked] == [True] * len(emulated.asked)
+    with pytest.raises(flexattn.BackendError, match="scale per tensor, or use backend='triton'"):
+        flexattn.attention(*leaves, **{**call, "fp8_recipe": flexattn.fp8.Recipe()})
+
+
+CALL = Fp8Call("forward", 128, 128)
+# For each rule, in its order: a call that it is against, and one as near as can be that none is against.
+AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"per_tensor": False}, {}),
+    ({"one_dtype": False}, {}),
+    ({"head_dim_qk": 40, "head_dim_v": 40}, {"head_dim_qk": 256, "head_dim_v": 16}),
+    ({"direction": "backward", "head_dim_qk": 64}, {"direction": "backward"}),
+    ({"direction": "backward", "is_packed": True}, {"is_packed": True}),
+    ({"is_bottom_right": True}, {}),
+    ({"one_query": True}, {"direction": "backward", "one_query": True}),
+    ({"has_bias": True}, {}),
+    ({"has_sink": True}, {}),
+    ({"has_mods": True}, {}),
+    ({"has_dropout": True}, {}),
+    ({"wants_max": True}, {"direction": "backward", "wants_max": True}),
+    ({"direction": "backward", "is_deterministic": True}, {"is_deterministic": True}),
+]
+
+
+def test_each_rule_has_a_case() -> None:
+    assert len(AGAINST) == len(RULES)
+    for rule, (against, near) in zip(RULES, AGAINST, strict=True):
+        call = CALL._replace(**against)
+        assert rule.applies(call)
+        assert fp8_error(call) == rule.reason.format(**call._asdict())
+        assert fp8_error(CALL._replace(**near)) is None
+        other = [direction for direction in ("forward", "backward") if direction not in rule.directions]
+        assert not any(rule.reason == fp8_error(call._replace(direction=direction)) for direction in other)
+        assert any(
+            advice in rule.reason for advice in ("backend='triton'", "attn_mask_type='causal'", "pad with zeros", "quantise")
+        )

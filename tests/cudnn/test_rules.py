@@ -1,0 +1,238 @@
+"""What the cuDNN backend refuses before it asks cuDNN: devices, versions, missing parts, and what is known to come out wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import cudnn_backend, known_bad
+from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
+from flexattn.dispatch.spec import AttentionSpec, Band, Fp8
+from tests.conftest import FreshPython
+from tests.dispatch.test_select import ON_CUDA
+
+SPEC = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=1024, length_kv=1024)
+
+FP8 = {
+    "dtype": torch.float8_e4m3fn,
+    "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False),
+}
+
+# For each row of KNOWN_BAD: what it is about, and near misses that it must leave alone.
+CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "TransformerEngine/issues/3249": (
+        {"softmax_type": "learnable", "q_format": "thd", "kv_format": "thd", "padding": True},
+        [{"softmax_type": "learnable", "padding": True}, {"q_format": "thd", "kv_format": "thd", "padding": True}],
+    ),
+    "nvte_get_fused_attn_backend": (
+        {"head_dim_qk": 256, "head_dim_v": 128},
+        [{"head_dim_qk": 192, "head_dim_v": 128}, {"head_dim_qk": 256, "head_dim_v": 256}, {"head_dim_qk": 128, "head_dim_v": 64}],
+    ),
+    "cudnn-frontend/issues/1072": ({"length_q": 1}, [{"length_q": 2}]),
+    "pytorch/issues/174245": ({"dropout": True}, [{"dropout": True, "dropout_in_sixteenths": True}]),
+    "cudnn-frontend/issues/1009": (
+        {**FP8, "band": Band(9, 0, False), "padding": True},
+        [
+            {"band": Band(9, 0, False), "padding": True},
+            {**FP8, "band": Band(9, 0, False)},
+            {**FP8, "band": Band(None, 0, False), "padding": True},
+        ],
+    ),
+    "TransformerEngine/pull/2994": (
+        {**FP8, "q_format": "thd", "kv_format": "thd", "padding": True},
+        [{"q_format": "thd", "kv_format": "thd", "padding": True}, {**FP8, "padding": True}],
+    ),
+}
+
+
+def case_of(row: KnownBad) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    (found,) = [case for issue, case in CASES.items() if issue in row.issue]
+    return found
+
+
+@pytest.mark.parametrize("row", KNOWN_BAD, ids=lambda row: row.issue.rsplit("/", 1)[-1])
+def test_known_bad_row(row: KnownBad) -> None:
+    affected, near = case_of(row)
+    versions = [max(row.first, 91900), *([row.fixed - 1] if row.fixed != ALWAYS else [])]
+    for direction in ("forward", "backward"):
+        for version in versions:
+            reason = known_bad.known_bad(SPEC._replace(**affected), direction, version)
+            assert (reason is not None and row.issue in reason) == (direction in row.directions)
+        for change in near:
+            assert row.issue not in str(known_bad.known_bad(SPEC._replace(**change), direction, versions[0]))
+    for version in (row.first - 1, row.fixed):
+        assert row.issue not in str(known_bad.known_bad(SPEC._replace(**affected), row.directions[0], version))
+
+
+PACKED = {"q_format": "thd", "kv_format": "thd", "padding": True}
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # in which direction, what, and a near miss
+    "takes no gradient of lse": ("backward", {"needs_lse_grad": True}, {}),
+    "deterministic backward needs memory": ("backward", {"deterministic": True}, {}),
+    "bias over packed sequences": (
+        "forward",
+        {**PACKED, "bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
+        {"padding": True, "bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
+    ),
+    "dropout over packed sequences": ("forward", {**PACKED, "dropout": True}, {"padding": True, "dropout": True}),
+    "adds a bias after the scale": (
+        "forward",
+        {"bias_type": "pre_scale_bias", "bias_dims": (True, True, True, True)},
+        {"bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
+    ),
+    "takes no dropout where a mask follows the bottom-right diagonal": (
+        "forward",
+        {"dropout": True, "band": Band(None, 0, True)},
+        {"dropout": True, "band": Band(None, 0, False)},
+    ),
+    "multiples of 8 up to 256": ("backward", {"head_dim_v": 264}, {"head_dim_v": 248}),
+    "no softcap": ("forward", {"softcap": True}, {}),
+    "no block masks": ("forward", {"block_size": (128, 128)}, {}),
+    "there is one key": ("forward", {"length_kv": 1}, {"length_kv": 2}),
+    "no max_logit beside a sink": (
+        "forward",
+        {"softmax_type": "learnable", "return_max_logit": True},
+        {"softmax_type": "learnable"},
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_the_rules_refuse(reason: str) -> None:
+    direction, refused, near = REFUSED[reason]
+    assert reason in str(cudnn_backend.rule_error(SPEC._replace(**refused), direction))
+    assert cudnn_backend.rule_error(SPEC._replace(**near), direction) is None
+
+
+def test_every_known_bad_row_has_a_case_and_a_public_source() -> None:
+    assert len(KNOWN_BAD) == len(CASES)
+    for row in KNOWN_BAD:
+        assert row.issue.startswith("https://github.com/")
+        assert row.what
+        assert case_of(row)
+
+
+def test_the_rules_know_every_field_of_a_spec() -> None:
+    """A new feature must not reach a graph that does not have it: who adds a field decides here what cuDNN does with it."""
+    decided = {
+        *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
+        *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
+        *("deterministic", "device_type", "capability", "length_q", "length_kv", "dropout_in_sixteenths", "needs_lse_grad"),
+        *("mods", "block_size", "fp8", "is_part"),
+    }
+    assert set(AttentionSpec._fields) == decided
+    for direction in ("forward", "backward"):
+        reason = cudnn_backend.rule_error(SPEC._replace(block_size=(128, 128)), direction)
+        assert reason is not None
+        assert "cuDNN has no block masks" in reason
+
+
+def test_a_sink_of_a_part_of_the_keys_has_no_gradient_on_cudnn() -> None:
+    """The queries that see none of them are left out, though their out is not 0."""
+    part = SPEC._replace(softmax_type="learnable", is_part=True)
+    assert "dsoftmax_offset" in str(cudnn_backend.rule_error(part, "backward"))
+    for near in (part._replace(softmax_type="vanilla"), part._replace(is_part=False)):
+        assert cudnn_backend.rule_error(near, "backward") is None
+
+
+@pytest.mark.parametrize(
+    "affected",
+    [
+        {"band": Band(9, None, False), "q_format": "thd", "kv_format": "thd", "padding": True},
+        {"band": Band(9, None, True), "padding": True},
+        {"band": Band(9, 4, False), "length_q": 2048},
+    ],
+)
+def test_no_window_in_fp8_may_leave_a_query_without_a_key(affected: dict[str, Any]) -> None:
+    spec = SPEC._replace(**{**FP8, **affected})
+    assert "issues/1009" in str(known_bad.known_bad(spec, "forward", 92300))
+    assert "issues/1009" not in str(known_bad.known_bad(spec, "backward", 92300))
+
+
+FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "scales by head": ({"fp8": FP8["fp8"]._replace(descale_dims=(False, True, False))}, "scale per tensor"),
+    "head dims": ({"head_dim_qk": 40, "head_dim_v": 40}, "head dims are 40 and 40"),
+    "causal, bottom right": ({"band": Band(None, 0, True)}, "attn_mask_type='causal'"),
+    "bias": ({"bias_type": "post_scale_bias", "bias_dims": (True,) * 4}, "take no bias"),
+    "sink": ({"softmax_type": "learnable"}, "does not compile"),
+    "softcap": ({"softcap": True}, "no softcap"),
+    "dropout": ({"dropout": True}, "not proved right"),
+    "block mask": ({"block_size": (128, 128)}, "no block masks"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_REFUSED)
+def test_what_fp8_lacks_on_cudnn(name: str) -> None:
+    change, reason = FP8_REFUSED[name]
+    for direction in ("forward", "backward"):
+        assert cudnn_backend.rule_error(SPEC._replace(**FP8), direction) is None
+        assert reason in str(cudnn_backend.rule_error(SPEC._replace(**{**FP8, **change}), direction))
+
+
+def test_fp8_over_packed_sequences_has_no_backward_on_cudnn() -> None:
+    spec = SPEC._replace(**FP8, q_format="thd", kv_format="thd", padding=True)
+    assert cudnn_backend.rule_error(spec, "forward") is None
+    assert "no packed sequences" in str(cudnn_backend.rule_error(spec, "backward"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cpu", "capability": None}, "cuDNN runs on CUDA devices, not on 'cpu'"),
+        ({"capability": (8, 0)}, "checked on sm_90 alone, and this device is sm_80; use backend='triton'"),
+        ({"capability": None}, "checked on sm_90 alone, and this device is unknown"),
+    ],
+)
+def test_other_devices(change: dict[str, Any], reason: str) -> None:
+    for direction in ("forward", "backward"):
+        assert reason in str(cudnn_backend.unsupported(SPEC._replace(**change), direction))
+
+
+FAKE = "import sys, types; m = types.ModuleType('cudnn'); m.__spec__ = types.SimpleNamespace(); sys.modules['cudnn'] = m\n"
+ASK = "from flexattn.dispatch.cudnn_backend import library_error; print(library_error())"
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ("import sys; sys.modules['cudnn'] = None", "not installed; pip install 'nvidia-cudnn-frontend>=1.28'"),
+        (
+            "import sys, importlib.util as u; real = u.find_spec\n"
+            "u.find_spec = lambda name, *a: object() if name == 'cudnn' else real(name, *a)\n"
+            "sys.modules['cudnn'] = None",
+            "is installed and cannot be imported (ModuleNotFoundError: ",
+        ),
+        (FAKE + "m.__version__ = '1.23.0'", "the cuDNN frontend is version 1.23.0; pip install 'nvidia-cudnn-frontend>=1.28'"),
+        (
+            FAKE + "m.__version__ = '1.28.0'\ndef no():\n    raise RuntimeError('no symbol')\nm.backend_version = no",
+            "the cuDNN library cannot be loaded (no symbol); pip install nvidia-cudnn-cu13",
+        ),
+        (
+            FAKE + "m.__version__ = '1.40.0'\nm.backend_version = lambda: 91002",
+            "the cuDNN library is 9.10.2, older than 9.19.0; pip install -U nvidia-cudnn-cu13",
+        ),
+        (FAKE + "m.__version__ = '1.32.0'\nm.backend_version = lambda: 92400", "None"),
+    ],
+    ids=["no frontend", "broken frontend", "old frontend", "no library", "old library", "all there"],
+)
+def test_each_missing_part_is_one_clear_reason(setup: str, said: str, fresh_python: FreshPython) -> None:
+    ran = fresh_python("-c", f"{setup}\n{ASK}")
+    assert ran.returncode == 0, ran.stderr
+    assert said in ran.stdout
+    assert len(ran.stdout.splitlines()) == 1
+
+
+def test_without_cudnn_a_call_names_what_to_install(fresh_python: FreshPython) -> None:
+    code = (
+        "import sys; sys.modules['cudnn'] = None\n"
+        "import torch, flexattn\n"
+        "from flexattn import ops\n"
+        "real = ops.make_spec\n"
+        "ops.spec_to_run = lambda x, s: real(x, s, (9, 0))._replace(device_type='cuda')\n"
+        "q = torch.randn(1, 9, 2, 8, dtype=torch.bfloat16)\n"
+        "try:\n    flexattn.attention(q, q, q, backend='cudnn')\n"
+        "except flexattn.BackendError as e:\n    print(e)\n"
+    )
+    ran = fresh_python("-c", code)
+    assert "cudnn: the cuDNN frontend is not installed; pip install" in ran.stdout, ran.stderr

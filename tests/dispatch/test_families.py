@@ -1,0 +1,140 @@
+"""Which kernel family runs a call: as measured and as forced, and that what is chosen is what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import fp8, ops
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.quantization import dout_like
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, empty_outputs
+from flexattn.functional import bind_call
+from tests.api.test_support import CASES, Row, make_case
+from tests.fuzz.calls import FEATURES, Call, Where, draw_config
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, Policy
+
+MEASURED, FORCED = Policy(), Policy(ignores_measurements=True)
+SEEDS = 40
+WHERE = Where("triton", "cpu", (torch.bfloat16, torch.float32), (64, 128, 40, 192, 256), (270, 300), 2, frozenset(FEATURES))
+
+# The kernels that only this family launches.
+KERNELS = {
+    ("forward", "portable"): {"_attn_fwd_kernel"},
+    ("forward", "sm_90"): {"_attn_fwd_hopper_kernel"},
+    ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
+    ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
+    ("backward", "sm_90 fused"): {"_attn_bwd_one_pass_hopper_kernel"},
+    ("backward", "sm_90 two-kernel"): {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"},
+    ("backward", "sm_90 FP8 fused"): {"_attn_bwd_one_pass_fp8_hopper_kernel"},
+    ("backward", "sm_90 FP8 two-kernel"): {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"},
+}
+for _name in ("sm_90 fused", "sm_90 two-kernel"):
+    KERNELS["backward", f"{_name}, dequantized"] = KERNELS["backward", _name]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+
+
+def on_sm_90(**arguments: Any) -> tuple[AttentionSpec, Operands]:
+    x, settings = bind_call(**arguments)
+    return ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=(9, 0)), x
+
+
+def names(spec: AttentionSpec, x: Operands) -> list[str]:
+    choices = (triton_backend.choice_of(spec, x, direction) for direction in DIRECTIONS)
+    return [choice.family.name for choice in choices if choice is not None]
+
+
+def launched(spec: AttentionSpec, x: Operands, direction: Direction) -> set[str]:
+    x = x.on_meta()
+    with torch.no_grad(), triton_backend.recorded_on(spec) as launches:
+        out, lse, _ = empty_outputs(spec, x)
+        if direction == "forward":
+            triton_backend.forward(spec, x)
+        else:
+            triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
+    return {launch.kernel.__name__ for launch in launches}
+
+
+CAUSAL = {"attn_mask_type": "causal"}
+LONG = (2, 4096, 16, 128)
+FP8 = {"fp8_recipe": fp8.Recipe()}
+
+
+# The shape of q, other arguments, and the families as measured and as forced, forward and backward.
+@pytest.mark.parametrize(
+    ("shape", "more", "measured", "forced"),
+    [
+        (LONG, {}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
+        (LONG, CAUSAL, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
+        (LONG, CAUSAL | {"deterministic": True}, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
+        (LONG, {"softcap": 30.0}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
+        (LONG, {"dropout_p": 0.1}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
+        (LONG, {"window_size": (99, 0)}, ["sm_90", "portable"], ["sm_90", "sm_90 fused"]),
+        ((2, 4096, 16, 256), CAUSAL, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
+        ((2, 64, 16, 128), {}, ["portable", "portable"], ["sm_90", "sm_90 fused"]),
+        ((2, 64, 16, 256), {}, ["portable", "portable"], ["sm_90", "sm_90 two-kernel"]),
+        (LONG, FP8, ["sm_90 FP8", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),
+        (LONG, FP8 | {"softcap": 30.0}, ["portable", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),
+        (LONG, FP8 | {"deterministic": True}, ["sm_90 FP8", "sm_90 FP8 two-kernel"], ["sm_90 FP8", "sm_90 FP8 two-kernel"]),
+        (LONG, FP8 | {"dropout_p": 0.1}, ["portable", "sm_90 fused, dequantized"], ["portable", "sm_90 fused, dequantized"]),
+        (
+            (2, 4096, 16, 256),
+            FP8 | CAUSAL | {"dropout_p": 0.1},
+            ["portable", "sm_90 two-kernel, dequantized"],
+            ["portable", "sm_90 two-kernel, dequantized"],
+        ),
+        ((2, 64, 16, 128), FP8, ["portable", "portable"], ["sm_90 FP8", "sm_90 FP8 fused"]),
+    ],
+)
+def test_families_of_calls(
+    shape: tuple[int, ...], more: dict[str, Any], measured: list[str], forced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    spec, x = on_sm_90(q=q, k=q, v=q, **more)
+    for policy, expected in ((MEASURED, measured), (FORCED, forced), (Policy(portable_only="a test"), ["portable"] * 2)):
+        monkeypatch.setattr(triton_backend, "policy_of", lambda spec, policy=policy: policy)
+        assert names(spec, x) == expected
+
+
+def calls_of(row: Row) -> Iterator[tuple[AttentionSpec, Operands]]:
+    for dtype in (torch.bfloat16, None):  # as it is, and where that is fp32 also in a half type
+        arguments = make_case(row if dtype is None else row._replace(inputs={**row.inputs, "dtype": dtype}), "cpu").arguments
+        for name in ("q", "k", "v", "bias"):
+            if arguments.get(name) is not None:
+                arguments[name] = arguments[name].detach().requires_grad_()
+        yield on_sm_90(**arguments)
+
+
+def check(spec: AttentionSpec, x: Operands) -> None:
+    for direction in DIRECTIONS:
+        if triton_backend.unsupported(spec, direction) is not None:
+            continue
+        choice = triton_backend.choice_of(spec, x, direction)
+        assert choice is not None
+        name = choice.family.name
+        order = [family.name for family in (FORWARDS if direction == "forward" else BACKWARDS)[spec.fp8 is not None]]
+        assert [rejected for rejected, reason in choice.rejected if reason] == order[: order.index(name)]
+        assert "keys" in choice.blocks
+        ran = launched(spec, x, direction) & set.union(*KERNELS.values())
+        assert ran == KERNELS[direction, name] if x.q.numel() else ran <= KERNELS[direction, name]
+
+
+@pytest.mark.parametrize("policy", [MEASURED, FORCED], ids=["measured", "forced"])
+@pytest.mark.parametrize("row", CASES)
+def test_what_is_chosen_is_launched(row: Row, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
+    for spec, x in calls_of(row):
+        check(spec, x)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_what_is_chosen_for_a_drawn_call_is_launched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: FORCED)
+    check(*on_sm_90(**Call(draw_config(seed, WHERE), seed).arguments()))

@@ -1,0 +1,3 @@
+"""Tests of the emulator of Gluon kernels."""
+
+from __future__ import annotations

@@ -1,0 +1,55 @@
+"""docs/emulator.md shows what its kernel prints, as it is and with each of the page's edits, and lists every kind of finding."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from flexattn import emulator
+from tests.conftest import ROOT
+from tests.emulator import test_attention as subjects
+from tests.repository.test_docs import shape_of
+
+PAGE = (ROOT / "docs" / "emulator.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```(python|diff|text)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+KERNEL = BLOCKS[0][1]
+SHOWN = {edit: shown for (language, edit), (_, shown) in pairwise(BLOCKS) if language == "diff"}
+
+
+def edited(text: str, diff: str) -> str:
+    old, new = ("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in kept) for kept in (" -", " +"))
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize("edit", ["", *SHOWN], ids=["as it is", *map(str, range(1, len(SHOWN) + 1))])
+def test_output_is_as_shown(edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "double.py"
+    script.write_text(edited(KERNEL, edit) if edit else KERNEL, "utf-8")
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert shape_of(SHOWN[edit] if edit else BLOCKS[1][1]) in shape_of(printed), printed
+
+
+def test_the_page_edits_its_kernel_twice() -> None:
+    assert len(SHOWN) == 2
+
+
+def test_what_the_tests_plant_is_what_they_plant() -> None:
+    text = " ".join(PAGE.split())
+    planted = len(subjects.FORWARD_BUGS) + len(subjects.BACKWARD_BUGS)
+    legal = len(subjects.BENIGN_FORWARD) + len(subjects.BENIGN_BACKWARD)
+    statements, superfluous = len(subjects.STATEMENTS), len(subjects.SUPERFLUOUS)
+    assert f"plants {planted} bugs" in text
+    assert f"each of {len(subjects.SEEDS)} seeds; {legal} edits that look like bugs and are legal are not" in text
+    assert f"Of the {statements} waits" in text
+    assert f"{statements - superfluous} are missed; the other {superfluous} are superfluous" in text
+
+
+def test_every_kind_is_listed() -> None:
+    listed = dict(re.findall(r"^\| `([a-z-]+)` +\| (.*) \|$", PAGE, re.MULTILINE))
+    assert listed == emulator.BUGS | emulator.WARNINGS

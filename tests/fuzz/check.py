@@ -1,0 +1,248 @@
+"""One drawn call of attention(), compared with the oracle: results, gradients, repeats, inputs and guard bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.calls import HALF, Call, Config, Where, draw_config
+from tests.fuzz.oracle import Problem, Result, exact, plain
+from tests.support.guarded_memory import Allocations
+
+FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of plain torch's error in the same dtype, as flexattn.testing's
+# Roundings granted where plain torch happens to be exact: of the result's own dtype; in a gradient also of the arithmetic, as dp
+# and delta cancel; in float64, of which there is no wider truth.
+STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
+SCORE_STEPS, OUT_STEPS = (
+    8.0,
+    4.0,
+)  # in the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many
+DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
+NOTHING = 1e-4  # what that leaves of a gradient of 0
+TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
+LEVEL = 2.0**-18  # relative error of lse where scores are beyond 2**13: log2(e) is multiplied in and out
+
+EAGER = Where("eager", "cpu", (*HALF, torch.float32, torch.float64), (16, 8, 24, 40, 1, 3, 64, 72, 128), (60, 130), 3)
+INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64, 72), (24, 50), 2)
+ON_GPU = Where("triton", "cuda", (*HALF, *HALF, torch.float32), (64, 128, 128, 8, 40, 72, 96, 192, 256), (150, 300), 3)
+
+
+def place(backend: str, device: str, without: list[str]) -> Where:
+    if device == "cuda":
+        where = ON_GPU._replace(backend=backend)
+        where = where._replace(dtypes=(*where.dtypes, torch.float64)) if backend == "eager" else where
+    else:
+        where = EAGER if backend == "eager" else INTERPRETED
+    return where._replace(without=frozenset(without))
+
+
+class Verdicts:
+    """Comparisons, left on the device until they are all read at once: each an error, and the limit that it may reach."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._numbers: list[Tensor] = []
+
+    def limit(self, what: str, error: Tensor, limit: Tensor) -> None:
+        self._names.append(what)
+        self._numbers += [error.double(), limit.double()]
+
+    def never(self, what: str, is_wrong: Tensor) -> None:
+        self.limit(what, is_wrong.double(), torch.zeros_like(is_wrong, dtype=torch.float64))
+
+    def close(
+        self, what: str, got: Tensor, ref: Tensor, same_dtype: Tensor, factor: float, rounding: Tensor, least: Tensor | float = 0.0
+    ) -> None:
+        """err(got, ref) <= factor * err(same_dtype, ref) + rounding of ref's size, in the maximum and in the root mean square.
+
+        least: granted in any case.
+        """
+        if not ref.numel():
+            return
+        errors, budget = (torch.where(t == ref, 0.0, (t.double() - ref).abs()) for t in (got, same_dtype))
+        size = ref.abs().masked_fill(ref.isinf(), 0.0)
+        for kind, norm in (("largest", torch.amax), ("rms", _rms)):
+            granted = torch.where(rounding == torch.inf, rounding, factor * norm(budget) + rounding * norm(size) + least)
+            self.limit(f"{what}, {kind} error", norm(errors), granted)
+
+    def failures(self) -> list[str]:
+        if not self._names:
+            return []
+        device = max((t.device for t in self._numbers), key=lambda d: d.type == "cuda")
+        numbers = torch.stack([t.to(device) for t in self._numbers]).tolist()
+        pairs = zip(self._names, numbers[0::2], numbers[1::2], strict=True)
+        self._names, self._numbers = [], []
+        return [f"{what}: {error:.3e}, at most {limit:.3e}" for what, error, limit in pairs if not error <= limit]  # NaN too
+
+
+def _rms(t: Tensor) -> Tensor:
+    return t.square().mean().sqrt()
+
+
+def attend(call: Call) -> dict[str, Tensor]:
+    """One call with its backward: what it returns, and the gradients by "d" and a name."""
+    from flexattn import attention
+
+    config, arguments = call.config, call.arguments()
+    names = ["out", *(["lse"] if config.return_lse else []), *(["max_logit"] if config.return_max_logit else [])]
+    found = attention(**arguments)
+    results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+    wanted = call.wanted
+    if wanted:
+        seeds = {"out": call.dout, "lse": call.dlse}
+        outputs = [name for name in ("out", "lse") if seeds[name] is not None]
+        leaves = [call.tensors[name] for name in wanted]
+        gradients = torch.autograd.grad(
+            [results[name] for name in outputs], leaves, [seeds[name] for name in outputs], allow_unused=True
+        )
+        for name, leaf, gradient in zip(wanted, leaves, gradients, strict=True):
+            results[f"d{name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: t.detach() for name, t in results.items()}
+
+
+def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -> None:
+    """The results of a call with the oracle's, of the tensors as they are now."""
+    config, wanted = call.config, call.wanted
+    problem, dtype, is_double = call.problem(), config.dtype, config.dtype is torch.float64
+    seeds = {"dout": call.dout, "dlse": call.dlse}
+    ref, same = (oracle(problem, call.tensors, **seeds, wanted=wanted) for oracle in (exact, plain))
+    eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
+    of_tanh = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
+    of_scores = ref.largest * eps + of_tanh
+    steps = STEPS_OF_DOUBLE if is_double else STEPS
+    vague = _row_of_out(ref.is_vague, config.q_format)
+    for name, t in got.items():
+        what = f"{when}: {name}"
+        if name == "out":
+            assert t.dtype == dtype, f"out has dtype {t.dtype}"
+            rounding = steps * torch.finfo(dtype).eps + of_scores
+            verdicts.close(what, *(x.masked_fill(vague, 0.0) for x in (t, ref.out, same.out)), FORWARD_FACTOR, rounding)
+            verdicts.never(f"{what} is not finite", ~t.isfinite().all())
+        elif name == "lse":
+            large = ref.is_level | ref.is_vague
+            verdicts.close(
+                what,
+                *(x.masked_fill(large, 0.0) for x in (t, ref.lse, same.lse)),
+                FORWARD_FACTOR,
+                steps * eps + of_scores,
+                steps * eps + of_tanh,
+            )
+            if config.extreme and t.numel():
+                error = torch.where(large, (t.double() - ref.lse).abs() / ref.lse.abs(), 0.0)
+                verdicts.limit(f"{what} of large scores, relative error", error.max(), torch.full_like(error.max(), LEVEL))
+        elif name == "max_logit":
+            size = ref.max_logit.abs().masked_fill(ref.max_logit.isinf(), 0.0).clamp(min=1.0)
+            error, budget = (
+                torch.where(x == ref.max_logit, 0.0, (x.double() - ref.max_logit).abs()) / size for x in (t, same.max_logit)
+            )
+            roundings = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps + of_tanh
+            verdicts.limit(what, error.max(), FORWARD_FACTOR * budget.max() + roundings)
+        else:
+            _compare_gradient(verdicts, what, call, name[1:], t, ref, same, problem)
+
+
+def _compare_gradient(
+    verdicts: Verdicts, what: str, call: Call, name: str, got: Tensor, ref: Result, same: Result, problem: Problem
+) -> None:
+    config, leaf = call.config, call.tensors[name]
+    if got.dtype != leaf.dtype or got.shape != leaf.shape:
+        raise AssertionError(f"{what} is {got.dtype} {tuple(got.shape)}, of {leaf.dtype} {tuple(leaf.shape)}")
+    verdicts.never(f"{what} is not finite", ~got.isfinite().all())
+    if name in config.captures and config.dtype in HALF:
+        return  # the rounding of out, which all keys of a row share, adds up there (docs/score_mod.md, Gradients)
+    eps = torch.finfo(torch.float64 if config.dtype is torch.float64 else torch.float32).eps
+    steps = STEPS_OF_DOUBLE if config.dtype is torch.float64 else STEPS
+    cancelled = (STEPS_OF_DOUBLE if config.dtype is torch.float64 else CANCELLED) * eps / (1.0 - config.dropout_p)
+    coarsest = max(torch.finfo(dtype).eps for dtype in (config.dtype, got.dtype))  # out's, which delta is made of, and the result's
+    rounding = torch.where(ref.is_vague.any(), torch.inf, steps * coarsest + cancelled + ref.largest * eps)
+    wanted = ref.gradients[name]
+    # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
+    # rounded, which plain torch does not do: where few rows are summed its luck is no budget. Of one visible key out is v, and
+    # exact, unless dropout or a sink divides it, and nothing else may be left of a gradient.
+    of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
+    is_divided = config.dropout_p > 0.0 or config.softmax_type != "vanilla"
+    of_delta = (OUT_STEPS if is_divided else OUT_STEPS / 16.0) * of_out + SCORE_STEPS * eps
+    if name in ("q", "k", "v"):
+        queries = (
+            sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
+        )  # that a key sums over
+        rounded = of_delta * config.head_dim_v**0.5 * problem.scale * max(1.0, queries) ** 0.5
+        least = torch.where(wanted.any(), rounded, max(rounded, NOTHING))
+    else:  # sums of the gradients of many scores, which may cancel altogether
+        rounded = of_delta / 4.0 * config.head_dim_v**0.5
+        terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
+        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + rounded) * max(1.0, terms) ** 0.5
+    verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
+
+
+def _row_of_out(of_lse: Tensor, q_format: str) -> Tensor:
+    """What lse's shape has for each row, to broadcast over out."""
+    if q_format == "thd":
+        return of_lse.T[..., None]
+    return of_lse.permute(["bhs".index(dim) for dim in q_format[:-1]])[..., None]
+
+
+def repeats_to_the_bit(config: Config, name: str) -> bool:
+    """What docs/semantics.md (Determinism) promises; on a CPU nothing runs side by side, so there all repeats."""
+    return not name.startswith("d") or config.deterministic is True or config.where.device == "cpu"
+
+
+def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
+    """What is wrong with one drawn call, made three times."""
+    call, verdicts = Call(config, seed), Verdicts()
+    is_judged = config.kind != "wrong lengths"
+    first, second = attend(call), attend(call)
+    for name, t in first.items():
+        if repeats_to_the_bit(config, name) and is_judged:
+            verdicts.never(f"a repeated call has another {name}", (t != second[name]).any())
+    verdicts.never("an input was changed", call.is_changed())
+    if is_judged:
+        compare(verdicts, "first call", call, first)
+    call.refill()
+    third = attend(call)
+    verdicts.never("an input was changed by the third call", call.is_changed())
+    verdicts.never("memory beside an output was written", allocations.are_damaged())
+    if is_judged:
+        compare(verdicts, "third call, with other values", call, third)
+    return verdicts.failures()
+
+
+def check_by_name(where: Where, name: str, allocations: Allocations) -> list[str]:
+    """A name is a configuration's seed, a point, and that of a call of it."""
+    config = draw_config(config_seed(name), where)
+    with settings(config):
+        return check(config, int(name.split(".")[1]), allocations)
+
+
+@contextmanager
+def settings(config: Config) -> Iterator[None]:
+    """What a configuration says beside the call's arguments."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, FLEXATTN_HOPPER=config.hopper))
+        if config.where.backend == "eager" and config.has_small_blocks:
+            from flexattn.dispatch import eager_backend
+
+            stack.enter_context(mock.patch.multiple(eager_backend, BAND_ROWS=16, SCORE_BYTES=1 << 14))
+        if config.where == INTERPRETED._replace(without=config.where.without):
+            from flexattn.kernels_triton.mods import mask_blocks
+            from flexattn.kernels_triton.portable import forward
+
+            def number_of_splits(*_: Any) -> int:
+                return config.splits
+
+            if config.splits:
+                stack.enter_context(mock.patch.object(forward, "number_of_splits", number_of_splits))
+            if config.has_small_blocks:
+                stack.enter_context(mock.patch.multiple(mask_blocks, BLOCK=32, SHORTEST=1))
+        yield
+
+
+def config_seed(name: str) -> int:
+    """Returns the seed of the configuration in the name of a call."""
+    return int(name.split(".")[0])

@@ -1,0 +1,3 @@
+"""Tests that only a GPU can run."""
+
+from __future__ import annotations

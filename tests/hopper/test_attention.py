@@ -1,0 +1,571 @@
+"""The Gluon kernels for sm_90: compiled ahead of time and held to gates anywhere, run against the oracle on such a GPU.
+
+`FLEXATTN_HOPPER=always pytest tests/portable/test_attention.py tests/api/test_support.py` runs every other test of the Triton
+backend through them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import Gradients
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import preprocess as statistics
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import (
+    HOPPER_FEW_ROWS,
+    HOPPER_FORWARD,
+    HopperTile,
+    select_hopper_backward_tile,
+    select_hopper_tile,
+)
+from flexattn.kernels_triton.common.work_table import work_table, zero_padding
+from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.hopper import backward as backward_kernels
+from flexattn.kernels_triton.hopper import backward_fused as one_pass_kernels
+from flexattn.kernels_triton.hopper import conditions, dq_sums
+from flexattn.kernels_triton.hopper import forward as forward_kernels
+from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
+from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_section
+from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+from tests.conftest import FreshPython
+from tests.support.compiled_kernels import compile_sound
+
+HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the compiled code is checked above")
+
+
+def cumulative(lengths: list[int], gap: int = 0) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(n + gap for n in lengths)], dtype=torch.int32)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"window_right": 0},
+    "softcap": {"window_right": 0, "softcap": 30.0},
+    "window": {"window_left": 127, "window_right": 0},
+    "everything": {"window_left": 999, "window_right": 0, "has_sink": True, "softmax_offset": torch.zeros(4), "bottom_right": True},
+}
+
+
+def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloat16, others: bool = False) -> dict[str, Launch]:
+    """The kernels' launches by name, as on the device: the forward's with this row, the others' with its head dims; or those of the
+    kernels beside them."""
+    head_dims = d_qk, d_v = row[:2]
+    is_ragged = features == "everything"
+    shape = (256, 4) if is_ragged else (2, 256, 4)  # queries for each consumer
+    q, k = (torch.zeros(*shape, d_qk, dtype=dtype) for _ in "qk")
+    v, out = (torch.zeros(*shape, d_v, dtype=dtype) for _ in "vo")
+    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 256)
+    offsets = cumulative([128, 128])
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), offsets)
+    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
+    problem = Problem(q, k, v, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
+    with recorded_launches() as launches:
+        forward_kernels.hopper_forward(problem, out, lse, tile=row)
+        backward_kernels.hopper_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+        if max(head_dims) <= 128:
+            one_pass_kernels.one_pass_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+    if others:
+        return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
+    names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
+    short = [name.removesuffix("_hopper_kernel").split("_", 3)[-1] for name in names]
+    return {s: x for s, name, x in zip(short, names, launches, strict=True) if "hopper" in name}
+
+
+# Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured. The
+# forward's loop is of whole blocks, but in a narrow window, where few are whole, of blocks that may be cut.
+LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
+    ("fwd", 64, "open"): 424,
+    ("fwd", 64, "causal"): 423,
+    ("dq", 64, "open"): 504,
+    ("dq", 64, "causal"): 536,
+    ("dq", 64, "everything"): 666,
+    ("dkdv", 64, "open"): 262,
+    ("dkdv", 64, "causal"): 350,
+    ("dkdv", 64, "everything"): 416,
+    ("one_pass", 64, "open"): 665,
+    ("one_pass", 64, "causal"): 760,
+    ("one_pass", 64, "everything"): 894,
+    ("one_pass", 64, "softcap"): 845,
+    ("fwd", "64: 256x64", "open"): 263,
+    ("fwd", "64: 256x64", "causal"): 265,
+    ("fwd", "64: 256x64", "everything"): 267,
+    ("fwd", "64: 256x64", "window"): 424,
+    ("fwd", "64: 128x128", "open"): 415,
+    ("fwd", "64: 128x128", "causal"): 415,
+    ("fwd", "64: 128x128", "everything"): 417,
+    ("fwd", "64: few rows", "open"): 411,
+    ("fwd", "64: few rows", "causal"): 411,
+    ("fwd", "64: few rows", "everything"): 412,
+    ("fwd", 128, "open"): 455,
+    ("fwd", 128, "causal"): 461,
+    ("fwd", 128, "everything"): 461,
+    ("fwd", 128, "window"): 769,
+    ("dq", 128, "open"): 523,
+    ("dq", 128, "causal"): 554,
+    ("dq", 128, "everything"): 684,
+    ("dkdv", 128, "open"): 295,
+    ("dkdv", 128, "causal"): 384,
+    ("dkdv", 128, "everything"): 450,
+    ("one_pass", 128, "open"): 450,
+    ("one_pass", 128, "causal"): 509,
+    ("one_pass", 128, "everything"): 575,
+    ("fwd", "128: 128x128", "causal"): 457,
+    ("fwd", 192, "open"): 490,
+    ("fwd", 192, "causal"): 495,
+    ("fwd", 192, "everything"): 494,
+    ("dq", 192, "open"): 352,
+    ("dq", 192, "causal"): 367,
+    ("dq", 192, "everything"): 432,
+    ("dkdv", 192, "open"): 228,
+    ("dkdv", 192, "causal"): 275,
+    ("dkdv", 192, "everything"): 309,
+    ("fwd", 256, "open"): 429,
+    ("fwd", 256, "causal"): 430,
+    ("fwd", 256, "everything"): 428,
+    ("fwd", 256, "window"): 588,
+    ("dq", 256, "open"): 371,
+    ("dq", 256, "causal"): 386,
+    ("dq", 256, "everything"): 454,
+    ("dkdv", 256, "open"): 337,
+    ("dkdv", 256, "causal"): 384,
+    ("dkdv", 256, "everything"): 416,
+}
+SLACK = 0.05
+# Instructions of 16 bytes: with more than 128 KiB of them forwards were slower by 4 to 22 % (bench/results/window_loops_h200.json).
+CODE = 2**17 // 16
+LOOP_SPILLS = {("one_pass", 64, "everything"): 3}  # reloads of the first warpgroup, with Triton 3.7
+SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
+SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
+SOME.append(("one_pass", 64, "everything"))
+
+
+def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype = torch.bfloat16) -> None:
+    rows: dict[int | str, HopperTile] = {row.head_dim_qk: row for row in reversed(HOPPER_FORWARD)}
+    rows |= {f"{row.head_dim_qk}: {row.block_m}x{row.block_n}": row for row in HOPPER_FORWARD}
+    rows |= {f"{head_dim}: few rows": select_hopper_tile(head_dim, head_dim, rows=1) for head_dim in HOPPER_FEW_ROWS}
+    requests = [request_for(launches_of(rows[row], features, dtype)[kernel], 90) for kernel, row, features in cases]
+    for case, report in zip(cases, compile_sound(requests), strict=True):
+        spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in report.loops if "HGMMA" in loop]
+        assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
+        assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
+        assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
+        if case[0] == "one_pass":
+            assert report.exposed_exponentials == 0, f"{case}: exp2 is behind the wait for the product that it should run under"
+        assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
+        assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
+        assert ("UTMAREDG" in report.instructions) == (case[0] == "one_pass"), case
+        loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
+        consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
+        code = sum(report.instructions.values())
+        assert code <= CODE, f"{case}: {code} instructions"
+        expected = LOOP_INSTRUCTIONS[case]
+        assert len(loops) == consumers, f"{case}: {loops}, not {expected} for each consumer"
+        assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
+
+
+@pytest.mark.parametrize("cases", [SOME[:4], pytest.param(SOME[4:], marks=pytest.mark.slow)], ids=["few", "more"])
+def test_compiled(cases: list[tuple[str, int | str, str]]) -> None:
+    check_compiled(cases)
+
+
+@pytest.mark.slow
+def test_what_is_launched_beside_them_compiled() -> None:
+    (row, *_) = (row for row in HOPPER_FORWARD if row.head_dim_qk == 128)
+    launches = launches_of(row, "everything", others=True)
+    assert {"_work_table_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
+    for name, report in zip(launches, compile_sound([request_for(x, 90) for x in launches.values()]), strict=True):
+        assert report.spill_store_bytes == report.stack_bytes == 0, f"{name}: {report}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_row_compiled(dtype: torch.dtype) -> None:
+    check_compiled(list(LOOP_INSTRUCTIONS), dtype)
+
+
+def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype = torch.bfloat16, **more: Any) -> Problem:
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return Problem(x, x, x, **{"softmax_scale": 0.1, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"dtype": torch.float32}, "bf16 and fp16, not float32"),
+        ({"softmax_scale": 0.0}, "softmax_scale of 0"),
+        ({"shape": (2, 0, 16, 128)}, "nothing to load"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
+    problem = problem_of(**more)
+    assert reason in str(conditions.forward_unsupported(problem, problem.q))
+    assert conditions.forward_unsupported(problem_of(), problem_of().q) is None
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 100)
+    assert "sm_90" in str(conditions.forward_unsupported(problem_of(), problem_of().q))
+
+
+def test_which_tensors_the_copy_engine_takes() -> None:
+    x = torch.empty(4, 6, 2, 64, dtype=torch.bfloat16)
+    assert batch_steps(x) == (6, 0)  # bshd: in tokens
+    assert batch_steps(x.permute(1, 0, 2, 3)) == (0, 2)  # sbhd: in heads
+    bhsd = torch.empty(4, 2, 6, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert batch_steps(bhsd) == (12, 0)  # in rows of 64: two heads of 6
+    assert batch_steps(x[0]) == batch_steps(x[:1]) == (0, 0)
+    one_head = torch.empty(6, 4, 1, 64, dtype=torch.bfloat16).transpose(0, 1)
+    assert batch_steps(one_head) == (0, 1)  # sbhd: the batch elements are the heads
+    assert descriptor_error("q", x) is descriptor_error("q", one_head) is None
+    assert "stride of 0" in str(descriptor_error("q", x[:, :, :1].expand(4, 6, 2, 64)))
+    assert "stride of 68" in str(descriptor_error("q", torch.empty(4, 6, 2, 68, dtype=torch.bfloat16)[..., :64]))
+    assert "16 bytes" in str(descriptor_error("q", torch.empty(9, 8, dtype=torch.bfloat16).view(-1)[1:65].view(1, 1, 8, 8)))
+    uneven = torch.empty(4 * 800, dtype=torch.bfloat16).as_strided((4, 6, 2, 64), (776, 128, 64, 1))
+    assert "batch stride" in str(descriptor_error("q", uneven))
+    with pytest.raises(ValueError, match="batch stride must be a multiple"):
+        batch_steps_of(x, uneven)
+
+
+def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+
+    def faster(kernel: str, problem: Problem) -> bool:
+        return getattr(conditions, f"{kernel}_slower")(problem) is None
+
+    assert faster("forward", problem_of((16, 1024, 16, 128)))
+    assert faster("forward", problem_of((16, 1024, 16, 128), window_right=0))
+    assert faster("forward", problem_of((1, 1024, 16, 128), window_right=0))
+    assert not faster("forward", problem_of((1, 1024, 2, 128)))  # too little work
+    assert faster("forward", problem_of((64, 256, 16, 128)))
+    assert not faster("forward", problem_of((128, 128, 16, 128)))
+    assert faster("forward", problem_of((64, 256, 16, 256)))
+    assert faster("forward", problem_of((8, 2048, 32, 64)))
+    for length, band, rows in (
+        (2048, {}, 192),
+        (1024, {}, 256),
+        (2048, {"window_right": 0}, 192),
+        (512, {"window_right": 0}, 256),
+    ):
+        assert faster("forward", problem_of((16384 // length, length, 32, 64), **band))
+        assert conditions.forward_tile(problem_of((16384 // length, length, 32, 64), **band)).block_m == rows
+    assert not faster("forward", problem_of((64, 256, 32, 64), window_right=0))
+    k = torch.empty((2, 4096, 8, 64), dtype=torch.bfloat16, device="meta")
+    for queries, heads, is_few in ((1, 32, True), (32, 32, True), (33, 32, False), (128, 8, True), (4, 96, True)):
+        q = torch.empty((2, queries, heads, 64), dtype=torch.bfloat16, device="meta")
+        assert (conditions.forward_tile(Problem(q, k, k, softmax_scale=0.1)).block_m == 128) == is_few
+    window = {"window_left": 1023, "window_right": 0}
+    assert faster("forward", problem_of((2, 8192, 16, 128), **window))
+    assert not faster("forward", problem_of((8, 1024, 16, 128), **window))
+    assert faster("forward", problem_of((4, 8192, 32, 64), **window))
+    assert not faster("forward", problem_of((16, 1024, 32, 64), **window))
+    assert faster("backward", problem_of((16, 1024, 16, 128)))
+    assert not faster("backward", problem_of((1, 65536, 1, 32)))
+    assert not faster("backward", problem_of((8, 2048, 32, 64)))
+    assert faster("fused", problem_of((4, 4096, 32, 64)))
+    assert not faster("fused", problem_of((32, 512, 32, 64)))
+    assert faster("fused", problem_of((16, 1024, 16, 128), window_right=0))
+    assert not faster("fused", problem_of((64, 256, 16, 128)))
+    assert not faster("fused", problem_of((1, 8192, 2, 128)))  # too few programs
+    assert not faster("fused", problem_of((2, 4096, 16, 136)))
+    assert faster("fused", problem_of((2, 4096, 16, 128), **window))
+    assert not faster("fused", problem_of((2, 4096, 16, 128), window_left=127, window_right=0))
+    for more in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(16)}, {"bias": torch.empty(1, 1, 1, 1)}, {"block_mask": object()}):
+        for dim, in_forward in ((64, "bias" in more or "block_mask" in more), (128, True)):
+            modified = problem_of((8, 4096, 16, dim), window_right=0, **more)
+            assert faster("forward", modified) == in_forward
+            assert faster("backward", modified)
+            assert faster("fused", modified) == ("bias" not in more)
+    dropout = {"dropout_p": 0.1, "window_right": 0}
+    assert faster("forward", problem_of((8, 2048, 32, 64), **dropout))  # which is not faster without
+    assert faster("fused", problem_of((8, 2048, 32, 64), **dropout))
+    assert not faster("forward", problem_of((64, 256, 16, 128), **dropout))
+    assert not faster("backward", problem_of((8, 2048, 16, 256), **dropout))
+    assert not faster("forward", problem_of((4, 8192, 32, 64), dropout_p=0.1, **window))
+    for more, queries, dp_first in (({}, 128, True), (dropout | window, 64, False), ({"block_mask": object()}, 64, False)):
+        assert conditions.fused_tile(problem_of((8, 2048, 32, 64), **more)).queries == queries
+        assert conditions.fused_tile(problem_of((8, 2048, 32, 128), **more)).dp_first == dp_first
+    k = torch.empty((64, 2048, 8, 128), dtype=torch.bfloat16, device="meta")
+    for queries, heads, keys, share in ((1, 32, 2048, True), (64, 32, 2048, True), (1, 8, 2048, False), (1, 32, 512, False)):
+        q = torch.empty((64, queries, heads, 128), dtype=torch.bfloat16, device="meta")
+        assert faster("forward", Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
+    assert not faster("forward", Problem(q[:1], k[:1, :1024], k[:1, :1024], softmax_scale=0.1))  # too little to load
+    for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
+        for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
+            assert d_qk <= tile.head_dim_qk
+            assert d_v <= tile.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("policy", "deterministic", "chosen"),
+    [
+        (Policy(ignores_measurements=True), False, "fused"),
+        (Policy(ignores_measurements=True), True, "two kernels"),
+        (Policy(), False, "two kernels"),
+    ],
+)
+def test_the_fused_backward_is_for_what_need_not_repeat(
+    policy: Policy, deterministic: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both families run anything here, and the two kernels alone are measured to be faster."""
+    seen = []
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
+    for module, kernel, run, slower in (
+        (one_pass_kernels, "fused", "one_pass_backward", "it is slower"),
+        (backward_kernels, "backward", "hopper_backward", None),
+    ):
+        monkeypatch.setattr(conditions, f"{kernel}_unsupported", lambda *_: None)
+        monkeypatch.setattr(conditions, f"{kernel}_slower", lambda *_, slower=slower: slower)
+        label = "fused" if kernel == "fused" else "two kernels"
+        monkeypatch.setattr(module, run, lambda *_, label=label, **__: seen.append(label))
+    spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)
+    triton_backend.backward(spec, x, x.q, torch.zeros(1, 4, 8), x.q, None)
+    assert seen == [chosen]
+
+
+def test_what_one_pass_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
+    narrow, wide = problem_of((1, 64, 2, 128)), problem_of((1, 64, 2, 136))
+    assert conditions.fused_unsupported(narrow, narrow.q, narrow.q) is None
+    assert "up to 128" in str(conditions.fused_unsupported(wide, wide.q, wide.q))
+    modified = problem_of((1, 64, 2, 128), softcap=30.0)
+    assert conditions.fused_unsupported(modified, modified.q, modified.q) is None
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("side", ["q", "kv"])
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("lengths", [[100, 300, 0, 1, 129], [0], [64] * 70, [500], [4300, 70]], ids=lambda x: f"{len(x)}x{max(x)}")
+def test_table_of_work(lengths: list[int], gap: int, side: Literal["q", "kv"], by_sequence: bool, device: str) -> None:
+    """First the queries that see the most keys, or the keys that the most queries see: of all sequences, or of the longest."""
+    block, longest = 64, max(lengths)
+    q = torch.zeros(sum(lengths) + gap * len(lengths), 2, 16, dtype=torch.bfloat16, device=device)
+    cu_seqlens, padded = (cumulative(lengths, n).to(device) for n in (0, gap))
+    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    if gap:
+        given |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), block, side, by_sequence=by_sequence).tolist()
+    blocks = max(1, -(-longest // block))
+    places = []  # (what comes first, entry)
+    for b, length in enumerate(lengths):
+        count = -(-length // block)
+        for m in range(count):
+            after = m if side == "q" else count - 1 - m
+            places.append(((-count, b, -after) if by_sequence else (-after, b), b * blocks + m))
+    assert table[: 2 + len(places)] == [0, len(places), *(entry for _, entry in sorted(places))]
+
+
+def test_sections_of_heads_fit_l2() -> None:
+    """Keys and values of a head take 512 bytes a token: with lengths those of all sequences, without them a sequence's."""
+    packed = torch.empty(32768, 16, 128, dtype=torch.bfloat16)
+    lengths = {"cu_seqlens_q": cumulative([2048] * 16), "cu_seqlens_kv": cumulative([2048] * 16)}
+    lengths |= {"max_seqlen_q": 2048, "max_seqlen_kv": 2048}
+    problem = Problem(packed, packed[:, :8], packed[:, :8], softmax_scale=0.1, **lengths)
+    assert query_heads_per_section(problem) == 2 * 2  # heads of keys, and the query heads of each
+    dense = packed.view(16, 2048, 16, 128)
+    assert query_heads_per_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_table_of_work_holds_wrong_lengths(by_sequence: bool, device: str) -> None:
+    q = torch.zeros(100, 2, 16, dtype=torch.bfloat16, device=device)
+    overlapping = torch.tensor([0, 100, 0, 100, -7, 1000], dtype=torch.int32, device=device)
+    given = {"cu_seqlens_q": overlapping, "cu_seqlens_kv": overlapping, "max_seqlen_q": 100, "max_seqlen_kv": 100}
+    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), 16, "q", by_sequence=by_sequence).tolist()
+    blocks = 7
+    assert table[1] <= len(table) - 2
+    assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
+
+
+@pytest.mark.parametrize(("fmt", "in_reverse"), [("thd", False), ("thd", True), ("bshd", False), ("bhsd", False)])
+def test_padding_alone_is_zeroed(fmt: str, in_reverse: bool, device: str) -> None:
+    lengths = {"lengths_q": [70, 0, 5, 200], "padding": True, "gap": 3, "in_reverse": in_reverse}
+    given = make_inputs(fmt, **lengths, dtype=torch.bfloat16, device=device)
+    spec, x = make_call(given, attn_mask_type="padding")
+    problem = triton_backend.to_problem(spec, x)
+    out = torch.full_like(problem.q, 7.0)
+    lse = torch.full((4, out.shape[0]) if fmt == "thd" else (4, 4, out.shape[1]), 7.0, device=device)
+    zero_padding(problem, out, "q", lse)
+    is_padding = problem.q[..., 0].isnan()
+    assert not out[is_padding].any()
+    assert (out[~is_padding] == 7.0).all()
+    assert (lse == float("-inf")).equal(is_padding.transpose(-1, -2))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is launched, everything that can be by these kernels."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "always")
+    seen: list[str] = []
+    launch = forward_kernels.launch
+
+    def noted(kernel: Any, *arguments: Any) -> None:
+        seen.append(kernel.__name__)
+        launch(kernel, *arguments)
+
+    for module in (forward_kernels, backward_kernels, one_pass_kernels, dq_sums, statistics):
+        monkeypatch.setattr(module, "launch", noted)
+    return seen
+
+
+def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
+    """Forward and backward against the oracle, with all the kernels there are for the backward."""
+    given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    spec, x = make_call(given, **call, return_max_logit=False)
+    out, lse, _ = triton_backend.forward(spec, x)
+    exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
+    for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
+        check_close(name, got, want, budget)
+    dout, dlse = make_dout(given), make_dlse(given)
+    wanted = reference_gradients(spec, x, dout, dlse)
+    budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
+    has_one_pass = max(spec.head_dim_qk, spec.head_dim_v) <= 128
+    for deterministic in (True, False) if has_one_pass else (True,):
+        gradients = triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, dout, dlse)
+        for name, got, want, budget in zip(Gradients._fields, gradients, wanted, budgets, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(ONE_PASS if has_one_pass else [])]
+
+
+SPLIT = ["_attn_bwd_statistics_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
+ONE_PASS = ["_attn_bwd_statistics_kernel", "_attn_bwd_one_pass_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"window_size": (300, 70)},
+    {"window_size": (40, 0), "bottom_right_diagonal": True},
+]
+UNEVEN = {"lengths_q": [300, 0, 1, 700, 129, 260], "lengths_kv": [333, 50, 500, 600, 0, 40]}
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any], launches: list[str]) -> None:
+    call = {"attn_mask_type": "padding", **band}
+    check(launches, call, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
+def test_formats(fmt: str, band: dict[str, Any], dtype: torch.dtype, launches: list[str]) -> None:
+    call = {"attn_mask_type": "padding", **band}
+    check(launches, call, qkv_format=fmt, dtype=dtype, padding=True, gap=13, num_heads=6, num_heads_kv=2, **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
+def test_dense(fmt: str, mask: str, sq: int, skv: int, launches: list[str]) -> None:
+    call = {"attn_mask_type": mask}
+    check(launches, call, qkv_format=fmt, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, strided=fmt == "bshd")
+
+
+@on_hopper
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_sinks(softmax_type: str, launches: list[str]) -> None:
+    offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0], device="cuda") if softmax_type == "learnable" else None
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
+    check(launches, call, qkv_format="thd", **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
+    """Who computes which block is decided as the work goes; what comes out is not, of what is asked to be deterministic."""
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
+    spec, x = make_call(given, attn_mask_type="padding_causal", deterministic=True, return_max_logit=False)
+    dout = make_dout(given)
+
+    def run() -> list[torch.Tensor]:
+        out, lse, _ = triton_backend.forward(spec, x)
+        return [out, lse, *triton_backend.backward(spec, x, out, lse, dout, None)[:3]]
+
+    first = run()
+    for _ in range(100):
+        assert all(torch.equal(again, once) for again, once in zip(run(), first, strict=True))
+    assert set(launches) == {"_attn_fwd_hopper_kernel", *SPLIT}
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bits_of_one_pass_repeat_but_for_dq(dim: int, launches: list[str]) -> None:
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16, device="cuda")
+    spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
+    dout = make_dout(given)
+    out, lse, _ = triton_backend.forward(spec, x)
+    first = triton_backend.backward(spec, x, out, lse, dout, None)
+    wanted, budget = (reference_gradients(spec, x, dout, dtype=dtype).dq for dtype in (torch.float64, spec.dtype))
+    for _ in range(100):
+        again = triton_backend.backward(spec, x, out, lse, dout, None)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        check_close("dq", again.dq, wanted, budget, factor=GRADIENT_FACTOR)
+    assert set(launches) == {"_attn_fwd_hopper_kernel", *ONE_PASS}
+
+
+@on_hopper
+def test_many_sequences_and_outliers(launches: list[str]) -> None:
+    lengths = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    check(launches, {"attn_mask_type": "padding_causal"}, qkv_format="thd", lengths_q=lengths, outliers=True)
+
+
+@on_hopper
+def test_wrong_lengths_stay_inside(launches: list[str]) -> None:
+    """Nothing outside the tensors is read or written; compute-sanitizer runs this."""
+    given = make_inputs("thd", lengths_q=[300, 200], dtype=torch.bfloat16, head_dim_qk=64, head_dim_v=64, device="cuda")
+    for values in ([0, 500, 0, 500, 200], [-5, 1000, 3, 7, 10**6], [500, 400, 300, 200, 100]):
+        wrong = torch.tensor(values, dtype=torch.int32, device="cuda")
+        spec, x = make_call(
+            given._replace(cu_seqlens_q=wrong, cu_seqlens_kv=wrong), attn_mask_type="padding", return_max_logit=False
+        )
+        out, lse, _ = triton_backend.forward(spec, x)
+        for deterministic in (True, False):
+            triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, out, None)
+    torch.cuda.synchronize()
+    assert launches == 3 * ["_attn_fwd_hopper_kernel", *SPLIT, *ONE_PASS]
+
+
+SHARED = """
+import torch, flexattn
+for dim in (64, 128):
+    shape = (2, 8192, 2048 // dim, dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    for mask in ("no_mask", "causal"):
+        for _ in range(12):
+            out = flexattn.attention(q, k, v, attn_mask_type=mask, backend="triton")
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+        assert all(t.isfinite().all() for t in (out, *gradients))
+"""
+
+
+@on_hopper
+def test_processes_share_the_device(fresh_python: FreshPython) -> None:
+    """Their kernels are suspended, and go on: other orders of what runs at the same time than a process of its own sees."""
+    with ThreadPoolExecutor(4) as pool:
+        for done in pool.map(lambda _: fresh_python("-c", SHARED), range(4)):
+            assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,382 @@
+"""The Gluon kernels for sm_90 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules.
+
+A planted bug is an edit of a kernel file's text; each must be found on every schedule that is tried.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from flexattn import emulator
+from flexattn.bench import play
+from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import as_bshd
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import dq_sums, tile_scheduler
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+
+# A tile may lie past its sequence's end; `keep_pairs` keeps the packed registers of p, which the emulator does not follow; half of
+# the columns of 64 are half of a swizzled row, which tests/hopper/test_attention.py holds to the oracle on a GPU.
+HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
+SEEDS = range(20)
+KERNELS = (hopper_forward, hopper_backward, hopper_one_pass)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
+
+
+def run(
+    seed: int,
+    call: dict[str, Any],
+    kernels: tuple[ModuleType, ...] = KERNELS,
+    backwards: tuple[str, ...] = ("hopper_backward", "one_pass_backward"),
+    **inputs: Any,
+) -> dict[str, emulator.Report]:
+    """Forward and backward, in two kernels and in one, held to the oracle; what the emulator says of each kernel."""
+    forward, split, one_pass = kernels
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    spec, x = make_call(given, **call, return_max_logit=False)
+    with emulated(seed, *kernels) as reports:
+        problem = triton_backend.to_problem(spec, x)
+        out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
+        shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
+        lse = torch.full(shape, float("nan"))
+        rows = as_bshd(out, spec.q_format)
+        forward.hopper_forward(problem, rows, lse)
+        if any(report.bugs for report in reports.values()):
+            return reports
+        exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
+        for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
+            check_close(name, got, want, budget)
+        if not backwards:
+            return reports
+        dout, dlse = make_dout(given), make_dlse(given)
+        wanted = reference_gradients(spec, x, dout, dlse)
+        budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
+        for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
+            backward = getattr(one_pass if name == "one_pass_backward" else split, name)
+            gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
+            views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
+            doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
+            backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
+            if any(report.bugs for report in reports.values()):
+                return reports
+            for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
+                check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+            if doffset is not None:
+                check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
+    return reports
+
+
+def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
+    reports = run(seed, call, **inputs)
+    assert len(reports) == 4 if max(inputs.get("head_dim_qk", 128), inputs.get("head_dim_v", 128)) <= 128 else 3
+    for name, report in reports.items():
+        assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
+
+
+# An empty sequence on each side, queries that see no key, more queries than keys and fewer, blocks that are not full.
+UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": 4, "num_heads_kv": 2}
+EVERYTHING = {"attn_mask_type": "padding_causal_bottom_right", "window_size": (90, 0), "softmax_type": "learnable"}
+SINKS = torch.tensor([0.5, -2.0, 1.0, 0.0])
+BANDS: list[dict[str, Any]] = [
+    {"attn_mask_type": "padding"},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"attn_mask_type": "padding", "window_size": (60, 20)},
+]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    for seed in (1, 5):  # lazy, random
+        check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@pytest.mark.sample("fmt", "band")
+@without_gpu
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
+    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
+    dim = (64, 128)[(seed + seed // 4) % 2]  # of either, every format and every band
+    inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [130, 9, 65], "num_heads": 2, "num_heads_kv": 1}
+    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_slots_in_reverse(dim: int) -> None:
+    inputs = {"lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 65, 40], "num_heads": 2, "num_heads_kv": 1}
+    call = {"attn_mask_type": "padding_causal"}
+    check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample("band", "dims")
+@without_gpu
+@pytest.mark.parametrize(
+    "band",
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (150, 70)}],
+    ids=str,
+)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
+    """Blocks that an edge cuts on either side alone, and whole ones."""
+    for seed in (1, 7):
+        inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
+        check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "tile", HOPPER_FORWARD[:3] + HOPPER_FORWARD[4:5], ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}"
+)
+def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each consumer passes over blocks that only others see, at either end; a program has several tiles."""
+    monkeypatch.setattr(hopper_forward, "forward_tile", lambda problem: tile)
+    inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
+    bands = ({"attn_mask_type": "padding_causal", "window_size": (390, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
+    for seed, band in enumerate((*bands, {"attn_mask_type": "padding_causal_bottom_right"}), start=4):
+        outliers = seed == 6  # rows whose maximum rises by much
+        dims = {"head_dim_qk": tile.head_dim_qk, "head_dim_v": tile.head_dim_v}
+        reports = run(seed, band, backwards=(), qkv_format="thd", outliers=outliers, **dims, **inputs)
+        for name, report in reports.items():
+            assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_twenty_schedules(dims: tuple[int, int]) -> None:
+    for seed in SEEDS:
+        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+# Which file, of a kernel or of what kernels share; what is edited, what becomes of it.
+PLANTED = {
+    "forward: v is read before it has come": (
+        hopper_forward,
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n"
+        "    wait_full(barriers.v_full, n_block - 1, STAGES)\n",
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n",
+    ),
+    "forward: v is released before the product has read it": (
+        hopper_forward,
+        "    weights, row_max, row_sum, correction = softmax(s, carry.row_max",
+        "    release(barriers.v_empty, n_block - 1, STAGES)\n    weights, row_max, row_sum, correction = softmax(s, carry.row_max",
+    ),
+    "forward: out is stored without a fence": (
+        hopper_forward,
+        "    fence_async_shared()\n    store_rows(",
+        "    store_rows(",
+    ),
+    "forward: q is released before its last scores": (
+        hopper_forward,
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n    if META.TAKES_TURNS:\n",
+        "    mbarrier.arrive(barriers.q_empty.index(fixed.q_slot), count=1)\n"
+        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n    if META.TAKES_TURNS:\n",
+    ),
+    "forward: the loader waits for the wrong phase of k": (
+        hopper_forward,
+        "wait_empty(barriers.k_empty, n_block, STAGES)",
+        "wait_full(barriers.k_empty, n_block, STAGES)",
+    ),
+    "forward: a tile is heard before it was told": (
+        tile_scheduler,
+        "    mbarrier.wait(told_full.index(turn & 1), (turn >> 1) & 1)\n",
+        "",
+    ),
+    "forward: too few bytes are expected of v": (
+        hopper_forward,
+        "descriptors.v.block_type.nbytes)",
+        "descriptors.v.block_type.nbytes // 2)",
+    ),
+    "dq: k is read before it has come": (
+        hopper_backward,
+        "wait_full(barriers.k_full, n_block, META.STAGES0)",
+        "pass",
+    ),
+    "dq: k is released before dq has read it": (
+        hopper_backward,
+        "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
+        "            release(barriers.k_empty, n_block, META.STAGES0)\n"
+        "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
+    ),
+    "dk and dv: q is read before it has come": (
+        hopper_backward,
+        "        wait_full(barriers.q_full, m_block, META.STAGES0)\n        kq = warpgroup_mma(tiles.k.index(own)",
+        "        kq = warpgroup_mma(tiles.k.index(own)",
+    ),
+    "dk and dv: the gradients are stored without a fence": (
+        hopper_backward,
+        "    tiles.v.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n    fence_async_shared()\n",
+        "    tiles.v.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n",
+    ),
+    "one pass: q is read before it has come": (
+        hopper_one_pass,
+        "mbarrier.wait(barriers.q_full.index(stage), phase, pred=is_there)",
+        "pass",
+    ),
+    "one pass: dq is summed before the other half of ds is there": (
+        hopper_one_pass,
+        "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
+        "tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        if",
+        "            sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        if",
+    ),
+    "one pass, causal: dq is summed before the other half of ds is there": (
+        hopper_one_pass,
+        "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
+        "tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        drawn",
+        "            sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        drawn",
+    ),
+    "one pass: ds is read without a fence": (
+        hopper_one_pass,
+        "        fence_async_shared()  # under the product\n",
+        "",
+    ),
+    "one pass: ds is overwritten before the other warpgroup's dq has read it": (
+        hopper_one_pass,
+        "            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",
+        "            pass\n",
+    ),
+    "one pass: ds is released before dq has read it": (
+        hopper_one_pass,
+        "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n            if is_there:\n"
+        "                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n",
+        "            if is_there:\n                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n"
+        "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n",
+    ),
+    "one pass: dq is added before it is written": (
+        dq_sums,
+        "        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)\n",
+        "",
+    ),
+    "one pass: dq is overwritten before it is added": (
+        dq_sums,
+        "        tma.store_wait(0)  # the engine has read the tile\n",
+        "",
+    ),
+    "one pass: dq is added without a fence": (
+        dq_sums,
+        "    fence_async_shared()\n    mbarrier.arrive(dq_full",
+        "    mbarrier.arrive(dq_full",
+    ),
+    "one pass: k is overwritten while the other warpgroup multiplies by it": (
+        hopper_one_pass,
+        "    named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now k and v are no longer needed\n",
+        "",
+    ),
+    "one pass: q is released before dk has read it": (
+        hopper_one_pass,
+        "        SCORES_IN_FLIGHT: gl.constexpr",
+        "        mbarrier.arrive(q_empty.index(slot), count=1)\n        SCORES_IN_FLIGHT: gl.constexpr",
+    ),
+}
+
+
+def edited(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
+    source = Path(str(module.__file__)).read_text("utf-8")
+    assert source.count(old) == 1, f"{source.count(old)} times in {module.__name__}: {old}"
+    return _load(module, source.replace(old, new), folder)
+
+
+def _load(module: ModuleType, source: str, folder: Path) -> ModuleType:
+    file = folder / f"{module.__name__.rpartition('.')[2]}_planted.py"
+    file.write_text(source, "utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = loaded  # where the names in annotations are looked up
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def kernels_with(part: ModuleType, old: str, new: str, folder: Path) -> tuple[ModuleType, ...]:
+    """Copies of the kernels, with an edited copy of all that they take from a part that they share."""
+    planted = edited(part, old, new, folder)
+    copies = tuple(_load(kernel, Path(str(kernel.__file__)).read_text("utf-8"), folder) for kernel in KERNELS)
+    for copy, (name, value) in itertools.product(copies, vars(part).items()):
+        if isinstance(value, GluonJITFunction) and vars(copy).get(name) is value:
+            setattr(copy, name, getattr(planted, name))
+    return copies
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", PLANTED)
+# round robin and random; eager, lazy and random
+@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_a_planted_bug_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    where, old, new = PLANTED[name]
+    if where in KERNELS:
+        planted = tuple(edited(m, old, new, tmp_path) if m is where else m for m in KERNELS)
+    else:
+        planted = kernels_with(where, old, new, tmp_path)
+    inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
+    call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}  # in one pass they differ in the order of products
+    backwards = ("one_pass_backward",) if "one pass" in name else ("hopper_backward",)
+    for seed in seeds:
+        reports = run(seed, call, planted, backwards, **inputs)
+        assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
+
+
+@pytest.mark.slow
+@without_gpu
+def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    for kernel in KERNELS_PLAYED:
+        assert play.main([kernel, "--emulate", "--shape", "gpt-oss-window-s8192", "--seeds", "2"]) == 0
+        said = capsys.readouterr().out
+        assert f"{KERNELS_PLAYED[kernel]} on " in said
+        assert said.rstrip().endswith("clean")
+    with pytest.raises(SystemExit):
+        play.main(["one-pass", "--emulate", "--shape", "sweep-d256-causal-s512"])
+    with pytest.raises(SystemExit):
+        play.main(["one-pass"])
+
+
+def test_play_emulates_ones_own_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def run(seed):\n    raise AssertionError('it is wrong')\n", "utf-8")
+    assert play.main(["--emulate", f"{tmp_path / 'own.py'}:run", "--seeds", "2"]) == 1
+    assert "it is wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--emulate"], "a kernel's name before it, or FILE.py:RUN after it"),
+        (["forward", "--emulate", "x.py:run"], "a kernel's name before it, or FILE.py:RUN after it"),
+        (["--emulate", "nothing"], "names no run"),
+        ([], "name a kernel"),
+    ],
+)
+def test_play_says_what_to_emulate(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        play.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,338 @@
+"""FP8 on sm_90: the quantisation pass, the gates of the compiled kernels, and the kernels on such a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import quantization, triton_backend
+from flexattn.dispatch.quantization import Unquantized
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
+from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
+from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward, select_fp8_tile
+from flexattn.kernels_triton.hopper.quantize import dequantize, quantize
+from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
+from flexattn.testing import make_call, make_dout, make_inputs
+from tests.support import fp8_calls
+from tests.support.compiled_kernels import compile_sound
+from tests.support.hopper_fp8_calls import (
+    E4M3,
+    E5M2,
+    LARGEST,
+    backward_of,
+    call_on,
+    check_backward,
+    check_forward,
+    first_transposed,
+    fp8_call,
+    moved,
+    quantise,
+    rows_of,
+    run_backward,
+    run_forward,
+    spans,
+    transposed,
+)
+
+
+@pytest.mark.sample("fmt", "granularity")
+@pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head", "block"])
+@pytest.mark.parametrize(
+    ("fmt", "inputs"),
+    [
+        ("thd", {"lengths_q": [100, 0, 300, 1], "gap": 3}),
+        ("thd", {"lengths_q": [100, 0, 300, 1], "gap": 3, "in_reverse": True}),
+        ("bshd", {"lengths_q": [100, 0, 300], "padding": True, "gap": 5}),
+        ("sbhd", {"lengths_q": [130, 130], "strided": True}),
+        ("bhsd", {"lengths_q": [257], "outliers": True}),
+    ],
+    ids=["thd", "thd in reverse", "bshd", "sbhd", "bhsd"],
+)
+def test_quantize(fmt: str, inputs: dict[str, Any], granularity: Any, device: str) -> None:
+    dtype = E5M2 if granularity == "head" else E4M3
+    given = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64, device=device)
+    problem = triton_backend.to_problem(*make_call(given))
+    for side, x in (("q", problem.q), ("kv", problem.v)):
+        given_in_half = make_inputs(fmt, **inputs, dtype=torch.bfloat16, head_dim_qk=48, head_dim_v=64)
+        host = triton_backend.to_problem(*make_call(given_in_half))
+        wanted = quantise(host, side, host.q if side == "q" else host.v, granularity, dtype)
+        scale = wanted.scale._replace(descale=wanted.scale.descale.to(device))
+        rows = torch.full(x.shape, 7.0, device=device).to(dtype)
+        tiles = empty_transposed(x, problem.batch, dtype)
+        quantize(problem, side, x, scale, rows, tiles)
+        expected = transposed(host, side, wanted.values).view(torch.uint8)
+        for b, start, length in spans(problem, side):
+            got = rows_of(rows, b, start, length).view(torch.uint8).cpu()
+            assert got.equal(rows_of(wanted.values, b, start, length).view(torch.uint8))
+            first = first_transposed(problem, side, b)
+            blocks = slice(first, first + -(-length // 128))
+            assert tiles.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
+        if side == "kv":
+            half = dequantize(problem, side, rows, scale, torch.full_like(rows, 7.0, dtype=torch.bfloat16))
+            for b, start, length in spans(problem, side):
+                assert rows_of(half, b, start, length).cpu().equal(rows_of(wanted.stands_for, b, start, length).to(torch.bfloat16))
+        again = torch.zeros_like(tiles.view(torch.uint8)).view(dtype)
+        quantize(problem, side, rows, scale, transposed=again)
+        for b, _, length in spans(problem, side):
+            first = first_transposed(problem, side, b)
+            blocks = slice(first, first + -(-length // 128))
+            assert again.view(torch.uint8)[:, blocks].cpu().equal(expected[:, blocks])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_what_is_not_finite_becomes_nan_and_the_rest_saturates(dtype: torch.dtype, device: str) -> None:
+    x = torch.zeros(1, 16, 1, 16, device=device)
+    x[0, 0, 0, :4] = torch.tensor([1e6, -1e6, float("inf"), float("nan")])
+    problem = triton_backend.to_problem(*make_call(make_inputs(lengths_q=[16], num_heads=1, num_heads_kv=1, device=device)))
+    scale = quantise(problem, "q", torch.zeros(1, 16, 1, 16), "tensor", dtype).scale
+    rows = torch.empty(x.shape, dtype=dtype, device=device)
+    quantize(problem, "q", x, scale._replace(descale=scale.descale.to(device)), rows)
+    assert rows[0, 0, 0, :2].float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
+    assert rows[0, 0, 0, 2:4].float().isnan().all()
+    assert not rows.view(torch.uint8)[0, 1:].any()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "open": {},
+    "causal": {"window_right": 0},
+    "everything": {"window_left": 17, "window_right": 0, "has_sink": True, "softmax_offset": torch.zeros(4), "bottom_right": True},
+}
+
+
+def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device."""
+    is_ragged = features == "everything"
+    shape = (256, 4) if is_ragged else (2, 128, 4)
+    q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
+    q8, k8, v8, dout8 = (t.to(E4M3) for t in (q, k, v, dout))
+    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 128)
+    offsets = torch.tensor([0, 128, 256], dtype=torch.int32)
+    lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
+    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
+    scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
+    lengths = lengths if is_ragged else {}
+    problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **FEATURES[features], **lengths)
+    v_transposed = empty_transposed(v8, 2, E4M3)
+    with recorded_launches() as launches:
+        hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
+        if max(head_dims) <= 128:
+            hopper_fp8_one_pass.fp8_one_pass_backward(problem, out, lse, dout8, None, q, k, v)
+        quantize(problem, "kv", v, scale, v8, v_transposed)
+    names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
+    return dict(zip(names, launches, strict=True))
+
+
+# Instructions of a turn of the main loop, by kernel, row and features; the forward's is that of whole blocks.
+LOOP_INSTRUCTIONS = {
+    ("fwd_fp8", (64, 64), "open"): 335,
+    ("fwd_fp8", (64, 64), "causal"): 333,
+    ("fwd_fp8", (64, 64), "everything"): 415,
+    ("one_pass_fp8", (64, 64), "open"): 670,
+    ("one_pass_fp8", (64, 64), "causal"): 767,
+    ("one_pass_fp8", (64, 64), "everything"): 900,
+    ("fwd_fp8", (128, 128), "open"): 368,
+    ("fwd_fp8", (128, 128), "causal"): 368,
+    ("fwd_fp8", (128, 128), "everything"): 460,
+    ("one_pass_fp8", (128, 128), "open"): 450,
+    ("one_pass_fp8", (128, 128), "causal"): 493,
+    ("one_pass_fp8", (128, 128), "everything"): 563,
+    ("fwd_fp8", (192, 128), "open"): 403,
+    ("fwd_fp8", (192, 128), "causal"): 400,
+    ("fwd_fp8", (192, 128), "everything"): 479,
+    ("fwd_fp8", (256, 256), "open"): 469,
+    ("fwd_fp8", (256, 256), "causal"): 467,
+    ("fwd_fp8", (256, 256), "everything"): 553,
+}
+SLACK = 0.05
+# Of them, those that spill: 1 with 128 queries; with everything, scales by block and a window among it, 10 to 14.
+SPILLS = {("one_pass_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
+SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (64, 64), "everything")]
+
+
+def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
+    requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
+    for case, report in zip(cases, compile_sound(requests), strict=True):
+        assert report.loop_spill_share <= SPILLS.get(case[:2], 0.0), f"{case}: {report}"
+        assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
+        assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
+        is_forward = case[0] == "fwd_fp8"
+        assert set(report.matrix_instructions) == {"QGMMA"} | (set() if is_forward else {"HGMMA"}), (
+            f"{case}: {report.matrix_instructions}"
+        )
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
+        loops = [loop for loop in report.loops if "QGMMA" in loop]
+        consumers = select_fp8_tile(*case[1]).block_m // 64 if is_forward else 2
+        for_each = 2 if is_forward else 1  # of blocks that an edge may cut, and of whole ones
+        assert len(loops) == consumers * for_each, f"{case}: {for_each} loops for each consumer, not {loops}"
+        for loop in loops:  # nothing is transposed or shuffled: the shuffles are of the rows' largest (forward) or of votes
+            assert not {"LDSM", *({"STSM", "STS"} if is_forward else {})} & loop.keys(), f"{case}: {loop}"
+            assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= (6 if is_forward else 10), f"{case}: {loop}"
+        expected = LOOP_INSTRUCTIONS[case]
+        counts = [sum(loop.values()) for loop in loops[for_each - 1 :: for_each]]
+        assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    check_compiled(SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [256, *(pytest.param(dim, marks=pytest.mark.exhaustive) for dim in (64, 96))])
+def test_statistics_that_quantise_compiled(head_dim: int) -> None:
+    """A program holds 128 rows of out and dout, and dout in FP8."""
+    q, out, dout = (torch.zeros(2, 256, 4, head_dim, dtype=dtype) for dtype in (E4M3, torch.bfloat16, torch.bfloat16))
+    descales = (torch.ones(1, 1, 1),) * 3 + (torch.ones(2, 4, 2),)
+    problem = Problem(q, q, q, softmax_scale=0.1, descales=descales, scale_rows=128, halves=(dout,), dout_is_to_come=True)
+    with recorded_launches() as launches:
+        tiled_statistics(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, None, 64)
+    (report,) = compile_sound([request_for(launch, 90) for launch in launches])
+    assert report.spill_store_bytes == report.stack_bytes == 0, str(report)
+    assert report.instructions["STG"] <= 16, str(report.instructions)  # 8 bytes of dout at a time; by the byte 32 and more
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, pytest.param(256, marks=pytest.mark.exhaustive)])
+def test_statistics_that_quantise(head_dim: int, device: str) -> None:
+    """They are, and the gradient of softmax_offset is, those of a dout that was quantised before; gaps are not written."""
+    inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [30, 40, 70], "num_heads": 2, "num_heads_kv": 1, "dtype": torch.bfloat16}
+    given = make_inputs("thd", gap=3, head_dim_qk=head_dim, head_dim_v=head_dim, **inputs)
+    sinks = {"softmax_type": "learnable", "softmax_offset": torch.randn(2)}
+    call = fp8_call(*make_call(given, attn_mask_type="padding", **sinks, return_max_logit=False))
+    found = backward_of(call, make_dout(given), "block")
+    problem = moved(found.problem, device)
+    out, lse, dout = (t.to(device) for t in (found.out, found.lse, found.given))
+    lengths = (problem.cu_seqlens_q, problem.cu_seqlens_q_padded, problem.longest_q)
+    (dout8,), (descale,), _ = quantization.quantize([Unquantized(dout, "thd", *lengths, None)], E4M3, "block", 128, 0)
+    before = dataclasses.replace(problem, descales=(*problem.descales[:3], descale))
+    room, data = torch.full_like(descale, float("nan")), torch.full_like(dout, float("nan")).to(E4M3)
+    to_come = dataclasses.replace(problem, descales=(*problem.descales[:3], room), halves=(dout,), dout_is_to_come=True)
+    results = []
+    for own, own_dout in ((before, dout8), (to_come, data)):
+        doffset = torch.empty(2, device=device)
+        statistics, tiles, _ = tiled_statistics(own, out, lse, own_dout, None, doffset, 64)
+        first = 64 * 2 * (1 + torch.arange(2, device=device) * tiles)  # a sequence of 70, in two tiles
+        rows = first[:, None] + torch.tensor([*range(64), *range(128, 134)], device=device)
+        results.append((doffset, statistics[rows], statistics[rows + 64]))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert data[70:73].float().isnan().all()
+
+
+@pytest.mark.exhaustive
+def test_every_row_compiled() -> None:
+    check_compiled(list(LOOP_INSTRUCTIONS))
+
+
+@pytest.mark.exhaustive
+def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_fp8_quantize, "INTERPRETED", False)  # which casts otherwise than a GPU does
+    requests = [request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90) for dim in (64, 96, 128, 256)]
+    assert not any(report.spill_store_bytes for report in compile_sound(requests))
+
+
+@pytest.mark.parametrize(
+    ("dim", "block_rows", "dtype", "reason"),
+    [
+        (128, 128, torch.bfloat16, None),
+        (144, 128, torch.bfloat16, "head dims up to 128"),
+        (64, 64, torch.bfloat16, "blocks of 64 rows, no multiple of 128"),
+        (64, 0, torch.float32, "its gradients are bf16 or fp16, and out is float32"),
+    ],
+)
+def test_what_the_one_pass_backward_leaves_to_others(
+    dim: int, block_rows: int, dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_fp8_one_pass, "capability_of", lambda device: 90)
+    x = torch.zeros(2, 256, 4, dim)
+    descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
+    problem = Problem(*(x.to(E4M3) for _ in "qkv"), softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
+    found = hopper_fp8_one_pass.unsupported(problem, x.to(dtype), x.to(E5M2))
+    assert found is None if reason is None else reason in str(found)
+
+
+HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the emulator runs the kernels")
+
+UNEVEN = {"lengths_q": [300, 0, 1, 700, 129, 260], "lengths_kv": [333, 50, 500, 600, 0, 40]}
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"attn_mask_type": "padding_causal"},
+    {"attn_mask_type": "padding_causal_bottom_right"},
+    {"window_size": (200, 70)},
+    {"window_size": (40, 0), "bottom_right_diagonal": True},
+]
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80), (96, 96), (160, 208)]
+
+
+def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    check_forward(fp8, *run_forward(call_on(fp8, "cuda"), dtype))
+    if max(inputs.get("head_dim_qk", 128), inputs.get("head_dim_v", 128)) <= 128:
+        backward = backward_of(fp8, make_dout(given), granularity)
+        check_backward(backward, run_backward(backward, "cuda"))
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_head_dims_and_bands(dims: tuple[int, int], band: dict[str, Any]) -> None:
+    check_on_gpu({"attn_mask_type": "padding", **band}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("granularity", ["tensor", "batch_head", "block"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
+def test_formats_and_scales(fmt: str, granularity: Any) -> None:
+    for band in BANDS[:3]:
+        inputs = {"qkv_format": fmt, "padding": True, "gap": 13, "num_heads": 6, "num_heads_kv": 2, "outliers": True}
+        check_on_gpu({"attn_mask_type": "padding", **band}, granularity, torch.float16, **inputs, **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
+def test_dense(mask: str, sq: int, skv: int) -> None:
+    check_on_gpu({"attn_mask_type": mask}, lengths_q=[sq] * 3, lengths_kv=[skv] * 3)
+
+
+@on_hopper
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_sinks(softmax_type: str) -> None:
+    offset = torch.tensor([0.5, float("-inf"), -3.0, 20.0]) if softmax_type == "learnable" else None
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type, "softmax_offset": offset}
+    check_on_gpu(call, qkv_format="thd", **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_calls(dims: tuple[int, int], granularity: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole calls on the kernels of sm_90, whichever take them."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
+    given = make_inputs("thd", **UNEVEN, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, gap=3, device="cuda")
+    fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", deterministic=deterministic)
+
+
+@on_hopper
+def test_bits_repeat() -> None:
+    """But for dq's, which are summed in whatever order programs come to it."""
+    given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
+    call = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    backward, on_gpu = backward_of(call, make_dout(given)), call_on(call, "cuda")
+
+    def run() -> list[torch.Tensor]:
+        return [*run_forward(on_gpu), *run_backward(backward, "cuda")[1:]]
+
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(again, once) for again, once in zip(run(), first, strict=True))

@@ -1,0 +1,407 @@
+"""The FP8 backward for sm_90 in two kernels: in the emulator on many schedules, its compiled code, and on such a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import emulator
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper.fp8 import Scale
+from flexattn.kernels_triton.hopper.fp8_backward import FP8_BACKWARD, Fp8BackwardTile
+from flexattn.kernels_triton.mods.diagonals import with_diagonals
+from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
+from flexattn.testing import make_call, make_dout, make_inputs
+from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
+from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
+from tests.hopper.test_fp8 import UNEVEN as UNEVEN_AND_LONG
+from tests.hopper.test_mods import FEATURES as MODS
+from tests.hopper.test_mods import HEADS, LOOP_SPILLS, make_case
+from tests.support import fp8_calls
+from tests.support.compiled_kernels import compile_sound
+from tests.support.hopper_fp8_calls import E4M3, E5M2, backward_of, check_backward, fp8_call, run_backward
+
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+def backward(
+    seed: int,
+    call: dict[str, Any],
+    granularity: Any = "head",
+    kernels: ModuleType = hopper_fp8_backward,
+    tile: Fp8BackwardTile | None = None,
+    **inputs: Any,
+) -> tuple[dict[str, emulator.Report], list[torch.Tensor]]:
+    """What the emulator says of both kernels, and the gradients, held to the oracle where it finds no bug."""
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
+    with emulated(seed, kernels) as reports:
+        grads = run_backward(wanted, kernels=kernels, tile=tile)
+    if not any(report.bugs for report in reports.values()):
+        check_backward(wanted, grads)
+    return reports, grads
+
+
+def check(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> list[torch.Tensor]:
+    reports, grads = backward(seed, call, granularity, **inputs)
+    assert len(reports) == 2
+    for name, report in reports.items():
+        assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
+    return grads
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [*DIMS, (48, 80), (160, 208)], ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    lazy, shuffled = (check(seed, call, "batch_head", **inputs) for seed in (1, 5))
+    assert all(map(torch.equal, lazy, shuffled))  # to the bit, whatever the order
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [
+        *zip(["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"], ["tensor", "block"] * 3, strict=False),
+        *(pytest.param(f, "block", marks=pytest.mark.exhaustive) for f in ("bshd", "bhsd", "thd_2bshd")),
+        *(pytest.param(f, "tensor", marks=pytest.mark.exhaustive) for f in ("sbhd", "thd")),
+    ],
+)
+def test_formats_and_scales(fmt: str, granularity: str) -> None:
+    """Each with bands and a head dim of its own."""
+    turn = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + 2 * (granularity == "block")
+    dims = DIMS[turn % 4]
+    inputs = {"lengths_q": [70, 0, 230], "lengths_kv": [200, 9, 65], "num_heads": 2, "num_heads_kv": 1, "padding": True, "gap": 2}
+    band: dict[str, Any] = [{}, {"attn_mask_type": "padding_causal"}, {"window_size": (60, 20)}][turn % 3]
+    inputs |= {"dtype": torch.float16, "head_dim_qk": dims[0], "head_dim_v": dims[1], "outliers": turn % 2 == 0}
+    check(2 + turn, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
+
+
+@pytest.mark.sample("dims", "mask")
+@without_gpu
+@pytest.mark.parametrize(
+    ("dims", "mask"), [((128, 128), "causal"), ((256, 256), "no_mask"), ((256, 256), "causal_bottom_right")], ids=str
+)
+def test_dense(dims: tuple[int, int], mask: str) -> None:
+    inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
+    check(7, {"attn_mask_type": mask}, "block", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
+@without_gpu
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_softcap_and_bias(dims: tuple[int, int]) -> None:
+    inputs = {"lengths_q": [150], "lengths_kv": [200], "num_heads": 2, "num_heads_kv": 1}
+    inputs |= {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
+    check(4, {"attn_mask_type": "causal", "softcap": 3.0}, "block", **inputs)
+    bias = torch.randn(1, 2, 150, 200, dtype=torch.bfloat16)
+    check(5, {"attn_mask_type": "no_mask", "bias_type": "pre_scale_bias", "bias": bias}, **inputs)
+
+
+@without_gpu
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_a_query_that_sees_one_key_has_no_gradient(dims: tuple[int, int]) -> None:
+    """But for the rounding of out: its sum with dout is of the dout that dp is of."""
+    inputs = {"lengths_q": [70], "lengths_kv": [1], "num_heads": 2, "num_heads_kv": 1}
+    check(3, {"attn_mask_type": "no_mask"}, "head", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
+@without_gpu
+@pytest.mark.exhaustive  # the committed rows are in all other tests
+@pytest.mark.parametrize(
+    ("row", "dq_stages", "dkdv_stages"),
+    [
+        (0, (1, 1), (1, 1, 1)),
+        (1, (3, 2), (2, 3, 3)),
+        (2, (1, 2), (2, 1, 1)),
+        (3, (2, 3), (1, 2, 2)),
+        (4, (3, 1), (1, 3, 3)),
+        (5, (2, 1), (1, 2, 2)),
+        (5, (1, 3), (2, 1, 1)),
+    ],
+)
+def test_other_numbers_of_slots(row: int, dq_stages: tuple[int, int], dkdv_stages: tuple[int, int, int]) -> None:
+    tile = FP8_BACKWARD[row]._replace(dq_stages=dq_stages, dkdv_stages=dkdv_stages)
+    inputs = {"lengths_q": [300], "lengths_kv": [280], "num_heads": 2, "num_heads_kv": 1}
+    check(8 + row, {"attn_mask_type": "causal"}, tile=tile, head_dim_qk=tile.head_dim_qk, head_dim_v=tile.head_dim_v, **inputs)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_twenty_schedules(dims: tuple[int, int]) -> None:
+    inputs = {"qkv_format": "thd", "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    for seed in SEEDS:
+        check(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
+
+
+# What is edited, what becomes of it.
+PLANTED = {
+    "dq: k and v are read before they have come": (
+        "        mbarrier.wait(barriers.full8.index(stage), (n_block // META.STAGES) & 1)\n        qk =",
+        "        qk =",
+    ),
+    "dq: k in a half type is read before it has come": (
+        "        mbarrier.wait(barriers.full16.index(stage16), (n_block // META.STAGES16) & 1)\n        dp = warpgroup_mma_wait(0",
+        "        dp = warpgroup_mma_wait(0",
+    ),
+    "dq: v is released before dp has read it": (
+        "        dp = warpgroup_mma_wait(0, deps=[dp])\n        mbarrier.arrive(barriers.empty8.index(stage), count=1)\n"
+        "        dlogit = p * (dp * dp_factor + minus_delta[:, None])\n",
+        "        mbarrier.arrive(barriers.empty8.index(stage), count=1)\n        dp = warpgroup_mma_wait(0, deps=[dp])\n"
+        "        dlogit = p * (dp * dp_factor + minus_delta[:, None])\n",
+    ),
+    "dq: the factors are those of the turn before": (
+        "write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)",
+        "write_factors(tiles.factors, stage ^ 1, s_factor * descale_k, dp_factor * descale_v)",
+    ),
+    "dq takes the place of k while the other warpgroup multiplies by it": (
+        "        named_barrier_sync(LAST, BOTH)  # k",
+        "        pass  # k",
+    ),
+    "dk and dv: too few bytes are expected": ("mbarrier.expect(full, BYTES)", "mbarrier.expect(full, Q_BYTES)"),
+    "dk and dv: q is released before dk has read it": (
+        "            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])\n",
+        "            mbarrier.arrive(barriers.empty16.index(stage16), count=1)\n"
+        "            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])\n",
+    ),
+    "dk and dv: the gradients are stored without a fence": (
+        "    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))\n    fence_async_shared()\n",
+        "    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))\n",
+    ),
+    "d 256: q in a half type is read before it has come": (
+        "        mbarrier.wait(barriers.q16_full.index(q16_stage), (iteration // META.STAGES_Q16) & 1)\n",
+        "",
+    ),
+    "d 256: p is read before the other warpgroup has written it": ("        named_barrier_sync(P_WRITTEN, BOTH)\n", ""),
+    "d 256: q in a half type is overwritten while it is read": (
+        "            mbarrier.wait(barriers.q16_empty.index(stage), ((iteration // META.STAGES_Q16) & 1) ^ 1)\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
+    planted = edited(hopper_fp8_backward, *PLANTED[name], tmp_path)
+    inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 1, "num_heads_kv": 1, "outliers": True}
+    dim = 256 if name.startswith(("d 256", "dq takes")) else 128
+    for seed in (1, 5):  # lazy, random
+        try:
+            reports, _ = backward(seed, {"attn_mask_type": "no_mask"}, "block", planted, head_dim_qk=dim, head_dim_v=dim, **inputs)
+        except AssertionError:
+            continue  # the numbers are wrong
+        assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
+
+
+def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
+    """The kernels' launches by name, as they would be on the device."""
+    is_ragged = features == "everything"
+    shape = (256, 4) if is_ragged else (2, 128, 4)
+    q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
+    q8, k8, v8, dout8 = (t.to(E4M3) for t in (q, k, v, dout))
+    lse = torch.zeros(4, 256) if is_ragged else torch.zeros(2, 4, 128)
+    offsets = torch.tensor([0, 128, 256], dtype=torch.int32)
+    lengths: dict[str, Any] = dict.fromkeys((f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")), offsets)
+    lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
+    own = {"window_right": 0, "softcap": 30.0} if features == "softcap" else FEATURES[features] | (lengths if is_ragged else {})
+    scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
+    problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **own)
+    with recorded_launches() as launches:
+        hopper_fp8_backward.fp8_backward(problem, out, lse, dout8, None, q, k, v)
+    names = [x.kernel.__name__.removeprefix("_attn_bwd_").removesuffix("_fp8_hopper_kernel") for x in launches]
+    return dict(zip(names, launches, strict=True))
+
+
+# Instructions of a turn of the main loop, by kernel, row and features.
+LOOP_INSTRUCTIONS: dict[tuple[str, tuple[int, int], str], int] = {
+    ("dq", (64, 64), "open"): 508,
+    ("dq", (64, 64), "causal"): 538,
+    ("dq", (64, 64), "everything"): 668,
+    ("dq", (64, 64), "softcap"): 702,
+    ("dkdv", (64, 64), "open"): 272,
+    ("dkdv", (64, 64), "causal"): 358,
+    ("dkdv", (64, 64), "everything"): 425,
+    ("dkdv", (64, 64), "softcap"): 756,
+    ("dq", (128, 128), "open"): 517,
+    ("dq", (128, 128), "causal"): 549,
+    ("dq", (128, 128), "everything"): 680,
+    ("dq", (128, 128), "softcap"): 717,
+    ("dkdv", (128, 128), "open"): 289,
+    ("dkdv", (128, 128), "causal"): 379,
+    ("dkdv", (128, 128), "everything"): 446,
+    ("dkdv", (128, 128), "softcap"): 444,
+    ("dq", (192, 128), "open"): 342,
+    ("dq", (192, 128), "causal"): 360,
+    ("dq", (192, 128), "everything"): 427,
+    ("dq", (192, 128), "softcap"): 755,
+    ("dkdv", (192, 128), "open"): 223,
+    ("dkdv", (192, 128), "causal"): 270,
+    ("dkdv", (192, 128), "everything"): 304,
+    ("dkdv", (192, 128), "softcap"): 475,
+    ("dq", (256, 256), "open"): 335,
+    ("dq", (256, 256), "causal"): 350,
+    ("dq", (256, 256), "everything"): 417,
+    ("dq", (256, 256), "softcap"): 745,
+    ("dkdv", (256, 256), "open"): 279,
+    ("dkdv", (256, 256), "causal"): 329,
+    ("dkdv", (256, 256), "everything"): 362,
+    ("dkdv", (256, 256), "softcap"): 533,
+}
+SLACK = 0.05
+# Of the loops' instructions, those that spill: one.
+SPILLS = {("dkdv", (128, 128), "everything"): 0.002}
+SOME = [
+    ("dq", (256, 256), "causal"),
+    ("dkdv", (256, 256), "everything"),
+    ("dq", (192, 128), "open"),
+    ("dkdv", (128, 128), "softcap"),
+]
+
+
+def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
+    requests = [request_for(launches_of(dims, features)[kernel], 90) for kernel, dims, features in cases]
+    for case, report in zip(cases, compile_sound(requests), strict=True):
+        assert report.loop_spill_share <= SPILLS.get(case, 0.0), f"{case}: {report}"
+        assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
+        assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
+        assert report.exposed_exponentials == 0, f"{case}: exp2 is behind the wait for the product that it should run under"
+        assert set(report.matrix_instructions) == {"QGMMA", "HGMMA"}, f"{case}: {report.matrix_instructions}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
+        loops = [loop for loop in report.loops if "QGMMA" in loop]
+        assert len(loops) == 2, f"{case}: one loop for each consumer, not {loops}"
+        is_exchanged = case[:2] == ("dkdv", (256, 256))  # p and ds go through shared memory
+        for loop in loops:
+            assert not {"LDSM", "SHFL", "PRMT", *(() if is_exchanged else ("STSM", "STS"))} & loop.keys(), f"{case}: {loop}"
+        expected = LOOP_INSTRUCTIONS[case]
+        counts = [sum(loop.values()) for loop in loops]
+        assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    check_compiled(SOME)
+
+
+@pytest.mark.exhaustive
+def test_every_row_compiled() -> None:
+    check_compiled(list(LOOP_INSTRUCTIONS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_mods_compiled(dims: tuple[int, int]) -> None:
+    """With the lists of blocks of a mask_mod."""
+    requests, names = [], []
+    for name, make in MODS.items():
+        inputs = {"lengths_q": [256], "num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
+        _, *case = make_case("cpu", {"attn_mask_type": "causal", **make("cpu")}, **inputs)
+        with recorded_launches() as launches:
+            problem = with_diagonals(with_mask_blocks(triton_backend.to_problem(*case), "backward"))
+            q, k, v = problem.q, problem.k, problem.v
+            of_all = torch.ones(1, 1, 1)
+            fp8 = dataclasses.replace(problem, q=q.to(E4M3), k=k.to(E4M3), v=v.to(E4M3), descales=(of_all,) * 4)
+            fp8 = with_key_lists(fp8)
+            hopper_fp8_backward.fp8_backward(
+                fp8, v, torch.zeros(1, HEADS, 256), v.to(E4M3), None, *map(torch.zeros_like, (q, k, v))
+            )
+        for launch in launches:
+            if "hopper" in launch.kernel.__name__:
+                requests.append(request_for(launch, 90))
+                names.append((name, launch.kernel.__name__))
+    assert len(names) == 2 * len(MODS)
+    for case_name, report in zip(names, compile_sound(requests), strict=True):
+        most = LOOP_SPILLS.get(case_name[0], 0.03)
+        assert report.loop_spill_share <= most, f"{case_name}: {report}"
+        assert report.idle_barriers == 0, f"{case_name}: {report}"
+        assert not report.warnings, f"{case_name}: {report.warnings}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case_name}: {report.shared_bytes}"
+
+
+@pytest.mark.parametrize(
+    ("dims", "block_rows", "reason"),
+    [
+        ((256, 256), 128, None),
+        ((192, 128), 0, None),
+        ((272, 64), 0, "head dims up to 256"),
+        ((64, 64), 64, "blocks of 64 rows, no multiple of 128"),
+    ],
+)
+def test_what_it_leaves_to_others(
+    dims: tuple[int, int], block_rows: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_fp8_one_pass, "capability_of", lambda device: 90)
+    q, v = (torch.zeros(2, 256, 4, dim) for dim in dims)
+    descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
+    q8, v8 = q.to(E4M3), v.to(E4M3)
+    problem = Problem(q8, q8, v8, softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
+    found = hopper_fp8_backward.unsupported(problem, v.to(torch.bfloat16), v.to(E5M2))
+    assert found is None if reason is None else reason in str(found)
+
+
+def check_on_gpu(call: dict[str, Any], granularity: Any = "head", dtype: torch.dtype = torch.bfloat16, **inputs: Any) -> None:
+    given = make_inputs(**{"dtype": dtype, "head_dim_qk": 256, "head_dim_v": 256, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    wanted = backward_of(fp8, make_dout(given), granularity)
+    check_backward(wanted, run_backward(wanted, "cuda", hopper_fp8_backward))
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_head_dims_and_bands_on_gpu(dims: tuple[int, int], band: dict[str, Any]) -> None:
+    inputs = {"head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN_AND_LONG}
+    check_on_gpu({"attn_mask_type": "padding", **band}, qkv_format="thd", **inputs)
+
+
+@on_hopper
+@pytest.mark.parametrize("granularity", ["tensor", "batch_head", "block"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd", "sbhd_2thd"])
+def test_formats_and_scales_on_gpu(fmt: str, granularity: Any) -> None:
+    for band in BANDS[:3]:
+        inputs = {"qkv_format": fmt, "padding": True, "gap": 13, "num_heads": 6, "num_heads_kv": 2, "outliers": True}
+        check_on_gpu({"attn_mask_type": "padding", **band}, granularity, torch.float16, **inputs, **UNEVEN_AND_LONG)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (1, 500), (300, 1)])
+def test_dense_on_gpu(dims: tuple[int, int], sq: int, skv: int) -> None:
+    for mask in ("no_mask", "causal"):
+        inputs = {"lengths_q": [sq] * 3, "lengths_kv": [skv] * 3, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
+        check_on_gpu({"attn_mask_type": mask}, **inputs)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_calls_on_gpu(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
+    more = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": torch.bfloat16, "gap": 3, "device": "cuda"}
+    given = make_inputs("thd", **UNEVEN_AND_LONG, **more)
+    fp8_calls.check(given, "head", E5M2, attn_mask_type="padding_causal", deterministic=True, softcap=30.0)
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_bits_repeat(dims: tuple[int, int]) -> None:
+    given = make_inputs("thd", **UNEVEN_AND_LONG, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16)
+    wanted = backward_of(fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False)), make_dout(given))
+    first = run_backward(wanted, "cuda", hopper_fp8_backward)
+    for _ in range(20):
+        assert all(map(torch.equal, run_backward(wanted, "cuda", hopper_fp8_backward), first))

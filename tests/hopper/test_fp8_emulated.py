@@ -1,0 +1,420 @@
+"""The FP8 kernels for sm_90 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import emulator, mods
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import quantization, triton_backend
+from flexattn.dispatch.quantization import Unquantized
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.families import Backward, Policy
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import conditions
+from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
+from flexattn.mods.trace import trace_mods
+from flexattn.testing import make_call, make_dout, make_inputs
+from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
+from tests.support import fp8_calls
+from tests.support.hopper_fp8_calls import (
+    E4M3,
+    E5M2,
+    Fp8Call,
+    backward_of,
+    check_backward,
+    check_forward,
+    fp8_call,
+    run_backward,
+    run_forward,
+    spans,
+)
+
+
+def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> Fp8Call:
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    return fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+
+
+def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward) -> emulator.Report:
+    """Held to the oracle where the emulator finds no bug."""
+    with emulated(seed, kernels) as reports:
+        out, lse = run_forward(call, kernels=kernels)
+    (report,) = reports.values()
+    if not report.bugs:
+        check_forward(call, out, lse)
+    return report
+
+
+def check(call: Fp8Call, *seeds: int) -> None:
+    for seed in seeds:
+        report = forward(call, seed)
+        assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+
+
+def backward(
+    seed: int,
+    call: dict[str, Any],
+    granularity: Any = "head",
+    kernels: ModuleType = hopper_fp8_one_pass,
+    **inputs: Any,
+) -> emulator.Report:
+    """The same of the backward."""
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
+    wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
+    with emulated(seed, kernels) as reports:
+        grads = run_backward(wanted, kernels=kernels)
+    (report,) = reports.values()
+    if not report.bugs:
+        check_backward(wanted, grads)
+    return report
+
+
+def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> None:
+    report = backward(seed, call, granularity, **inputs)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+
+
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
+
+
+@without_gpu
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int]) -> None:
+    """Lazy and random schedules."""
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 1, 5)
+
+
+@pytest.mark.sample("fmt", "granularity")
+@without_gpu
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_scales(fmt: str, granularity: str) -> None:
+    inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [300, 9, 65], "num_heads": 2, "num_heads_kv": 1, "outliers": True}
+    bands = [{"attn_mask_type": "padding"}, {"attn_mask_type": "padding_causal"}, {"window_size": (60, 20)}]
+    for seed, band in enumerate(bands, 2):
+        check(call_of({"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, padding=True, gap=2, **inputs), seed)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "band",
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (330, 70)}],
+    ids=str,
+)
+def test_dense(band: dict[str, Any]) -> None:
+    """Blocks that an edge cuts on either side, and whole ones between."""
+    inputs = {"lengths_q": [330] * 2, "lengths_kv": [530] * 2, "num_heads": 2, "num_heads_kv": 2}
+    check(call_of(band, "block", **inputs), 1, 7)
+
+
+@without_gpu
+def test_softcap_and_bias() -> None:
+    inputs = {"lengths_q": [150], "lengths_kv": [300], "num_heads": 2, "num_heads_kv": 1}
+    check(call_of({"attn_mask_type": "causal", "softcap": 3.0}, "block", **inputs), 4)
+    bias = torch.randn(1, 2, 150, 300, dtype=torch.bfloat16)
+    for kind in ("pre_scale_bias", "post_scale_bias"):
+        check(call_of({"attn_mask_type": "no_mask", "bias_type": kind, "bias": bias}, **inputs), 5)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_twenty_schedules(dims: tuple[int, int]) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    check(call_of(call, "block", qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), *SEEDS)
+
+
+@without_gpu
+def test_nan_stays_in_its_row() -> None:
+    call = call_of({"attn_mask_type": "causal"}, lengths_q=[130], lengths_kv=[130], num_heads=1, num_heads_kv=1)
+    call.problem.q[0, 77] = float("nan")
+    with emulated(3, hopper_fp8_forward):
+        out, lse = run_forward(call)
+    is_nan = out[0, :, 0].isnan()
+    assert is_nan[77].all()
+    assert is_nan.sum() == out.shape[-1]
+    assert lse.isnan().sum() == 1
+
+
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
+def test_head_dims_backward(dims: tuple[int, int]) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    check_backward_of(dims[0] // 16, call, "batch_head", **inputs)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [
+        ("bshd", "block"),
+        ("thd", "tensor"),
+        *(pytest.param(f, "block", marks=pytest.mark.exhaustive) for f in ("sbhd", "bhsd", "thd_2bshd")),
+    ],
+)
+def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
+    inputs = {"lengths_q": [70, 0, 230], "lengths_kv": [200, 9, 65], "num_heads": 2, "num_heads_kv": 1, "padding": True, "gap": 2}
+    seed = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt)
+    band: dict[str, Any] = [{}, {"attn_mask_type": "padding_causal"}, {"window_size": (60, 20)}][seed % 3]
+    call = {"attn_mask_type": "padding"} | band
+    check_backward_of(2 + seed, call, granularity, qkv_format=fmt, dtype=torch.float16, **inputs)
+
+
+@without_gpu
+def test_slots_in_reverse() -> None:
+    """The transposed tiles and the statistics lie in an order of their own."""
+    inputs = {"qkv_format": "thd", "gap": 3, "in_reverse": True, "lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 65, 140]}
+    heads = {"num_heads": 2, "num_heads_kv": 1}
+    call = {"attn_mask_type": "padding_causal"}
+    check(call_of(call, "block", **inputs, **heads), 4)
+    check_backward_of(4, call, "head", **inputs, **heads)
+
+
+@without_gpu
+def test_a_query_that_sees_one_key_has_no_gradient() -> None:
+    """But for the rounding of out: its sum with dout is of the dout that dp is of."""
+    inputs = {"lengths_q": [70], "lengths_kv": [1], "num_heads": 2, "num_heads_kv": 1}
+    check_backward_of(3, {"attn_mask_type": "no_mask"}, "tensor", **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
+def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
+    """dv is a sum of dout, dk of q and dq of k as they came, where they can be loaded so; scores and dp are of their FP8."""
+    inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
+    given = make_inputs("thd", gap=2, head_dim_qk=64, head_dim_v=64, **inputs)
+    fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    found = backward_of(fp8, make_dout(given))
+    q, k, _ = fp8.stands_for[:3]
+    halves = [(factor * t).nan_to_num().to(torch.bfloat16) for factor, t in ((2, found.stands_for), (4, q), (8, k))]
+
+    def run(*halves: torch.Tensor) -> list[torch.Tensor]:
+        with emulated(3, kernels):
+            return run_backward(found._replace(problem=dataclasses.replace(found.problem, halves=halves)), kernels=kernels)
+
+    once = run()
+    check_backward(found, once)
+    for number, factors in ((3, (8, 4, 2)), (1, (1, 1, 2))):
+        for t, expected, factor in zip(run(*halves[:number]), once, factors, strict=True):
+            assert t.equal(expected * factor)
+    unaligned = torch.empty(halves[1].numel() + 1, dtype=torch.bfloat16)[1:].view_as(halves[1]).copy_(halves[1])
+    for others in ((halves[0].half(), halves[1].half(), halves[2].half()), (halves[0].half(), unaligned)):
+        assert all(map(torch.equal, run(*others), once))
+
+
+@pytest.mark.sample("kernels")
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
+def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) -> None:
+    """It becomes what a pass of its own makes of it, to the bit, and the gradients are of that."""
+    if max(dims) > 128 and kernels is hopper_fp8_one_pass:
+        pytest.skip("its accumulators hold head dims up to 128")
+    inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
+    given = make_inputs("thd", gap=2, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+    fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
+    dout = make_dout(given)
+    found = backward_of(fp8, dout, "block")
+    room = torch.full_like(found.problem.descales[3], float("nan"))
+    problem = dataclasses.replace(
+        found.problem, descales=(*found.problem.descales[:3], room), halves=(dout,), dout_is_to_come=True, scale_rows=128
+    )
+    to_come = found._replace(problem=problem, dout=torch.full_like(found.dout.float(), float("nan")).to(E4M3))
+    with emulated(3, kernels):
+        check_backward(found, run_backward(to_come, kernels=kernels))
+    lengths = (given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q)
+    (data,), (descale,), _ = quantization.quantize([Unquantized(dout, "thd", *lengths, None)], E4M3, "block", 128, 0)
+    assert room.equal(descale)
+    for _, start, length in spans(problem, "q"):
+        rows = slice(start, start + length)
+        assert to_come.dout[rows].view(torch.uint8).equal(data[rows].view(torch.uint8))
+
+
+@without_gpu
+def test_softcap_and_bias_backward() -> None:
+    inputs = {"lengths_q": [150], "lengths_kv": [200], "num_heads": 2, "num_heads_kv": 1}
+    check_backward_of(4, {"attn_mask_type": "causal", "softcap": 3.0}, "block", **inputs)
+    bias = torch.randn(1, 2, 150, 200, dtype=torch.bfloat16)
+    check_backward_of(5, {"attn_mask_type": "no_mask", "bias_type": "pre_scale_bias", "bias": bias}, **inputs)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
+    inputs = {"qkv_format": "thd", "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    for seed in SEEDS:
+        check_backward_of(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
+
+
+def _softcap_and_documents() -> Any:
+    """Of blocks of which some see nothing of each other."""
+    return trace_mods(mods.softcap(2.0), mods.document(torch.arange(80) // 30), needs_grad=True)
+
+
+_FP8_PAIR = {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"}
+_HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("dim", "granularity", "more", "expected"),
+    [
+        (128, "head", {}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
+        (128, "block", {}, {"_attn_bwd_one_pass_hopper_kernel"}),  # its blocks are half as long as the kernel's tiles
+        (64, "head", {"deterministic": True}, _FP8_PAIR),
+        (64, "block", {"deterministic": True}, _HALF_PAIR),
+        (192, "tensor", {}, _FP8_PAIR),
+        (64, "head", {"mods": _softcap_and_documents()}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
+        (128, "head", {"mods": _softcap_and_documents(), "deterministic": True}, _FP8_PAIR),
+        (256, "tensor", {"mods": _softcap_and_documents()}, _FP8_PAIR),
+    ],
+)
+def test_what_a_backward_runs_on(
+    dim: int, granularity: str, more: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
+    modules = (hopper_fp8_one_pass, hopper_fp8_backward, hopper_one_pass, hopper_backward)
+    for module in (hopper_fp8_one_pass, conditions):
+        monkeypatch.setattr(module, "capability_of", lambda device: 90)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
+    monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
+    lengths = {"lengths_q": [70, 0, 9], "lengths_kv": [80, 9, 65], "num_heads": 2, "num_heads_kv": 1, "gap": 2}
+    given = make_inputs("thd", **lengths, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16)
+    with emulated(6, *modules) as reports:
+        fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", softmax_type="off-by-one", **more)
+    assert reports.keys() == expected
+    assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
+
+
+def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
+    nothing: Any = None
+    call = Backward(*[nothing] * 8, dbias=torch.randn(1, 1, 8, 8))
+    for family in families.BACKWARDS[True][:-1]:
+        assert "gradients of a bias" in str(family.unsupported(call))
+
+
+# What is edited, what becomes of it.
+PLANTED = {
+    "k is read before it has come": ("mbarrier.wait(barriers.k_full.index(stage), phase)", "pass"),
+    "v is read before it has come": ("mbarrier.wait(barriers.v_full.index(stage), phase)", "pass"),
+    "v is released before the product has read it": (
+        "        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+        "        mbarrier.arrive(barriers.v_empty.index(stage), count=1)\n        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+    ),
+    "the sum of v is read while it runs": (
+        "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
+        "warpgroup_mma_wait(2, deps=[sum_of_v, sum_of_p])",
+    ),
+    "the sum of p is read while it runs": (
+        "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
+        "warpgroup_mma_wait(1, deps=[sum_of_v, sum_of_p])",
+    ),
+    "the ones are written without a fence": ("    fence_async_shared()\n    tile_slots = ", "    tile_slots = "),
+    "out is stored without a fence": ("        fence_async_shared()\n        store_rows(", "        store_rows("),
+    "the loader waits for the wrong phase of v": (
+        "mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)",
+        "mbarrier.wait(barriers.v_empty.index(stage), phase)",
+    ),
+    "too few bytes are expected of v": (
+        "mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)",
+        "mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes // 2)",
+    ),
+    "acc is not rescaled": (
+        "acc = acc * correction[:, None] + sum_here\n            compute_here(acc)\n        n_block",
+        "acc = acc + sum_here\n            compute_here(acc)\n        n_block",
+    ),
+    "the scale of v of the block before": ("ratio = descale_v / next_descale_v", "ratio = 1.0"),
+    "a block that the end cuts is taken for a whole one": (
+        "right_end // META.BLOCK_N, 0), num",
+        "gl.cdiv(right_end, META.BLOCK_N), 0), num",
+    ),
+    "d 256: v is released between its halves": (
+        "            # Into the same registers",
+        "            mbarrier.arrive(barriers.v_empty.index(stage), count=1)\n            # Into the same registers",
+    ),
+}
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
+    planted = edited(hopper_fp8_forward, *PLANTED[name], tmp_path)
+    inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1, "outliers": True}
+    dim = 256 if name.startswith("d 256") else 128
+    call = call_of({"attn_mask_type": "no_mask"}, "block", head_dim_qk=dim, head_dim_v=dim, **inputs)
+    for seed in (0, 1, 2, 5):  # eager, lazy, round robin, random
+        try:
+            report = forward(call, seed, planted)
+        except AssertionError:
+            continue  # the numbers are wrong
+        assert report.bugs, f"not found on seed {seed}"
+
+
+PLANTED_BACKWARD = {
+    "q is read before it has come": ("    mbarrier.wait(buffers.barriers.q_full.index(stage), phase, pred=is_there)\n", ""),
+    "dout is read before it has come": ("        mbarrier.wait(barriers.dout_full.index(stage), phase)\n", ""),
+    "too few bytes are expected of q": (
+        "mbarrier.expect(full, Q_BYTES)",
+        "mbarrier.expect(full, of.q.block_type.nbytes)",
+    ),
+    "the factors are written before the last ones have been read": (
+        "        mbarrier.wait(barriers.q_empty.index(stage), ((iteration // STAGES) & 1) ^ 1)\n",
+        "",
+    ),
+    "q is released before dk has read it": (
+        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n"
+        "        mbarrier.arrive(barriers.q_empty.index(stage), count=1)\n",
+        "        mbarrier.arrive(barriers.q_empty.index(stage), count=1)\n"
+        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n",
+    ),
+    "ds is read without a fence": ("        fence_async_shared()  # under the product\n", ""),
+    "dq is summed before the other half of ds is there": (
+        "        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n"
+        "        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)\n        # The",
+        "        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)\n        # The",
+    ),
+    "ds is overwritten while the other warpgroup reads it": (
+        "        named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",
+        "",
+    ),
+    "ds is released before dq has read it": (
+        "        dq = warpgroup_mma_wait(1, deps=[sum_of_k])\n        if is_there:\n"
+        "            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n",
+        "        if is_there:\n            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n"
+        "        dq = warpgroup_mma_wait(1, deps=[sum_of_k])\n",
+    ),
+    "dv takes the place of dout while the other warpgroup multiplies by it": (
+        "    named_barrier_sync(LAST, BOTH)  # k",
+        "    # k",
+    ),
+}
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", PLANTED_BACKWARD)
+def test_a_planted_bug_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
+    planted = edited(hopper_fp8_one_pass, *PLANTED_BACKWARD[name], tmp_path)
+    inputs = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
+    for seed, dim in ((1, 64), (5, 128)):  # lazy, random
+        try:
+            report = backward(seed, {"attn_mask_type": "no_mask"}, kernels=planted, head_dim_qk=dim, head_dim_v=dim, **inputs)
+        except AssertionError:
+            continue  # the numbers are wrong
+        assert report.bugs, f"not found on seed {seed}"

@@ -1,0 +1,99 @@
+"""Random calls (fuzz_calls.py) in the kernels for sm_90, which the emulator runs."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.emulator import Report
+from flexattn.functional import bind_call
+from flexattn.kernels_triton.hopper import backward as hopper_backward
+from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import conditions
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.mods import mask_blocks
+from flexattn.kernels_triton.runtime.launch import pretended_device
+from tests.fuzz.calls import FEATURES, HALF, Call, Where, draw_config
+from tests.fuzz.check import Verdicts, compare
+from tests.hopper.test_emulated import HARMLESS, without_gpu
+
+WHERE = Where("triton", "cpu", HALF, (64, 128, 128, 40, 96, 192, 256), (270, 300), 2, frozenset(FEATURES))
+FEW, MANY = 6, 100
+
+
+def rows_and_lse(call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Memory for out, in q's format, and lse; poisoned."""
+    dout, dlse = call.tensors["dout"], call.tensors["dlse"]
+    return torch.full(tuple(dout.shape), float("nan"), dtype=spec.dtype), torch.full(tuple(dlse.shape), float("nan"))
+
+
+def draw_for_hopper(seed: int) -> tuple[Call, AttentionSpec, Operands]:
+    """The first from a seed on that the forward for sm_90 takes."""
+    for own in count(1000 * seed):
+        config = draw_config(own, WHERE)
+        if config.kind != "ordinary":
+            continue
+        layouts = config.layouts | {"dout": "plain", "dlse": "plain"}  # as the backend gives them to kernels
+        config = config._replace(
+            layouts=layouts, wants=frozenset({"q", "k", "v", "softmax_offset"}), loss=frozenset({"out", "lse"})
+        )
+        call = Call(config, seed)
+        x, settings = bind_call(**call.arguments())
+        spec = ops.spec_to_run(x, settings)
+        problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
+        with pretended_device(90, 132):
+            unsupported = conditions.forward_unsupported(problem, as_bshd(rows_and_lse(call, spec)[0], spec.q_format))
+        if unsupported is None:
+            return call, spec, x
+    raise AssertionError
+
+
+@without_gpu
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
+@pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(FEW, MANY))])
+def test_emulated(seed: int) -> None:
+    call, spec, x = draw_for_hopper(seed)
+    verdicts, parts = Verdicts(), 1 + seed % 3
+    out, lse = rows_and_lse(call, spec)
+    rows = as_bshd(out, spec.q_format)
+    problem = triton_backend.to_problem(spec, x)
+    with emulated(seed, hopper_forward) as reports:
+        hopper_forward.hopper_forward(mask_blocks.with_mask_blocks(problem, "forward"), rows, lse, splits=parts)
+    check_reports(reports)
+    compare(verdicts, "forward", call, {"out": out, "lse": lse})
+
+    dout, dlse = call.tensors["dout"], call.tensors["dlse"]
+    problem, formats = mask_blocks.with_mask_blocks(problem, "backward"), (spec.q_format, spec.kv_format, spec.kv_format)
+    for unsupported, backward in (
+        (conditions.backward_unsupported, hopper_backward.hopper_backward),
+        (conditions.fused_unsupported, hopper_one_pass.one_pass_backward),
+    ):
+        with pretended_device(90, 132):
+            if unsupported(problem, rows, as_bshd(dout, spec.q_format)) is not None:
+                continue
+        gradients = {
+            f"d{name}": torch.full(tuple(t.shape), float("nan"), dtype=t.dtype)
+            for name, t in zip("qkv", (x.q, x.k, x.v), strict=True)
+        }
+        views = [as_bshd(t, fmt) for t, fmt in zip(gradients.values(), formats, strict=True)]
+        doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
+        with emulated(seed, hopper_backward, hopper_one_pass) as reports:
+            backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
+        check_reports(reports)
+        if doffset is not None:
+            gradients["dsoftmax_offset"] = doffset.to(call.tensors["softmax_offset"].dtype)
+        compare(verdicts, backward.__name__, call, gradients)
+    wrong = verdicts.failures()
+    assert not wrong, "\n".join(wrong)
+
+
+def check_reports(reports: dict[str, Report]) -> None:
+    for name, report in reports.items():
+        assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}: {report}"

@@ -1,0 +1,3 @@
+"""Tests of other libraries' spellings."""
+
+from __future__ import annotations

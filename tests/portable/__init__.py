@@ -1,0 +1,3 @@
+"""Tests of the portable Triton kernels."""
+
+from __future__ import annotations

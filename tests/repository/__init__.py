@@ -1,0 +1,3 @@
+"""Tests of the checkout itself: documentation, packaging, imports, and the tests' own tools."""
+
+from __future__ import annotations

@@ -1,0 +1,65 @@
+"""The tests' own safety net: memory that nothing wrote is never a plausible number."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from tests.conftest import FIND_FAULTS, ROOT, FreshPython, sampled
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
+def test_uninitialised_memory_is_poisoned(dtype: torch.dtype, device: str) -> None:
+    x = torch.zeros(3, dtype=dtype, device=device)
+    made = (
+        torch.empty(3, dtype=dtype, device=device),
+        torch.empty_like(x),
+        torch.empty_strided((3,), (2,), dtype=dtype, device=device),
+        x.new_empty(3),
+        x.new_empty_strided((3,), (2,)),
+    )
+    for out in made:
+        assert out.dtype is dtype
+        values = out.double()
+        assert (values.isnan() if dtype.is_floating_point else values == torch.iinfo(dtype).max).all()
+
+
+def test_fresh_processes_inherit_no_settings(fresh_python: FreshPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_BACKEND", "eager")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ran: subprocess.CompletedProcess[str] = fresh_python("-c", "import os; print(*sorted(os.environ), sep='\\n')")
+    names = set(ran.stdout.split())
+    assert not {"FLEXATTN_BACKEND", "TRITON_INTERPRET"} & names
+    assert "PATH" in names
+
+
+def test_a_sample_has_each_value_of_each_parameter() -> None:
+    grid = [frozenset({("x", x), ("y", y)}) for x in "abc" for y in "de"]
+    chosen = sampled(grid)
+    assert frozenset().union(*(grid[i] for i in chosen)) == frozenset().union(*grid)
+    assert len(chosen) == 3
+    assert sampled(grid, {5, 1}) == {5, 1, 2}
+    assert sampled([frozenset()] * 4) == {0}
+    assert sampled([frozenset()] * 4, {3}) == {3}
+
+
+@pytest.mark.sample("x")
+@pytest.mark.parametrize("x", [1, 2])
+@pytest.mark.parametrize("y", [1, 2, 3])
+def test_the_rest_of_a_sample_is_slow(x: int, y: int, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("slow") is None) == ((x, y) in ((1, 1), (2, 1)))
+
+
+def test_tests_that_find_faults_are_known() -> None:
+    assert len(FIND_FAULTS) > 100
+    assert all((ROOT / re.split("::| ", test)[0]).is_file() for test in FIND_FAULTS)
+
+
+def test_every_test_has_one_thread() -> None:
+    assert torch.get_num_threads() == 1

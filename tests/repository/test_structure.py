@@ -1,0 +1,34 @@
+"""How the code is built: what tests/structure.py counts, and what must stay as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import structure
+
+NUMBERS = structure.measured(structure.ROOT)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert NUMBERS["circles of imports"] == []
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    """Faults are counted: a circle, a wide signature, a tuple that is taken apart by place, a kernel that imports a kernel."""
+    for folder in structure.FOLDERS:
+        (tmp_path / folder).mkdir()
+    wide = "@kernel\ndef f(a, b, c, d, e, g, h, i, j):\n    _, _, x = a\n"
+    (tmp_path / "kernels_triton" / "first.py").write_text(f"from flexattn.kernels_triton import second\n\n{wide}")
+    others = "@triton.jit\ndef g(a):\n    x, y = a\n\n@hopper_kernel\ndef k(a):\n    pass\n"
+    later = "def later():\n    import flexattn.kernels_triton.first\n"
+    (tmp_path / "kernels_triton" / "second.py").write_text(f"{later}\n{others}")
+    assert structure.measured(tmp_path) == {
+        "lines": {"kernels_triton": 15},
+        "largest kernel file": "kernels_triton/second.py, 10 lines",
+        "largest signature of a device function": "f in kernels_triton/first.py, 9 parameters",
+        "device functions with more than 8 parameters": 1,
+        "files of kernels that import files of kernels": 2,
+        "modules on the longest way of imports in kernels_triton": 2,
+        "tuples taken apart by position in device functions": 1,
+        "circles of imports": ["flexattn.kernels_triton.first <-> flexattn.kernels_triton.second"],
+    }

@@ -1,0 +1,3 @@
+"""Code that tests share; none of it is a test."""
+
+from __future__ import annotations
