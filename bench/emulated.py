@@ -97,6 +97,7 @@ def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
+    from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import backward as hopper_backward
     from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
     from flexattn.kernels_triton.hopper import forward as hopper_forward
@@ -117,7 +118,7 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
         backward = hopper_one_pass.one_pass_backward if kernel == "one-pass" else hopper_backward.hopper_backward
-        backward(problem, out, lse, dout, None, dq, dk, dv, doffset)
+        backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
     direction = "forward" if kernel == "forward" else "backward"

@@ -36,6 +36,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
 
     Raises ValueError for a workload that the kernel does not take.
     """
+    from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
     from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
     from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
@@ -88,7 +89,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
     def backward() -> dict[str, Tensor]:
         dq, dk, dv = (torch.full(t.shape, float("nan"), dtype=out.dtype) for t in (q, k, v))
         doffset = torch.empty(workload.num_heads) if tensors.softmax_offset is not None else None
-        run(problem, out, lse, dout8, None, dq, dk, dv, doffset)
+        run(Backward(problem, out, lse, dout8, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
     exact = reference_gradients(spec, with_backward, exact_dout)

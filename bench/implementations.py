@@ -180,6 +180,8 @@ def problem_of(workload: Workload, tensors: Tensors) -> Problem:
 
 def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
     """A whole forward or backward by these launchers; their outputs are allocated in each call, as in attention()'s."""
+    from flexattn.kernels_triton.common.problem import Backward
+
     q, k, v, dout = tensors[:4]
     problem = problem_of(workload, tensors)
 
@@ -195,11 +197,11 @@ def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, d
     out, lse = forward()
 
     def backward() -> dict[str, Tensor]:
-        gradients = [torch.empty_like(t) for t in (q, k, v)]
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         doffset = None if tensors.softmax_offset is None else torch.empty_like(tensors.softmax_offset)
         tiles = {f"tile_{kernel}": launchers.tiles.get(kernel) for kernel in ("dq", "dkdv")}
-        launchers.backward(problem, out, lse, dout, None, *gradients, None, doffset, **tiles)
-        return {f"d{name}": t for name, t in zip("qkv", gradients, strict=True)}
+        launchers.backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset), **tiles)
+        return {"dq": dq, "dk": dk, "dv": dv}
 
     return Prepared(backward, backward)
 

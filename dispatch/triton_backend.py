@@ -18,8 +18,8 @@ from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, 
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.common.problem import Problem
-    from flexattn.kernels_triton.families import Backward, Choice, Forward, Policy
+    from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
+    from flexattn.kernels_triton.families import Choice, Policy
 
 SUPPORT_IS_FINAL = True
 _PROCESSORS = 132  # of a GPU that is only asked about: an H200's
@@ -185,7 +185,7 @@ def recorded_on(spec: AttentionSpec) -> Iterator[list[Any]]:
 
 
 def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tensor, Tensor]) -> Forward:
-    from flexattn.kernels_triton.families import Forward
+    from flexattn.kernels_triton.common.problem import Forward
     from flexattn.kernels_triton.mods.diagonals import with_diagonals
     from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
 
@@ -212,7 +212,7 @@ def _backward_call(
     policy: Policy,
 ) -> Backward:
     """given: out, lse, dout and dlse."""
-    from flexattn.kernels_triton.families import Backward
+    from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.mods.diagonals import with_diagonals
     from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
 

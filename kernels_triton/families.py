@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from torch import Tensor
-
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Forward
 from flexattn.kernels_triton.common.quantize import Source, quantize
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
@@ -27,36 +25,6 @@ from flexattn.kernels_triton.runtime.launch import capability_of, num_processors
 def _hopper(name: str) -> Any:
     """Returns a module of kernels for sm_90; importing them takes a third of a second, which other devices need not spend."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
-
-
-class Forward(NamedTuple):
-    """A forward: its problem, and the tensors that it writes."""
-
-    problem: Problem
-    out: Tensor  # laid out as the problem's q, with v's head dim
-    lse: Tensor
-    max_logit: Tensor | None = None  # None: not asked for
-
-
-class Backward(NamedTuple):
-    """A backward: its problem, what comes from the forward and the loss, and the gradients that it writes."""
-
-    problem: Problem
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsoftmax_offset: Tensor | None = None
-    dbias: Tensor | None = None
-    dcaptures: Sequence[Tensor] = ()  # of the captures that need one
-    deterministic: bool = False
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Returns the gradients that every family writes itself."""
-        return {"dq": self.dq, "dk": self.dk, "dv": self.dv, "dsoftmax_offset": self.dsoftmax_offset}
 
 
 Call = TypeVar("Call", Forward, Backward)
@@ -144,19 +112,7 @@ PORTABLE_FORWARD = Family[Forward](
 def _run_portable_backward(call: Backward, tile: Any) -> None:
     call = _with_dout(call)
     dq_tile, dkdv_tile = tile
-    attention_backward(
-        with_key_lists(call.problem),
-        call.out,
-        call.lse,
-        call.dout,
-        call.dlse,
-        **call.gradients(),
-        dbias=call.dbias,
-        dcaptures=call.dcaptures,
-        deterministic=call.deterministic,
-        tile_dq=dq_tile,
-        tile_dkdv=dkdv_tile,
-    )
+    attention_backward(_with_key_lists(call), dq_tile, dkdv_tile)
 
 
 def _with_dout(call: Backward) -> Backward:
@@ -240,10 +196,8 @@ def _unsupported_in_fp8(call: Backward) -> str | None:
 
 
 def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
-    x = call.problem
-    launcher(x, call.out, call.lse, call.dout, call.dlse, **call.gradients(), tile=tile)
-    of_scores = {"dbias": call.dbias, "dcaptures": call.dcaptures, "deterministic": call.deterministic}
-    bias_and_capture_gradients(x, call.out, call.lse, call.dout, call.dlse, **of_scores)
+    launcher(call, tile)
+    bias_and_capture_gradients(call)
 
 
 def _with_key_lists(call: Backward) -> Backward:

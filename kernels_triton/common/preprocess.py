@@ -27,7 +27,7 @@ from flexattn.kernels_triton.common.primitives import (
     statistics_row,
     store_tile,
 )
-from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.problem import Backward, Problem, rows
 from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -181,44 +181,32 @@ def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
     return statistics, rest
 
 
-def row_statistics(
-    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None
-) -> Statistics:
+def row_statistics(call: Backward) -> Statistics:
     """`new_statistics` with lse_log2 and delta written; and the gradient of softmax_offset, unless that is None.
 
     What the kernels for the gradients of a bias and of captures read, where no dq kernel of `backward` runs; half types only.
     """
-    statistics, rest = new_statistics(problem, lse)
+    statistics, rest = new_statistics(call.problem, call.lse)
     large = LargeRows(rest=rest, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
-    _launch(problem, out, large, dout, dlse, dsoftmax_offset, statistics)
+    _launch(call, large, statistics)
     return statistics
 
 
-def tiled_statistics(
-    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dsoftmax_offset: Tensor | None, size: int
-) -> tuple[Tensor, int, LargeRows]:
+def tiled_statistics(call: Backward, size: int) -> tuple[Tensor, int, LargeRows]:
     """The same, negated, in tiles of `size` queries: (fp32 [all tiles * 2 * size], the tiles of a head, `large_rows`)."""
-    x = problem
+    x = call.problem
     num_tokens_q = x.q.shape[-3]
     # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
-    large = large_rows(x, lse)
-    _launch(x, out, large, dout, dlse, dsoftmax_offset, TiledStatistics(ptr=statistics, tiles=tiles), size)
+    large = large_rows(x, call.lse)
+    _launch(call, large, TiledStatistics(ptr=statistics, tiles=tiles), size)
     return statistics, tiles, large
 
 
-def _launch(
-    x: Problem,
-    out: Tensor,
-    large: LargeRows,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dsoftmax_offset: Tensor | None,
-    target: Statistics | TiledStatistics,
-    size: int = 0,
-) -> None:
+def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatistics, size: int = 0) -> None:
+    x, out, dout, dsoftmax_offset = call.problem, call.out, call.dout, call.dsoftmax_offset
     quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
     if quantises:
         assert x.scale_rows == _TILE.block_m  # a program makes one scale
@@ -232,7 +220,7 @@ def _launch(
     if quantises:
         quantized = Quantized(rows=rows(dout8, meta), descale_ptr=x.descales[3], range_scale=LARGEST[dout8.dtype])
     args = Arguments(
-        saved=Saved(out=rows(out, meta), lse_ptr=large.rest, dlse_ptr=dlse),
+        saved=Saved(out=rows(out, meta), lse_ptr=large.rest, dlse_ptr=call.dlse),
         dout=rows(dout, meta),
         quantized=quantized,
         large_ptr=large.is_any,

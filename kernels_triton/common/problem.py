@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -418,6 +418,35 @@ class Problem:
         kinds = self.block_mask.kinds()
         stride_b, stride_h = _list_strides(kinds[..., 0])
         return BlockKinds(ptr=kinds, stride_b=stride_b, stride_h=stride_h, length=kinds.shape[-1])
+
+
+class Forward(NamedTuple):
+    """A forward: its problem, and the tensors that it writes."""
+
+    problem: Problem
+    out: Tensor  # laid out as the problem's q, with v's head dim
+    lse: Tensor
+    max_logit: Tensor | None = None  # None: not asked for
+
+
+class Backward(NamedTuple):
+    """A backward: its problem, what comes from the forward and the loss, and the gradients that it writes.
+
+    dout is laid out as out, in any view with a contiguous last dim; dlse, contiguous, as lse; each gradient as its input.
+    """
+
+    problem: Problem
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsoftmax_offset: Tensor | None = None  # fp32 [h]; it and dbias: None where nobody asks for it
+    dbias: Tensor | None = None
+    dcaptures: Sequence[Tensor] = ()  # of the captures that need one, contiguous
+    deterministic: bool = False  # every bit is the same from run to run
 
 
 def rows(x: Tensor, meta: Meta) -> Rows:

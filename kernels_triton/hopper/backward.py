@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -28,7 +27,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
@@ -709,29 +708,18 @@ def _attn_bwd_dkdv_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: 
         )
 
 
-def hopper_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dsoftmax_offset: Tensor | None = None,
-    tile: HopperBackwardTile | None = None,
-) -> None:
+def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> None:
     """dq, dk, dv and dsoftmax_offset of `backward.attention_backward`, where `backward_unsupported` has nothing against it.
 
     dq, dk and dv are contiguous. A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
-    x = problem
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or backward_tile(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
-    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(call, size)
 
     def meta(**own: int | bool) -> BackwardMeta:
         return BackwardMeta(

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -29,7 +28,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HopperOnePassTile
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import BackwardWork, Block, LargeLse, key_block_of_program
@@ -450,24 +449,13 @@ def _attn_bwd_one_pass_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
     )
 
 
-def one_pass_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dsoftmax_offset: Tensor | None = None,
-    tile: HopperOnePassTile | None = None,
-) -> None:
+def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> None:
     """`backward.hopper_backward` where `fused_unsupported` has nothing against it; the bits of dq vary from run to run."""
-    x = problem
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or fused_tile(x)
     dim, size = tile.head_dim, tile.queries
     head_dim = x.q.shape[-1]
-    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(call, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # k, v, q and dout of two bytes, dq of four

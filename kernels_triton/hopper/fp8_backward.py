@@ -29,7 +29,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
@@ -766,28 +766,17 @@ def slower(problem: Problem) -> str | None:
     return backward_slower(problem)
 
 
-def fp8_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dsoftmax_offset: Tensor | None = None,
-    tile: Fp8BackwardTile | None = None,
-) -> None:
+def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     """`hopper_backward.hopper_backward` in FP8, for what is not `unsupported`; arguments as of
     `hopper_fp8_one_pass.fp8_one_pass_backward`.
     """
-    x = problem
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
-    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(call, size)
     q16, k16, dout16 = halves_of(x, dout, dq.dtype)
     score_meta = x.score_meta()
 

@@ -31,7 +31,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
@@ -582,29 +582,17 @@ def slower(problem: Problem) -> str | None:
     return fused_slower(problem)
 
 
-def fp8_one_pass_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dsoftmax_offset: Tensor | None = None,
-    tile: Fp8OnePassTile | None = None,
-) -> None:
+def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) -> None:
     """`hopper_one_pass.one_pass_backward` in FP8, for what is not `unsupported`.
 
-    problem: q, k and v in FP8, with the descales of them and of dout.
-    dout: in FP8. Its sums with out are of what it stands for, as dp is: else a query that sees one key would get a gradient.
-    dq, dk, dv: contiguous, in a half type.
+    call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv contiguous, in a half type. The sums of dout with out
+        are of what dout stands for, as dp is: else a query that sees one key would get a gradient.
     """
-    x = problem
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or tile_of(x)
     dim, size = tile.head_dim, tile.queries
     head_dim = x.q.shape[-1]
-    statistics, tiles, large = tiled_statistics(x, out, lse, dout, dlse, dsoftmax_offset, size)
+    statistics, tiles, large = tiled_statistics(call, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)

@@ -6,13 +6,11 @@ without a workspace that grows with sq * skv. The price is that the scores are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import (
     BlockMaskLists,
@@ -55,7 +53,7 @@ from flexattn.kernels_triton.common.primitives import (
     visible_range_of_keys,
     visible_range_of_queries,
 )
-from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.problem import Backward, rows
 from flexattn.kernels_triton.common.quantize import transposed
 from flexattn.kernels_triton.common.tiles import DKDV, DQ
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
@@ -574,35 +572,16 @@ def _attn_bwd_dkdv_kernel(args: DkdvArguments, MODS: tl.constexpr, META: tl.cons
             store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, V0, V1, META.HEAD_DIM_V)
 
 
-def attention_backward(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None = None,
-    dsoftmax_offset: Tensor | None = None,
-    tile_dq: Tile | None = None,
-    tile_dkdv: Tile | None = None,
-    dcaptures: Sequence[Tensor] = (),
-    deterministic: bool = False,
-) -> None:
-    """Write the gradients of q, k, v and, unless they are None, of the bias and of softmax_offset (fp32 [h]), and of the captures
-    that need one, the only ones whose bits may vary from run to run unless `deterministic`.
-
-    `out` and `lse` are the forward's; `dout` is laid out as `out` in any view with a contiguous last dim; `dlse`, contiguous, as
-    `lse`; each gradient as its input.
-    """
-    x = problem
+def attention_backward(call: Backward, tile_dq: Tile | None = None, tile_dkdv: Tile | None = None) -> None:
+    """Writes every gradient of a backward; those of captures are the only ones whose bits may vary from run to run."""
+    x = call.problem
+    out, dout, dq, dk, dv, dsoftmax_offset = call.out, call.dout, call.dq, call.dk, call.dv, call.dsoftmax_offset
     if x.batch == 0:  # no program to write the padding
-        for gradient in (dq, dk, dv, dbias, dsoftmax_offset, *dcaptures):
+        for gradient in (dq, dk, dv, call.dbias, dsoftmax_offset, *call.dcaptures):
             if gradient is not None:
                 gradient.zero_()
         return
-    statistics, lse = new_statistics(x, lse)
+    statistics, lse = new_statistics(x, call.lse)
 
     tile = tile_dq or x.tile(DQ)
     meta = x.meta(tile, (out, dout, dq))
@@ -611,7 +590,7 @@ def attention_backward(
     args = DqArguments(
         inputs=x.inputs(meta),
         lists=x.lists("kv"),
-        saved=Saved(out=rows(out, meta), lse_ptr=lse, dlse_ptr=dlse),
+        saved=Saved(out=rows(out, meta), lse_ptr=lse, dlse_ptr=call.dlse),
         dout=rows(dout, meta),
         dq=rows(dq, meta),
         statistics=statistics,
@@ -651,4 +630,4 @@ def attention_backward(
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
-    score_gradients(x, statistics, dout, dlse, dbias, dcaptures, deterministic)
+    score_gradients(call, statistics)

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from flexattn.kernels_triton.common.preprocess import Statistics, row_statistics
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.arguments import Statistics
+from flexattn.kernels_triton.common.preprocess import row_statistics
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
 from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
 
 
-def bias_and_capture_gradients(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dbias: Tensor | None,
-    dcaptures: Sequence[Tensor],
-    deterministic: bool,
-) -> None:
-    """The part of `backward.attention_backward` that is left where other kernels made dq, dk and dv; not for fp32."""
-    if dbias is not None or dcaptures:
-        statistics = row_statistics(problem, out, lse, dout, dlse, None)
-        score_gradients(problem, statistics, dout, dlse, dbias, dcaptures, deterministic)
+def bias_and_capture_gradients(call: Backward) -> None:
+    """Writes the part of a backward that is left where other kernels made dq, dk, dv and dsoftmax_offset; not for fp32."""
+    if call.dbias is not None or call.dcaptures:
+        score_gradients(call, row_statistics(call._replace(dsoftmax_offset=None)))
 
 
-def score_gradients(
-    problem: Problem,
-    statistics: Statistics,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dbias: Tensor | None,
-    dcaptures: Sequence[Tensor],
-    deterministic: bool,
-) -> None:
-    """Write dbias, unless it is None, and dcaptures, from the statistics that the dq kernel wrote."""
-    if dbias is not None:
-        bias_gradient(problem, statistics, dout, dlse, dbias)
-    if dcaptures:
-        capture_gradients(problem, statistics, dout, dcaptures, deterministic)
+def score_gradients(call: Backward, statistics: Statistics) -> None:
+    """Writes dbias, unless it is None, and dcaptures, from the statistics that the dq kernel wrote."""
+    if call.dbias is not None:
+        bias_gradient(call.problem, statistics, call.dout, call.dlse, call.dbias)
+    if call.dcaptures:
+        capture_gradients(call.problem, statistics, call.dout, call.dcaptures, call.deterministic)

@@ -15,7 +15,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import tiles as configs
-from flexattn.kernels_triton.common.problem import BlockLists
+from flexattn.kernels_triton.common.problem import Backward, BlockLists
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import recorded_launches
@@ -249,7 +249,7 @@ def test_compiled_ahead_of_time(kernels: str) -> None:
         if kernels == "forward":
             attention_forward(problem, out, lse, tile=tiles[0])
         else:
-            attention_backward(problem, out, lse, out, None, *gradients, tile_dq=tiles[1], tile_dkdv=tiles[2])
+            attention_backward(Backward(problem, out, lse, out, None, *gradients), *tiles[1:])
     for launch, report in zip(launches, compile_sound([request_for(launch, 90) for launch in launches]), strict=True):
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90]
         assert report.loop_spill_share <= LOOP_SPILLS, launch.kernel

@@ -14,7 +14,7 @@ from flexattn import attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
 from flexattn.kernels_triton.hopper import forward as hopper_forward
@@ -125,7 +125,7 @@ def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
         backwards["one pass"] = hopper_one_pass.one_pass_backward
     for name, backward in backwards.items():
         gradients = [torch.full_like(t, float("nan")) for t in case[:3]]
-        backward(problem, out, lse, case.dout, None, *gradients)
+        backward(Backward(problem, out, lse, case.dout, None, *gradients))
         got |= {f"{name} {of}": t for of, t in zip(("dq", "dk", "dv"), gradients, strict=True)}
     return got
 
@@ -184,7 +184,8 @@ def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype, device: str) -> 
     for keys in (slice(0, 32), slice(32, 75)):
         own = {"k": case.k[:, keys], "v": case.v[:, keys], "bias": None if whole.bias is None else whole.bias[..., keys]}
         gradients = [torch.empty_like(t) for t in (case.q, own["k"], own["v"])]
-        attention_backward(dataclasses.replace(whole, **own, is_part=True), out, lse, case.dout, None, *gradients)
+        part = dataclasses.replace(whole, **own, is_part=True)
+        attention_backward(Backward(part, out, lse, case.dout, None, *gradients))
         sums["dq"] += gradients[0]
         sums["dk"][:, keys] = gradients[1]
         sums["dv"][:, keys] = gradients[2]
@@ -198,12 +199,12 @@ def test_a_part_whose_lse_is_large(how: str, device: str) -> None:
     lse = torch.full((1, HEADS, 21), -1e5, device=device)
     problem = Problem(case.q, case.k, case.v, softmax_scale=case.scale, bias=torch.full_like(case.added[None], -2e5), is_part=True)
     gradients = [torch.full_like(t, float("nan")) for t in case[:3]]
-    arguments = (problem, torch.zeros_like(case.q), lse, case.dout, None, *gradients)
+    call = Backward(problem, torch.zeros_like(case.q), lse, case.dout, None, *gradients)
     if how == "portable":
-        attention_backward(*arguments)
+        attention_backward(call)
     else:
         with emulated(1, hopper_backward):
-            hopper_backward.hopper_backward(*arguments)
+            hopper_backward.hopper_backward(call)
     assert not any(t.count_nonzero() for t in gradients)
 
 

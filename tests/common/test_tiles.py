@@ -18,7 +18,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     request_for,
 )
 from flexattn.kernels_triton.common import tiles as configs
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import select_tile, split_head_dim
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
@@ -103,7 +103,7 @@ def _launches(case: Case) -> list[Launch]:
             gradients = (torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v))
             tiles = (tile(configs.DQ), tile(configs.DKDV))
             doffset = torch.zeros(heads) if full else None
-            attention_backward(problem, out, lse, dout, lse if full else None, *gradients, None, doffset, *tiles)
+            attention_backward(Backward(problem, out, lse, dout, lse if full else None, *gradients, doffset), *tiles)
     name = {"forward": "_attn_fwd_kernel"}.get(case.kernel, f"_attn_bwd_{case.kernel}_kernel")
     return [launch for launch in launches if launch.kernel.fn.__name__ == name]  # in FP8 there are transposed copies too
 

@@ -17,7 +17,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import preprocess as statistics
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_FEW_ROWS,
     HOPPER_FORWARD,
@@ -77,11 +77,12 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), offsets)
     lengths |= {"max_seqlen_q": 128, "max_seqlen_kv": 128}
     problem = Problem(q, k, v, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
+    backward = Backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
     with recorded_launches() as launches:
         forward_kernels.hopper_forward(problem, out, lse, tile=row)
-        backward_kernels.hopper_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+        backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
-            one_pass_kernels.one_pass_backward(problem, out, lse, out, None, *(torch.zeros_like(t) for t in (q, k, v)))
+            one_pass_kernels.one_pass_backward(backward)
     if others:
         return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
     names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...

@@ -21,7 +21,7 @@ from flexattn.dispatch.philox import dropout_keep
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.arguments import Dropout
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
 from flexattn.kernels_triton.hopper import conditions
@@ -189,9 +189,9 @@ def launches_of(dims: tuple[int, int]) -> dict[str, Launch]:
     gradients = [torch.zeros_like(t) for t in (q, k, v)]
     with recorded_launches() as launches:
         hopper_forward.hopper_forward(problem, out, lse)
-        hopper_backward.hopper_backward(problem, out, lse, out, None, *gradients)
+        hopper_backward.hopper_backward(Backward(problem, out, lse, out, None, *gradients))
         if max(dims) <= 128:
-            hopper_one_pass.one_pass_backward(problem, out, lse, out, None, *gradients)
+            hopper_one_pass.one_pass_backward(Backward(problem, out, lse, out, None, *gradients))
     found = {x.kernel.__name__: x for x in launches if "hopper" in x.kernel.__name__}
     few = Problem(q[:, :8], k, v, softmax_scale=0.1, window_right=0, bottom_right=True)
     with recorded_launches() as launches:

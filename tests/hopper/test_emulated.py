@@ -22,6 +22,7 @@ from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
@@ -79,7 +80,7 @@ def run(
             gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
             views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
             doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
-            backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
+            backward(Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset))
             if any(report.bugs for report in reports.values()):
                 return reports
             for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):

@@ -12,7 +12,7 @@ from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
@@ -124,7 +124,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     with recorded_launches() as launches:
         hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
         if max(head_dims) <= 128:
-            hopper_fp8_one_pass.fp8_one_pass_backward(problem, out, lse, dout8, None, q, k, v)
+            hopper_fp8_one_pass.fp8_one_pass_backward(Backward(problem, out, lse, dout8, None, q, k, v))
         quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     return dict(zip(names, launches, strict=True))
@@ -193,7 +193,7 @@ def test_statistics_that_quantise_compiled(head_dim: int) -> None:
     descales = (torch.ones(1, 1, 1),) * 3 + (torch.ones(2, 4, 2),)
     problem = Problem(q, q, q, softmax_scale=0.1, descales=descales, scale_rows=128, halves=(dout,), dout_is_to_come=True)
     with recorded_launches() as launches:
-        tiled_statistics(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, None, 64)
+        tiled_statistics(Backward(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, q, q, q), 64)
     (report,) = compile_sound([request_for(launch, 90) for launch in launches])
     assert report.spill_store_bytes == report.stack_bytes == 0, str(report)
     assert report.instructions["STG"] <= 16, str(report.instructions)  # 8 bytes of dout at a time; by the byte 32 and more
@@ -217,7 +217,7 @@ def test_statistics_that_quantise(head_dim: int, device: str) -> None:
     results = []
     for own, own_dout in ((before, dout8), (to_come, data)):
         doffset = torch.empty(2, device=device)
-        statistics, tiles, _ = tiled_statistics(own, out, lse, own_dout, None, doffset, 64)
+        statistics, tiles, _ = tiled_statistics(Backward(own, out, lse, own_dout, None, own.q, own.k, own.v, doffset), 64)
         first = 64 * 2 * (1 + torch.arange(2, device=device) * tiles)  # a sequence of 70, in two tiles
         rows = first[:, None] + torch.tensor([*range(64), *range(128, 134)], device=device)
         results.append((doffset, statistics[rows], statistics[rows + 64]))

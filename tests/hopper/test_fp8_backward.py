@@ -14,7 +14,7 @@ from flexattn import emulator
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
@@ -224,7 +224,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     scale = Scale(torch.ones(2, 4, 2 if is_ragged else 1), 128)
     problem = Problem(q8, k8, v8, softmax_scale=0.1, descales=(scale.descale,) * 4, scale_rows=128, **own)
     with recorded_launches() as launches:
-        hopper_fp8_backward.fp8_backward(problem, out, lse, dout8, None, q, k, v)
+        hopper_fp8_backward.fp8_backward(Backward(problem, out, lse, dout8, None, q, k, v))
     names = [x.kernel.__name__.removeprefix("_attn_bwd_").removesuffix("_fp8_hopper_kernel") for x in launches]
     return dict(zip(names, launches, strict=True))
 
@@ -318,9 +318,8 @@ def test_mods_compiled(dims: tuple[int, int]) -> None:
             of_all = torch.ones(1, 1, 1)
             fp8 = dataclasses.replace(problem, q=q.to(E4M3), k=k.to(E4M3), v=v.to(E4M3), descales=(of_all,) * 4)
             fp8 = with_key_lists(fp8)
-            hopper_fp8_backward.fp8_backward(
-                fp8, v, torch.zeros(1, HEADS, 256), v.to(E4M3), None, *map(torch.zeros_like, (q, k, v))
-            )
+            gradients = map(torch.zeros_like, (q, k, v))
+            hopper_fp8_backward.fp8_backward(Backward(fp8, v, torch.zeros(1, HEADS, 256), v.to(E4M3), None, *gradients))
         for launch in launches:
             if "hopper" in launch.kernel.__name__:
                 requests.append(request_for(launch, 90))

@@ -15,7 +15,8 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import families
-from flexattn.kernels_triton.families import Backward, Policy
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
 from flexattn.kernels_triton.hopper import conditions

@@ -19,6 +19,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
 from flexattn.kernels_triton.hopper import conditions
@@ -132,7 +133,7 @@ def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
     for name in BACKWARDS if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else BACKWARDS[:1]:
         gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
         views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
-        backwards[name](problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views)
+        backwards[name](Backward(problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views))
         results |= {f"{name} {of}": t for of, t in zip(("dq", "dk", "dv"), gradients, strict=True)}
     return results
 

@@ -14,6 +14,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.emulator import Report
 from flexattn.functional import bind_call
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
 from flexattn.kernels_triton.hopper import conditions
@@ -85,7 +86,7 @@ def test_emulated(seed: int) -> None:
         views = [as_bshd(t, fmt) for t, fmt in zip(gradients.values(), formats, strict=True)]
         doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
         with emulated(seed, hopper_backward, hopper_one_pass) as reports:
-            backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset)
+            backward(Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset))
         check_reports(reports)
         if doffset is not None:
             gradients["dsoftmax_offset"] = doffset.to(call.tensors["softmax_offset"].dtype)

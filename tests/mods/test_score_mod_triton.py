@@ -16,6 +16,7 @@ from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.dispatch.program import OPS
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, CompileRequest, request_for
 from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.mods import lowering
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
@@ -382,7 +383,7 @@ def requests(make_mods: Any, sm: int, head_dim: int) -> list[CompileRequest]:
     with recorded_launches() as launches:
         attention_forward(problem, out, lse, tile=problem.tile(configs.FORWARD, sm))
         tiles = (problem.tile(configs.DQ, sm), problem.tile(configs.DKDV, sm))
-        attention_backward(problem, out, lse, dout, None, dq, dk, dv, None, None, *tiles, captured)
+        attention_backward(Backward(problem, out, lse, dout, None, dq, dk, dv, dcaptures=captured), *tiles)
         if captured:
             statistics = (*torch.zeros(3, *lse.shape), torch.zeros(1, dtype=torch.int32), lse)
             tile = problem.tile(configs.BIAS_GRADIENT, sm)
@@ -431,6 +432,7 @@ from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 
@@ -452,7 +454,7 @@ def run(batch, heads, length, scale, with_blocks):
     with recorded_launches() as launches:
         attention_forward(problem, torch.zeros_like(x.q), lse, tile=TILE)
         gradients = [torch.zeros_like(t) for t in (x.q, x.k, x.v)]
-        attention_backward(problem, x.q, lse, x.q, None, *gradients, None, None, TILE, TILE, [table.detach()])
+        attention_backward(Backward(problem, x.q, lse, x.q, None, *gradients, dcaptures=[table.detach()]), TILE, TILE)
     for launch in launches:
         launch.kernel.warmup(*launch.arguments, grid=(1,), num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages)
     return [launch.kernel for launch in launches]

@@ -12,6 +12,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients, as_bshd
 from flexattn.kernels_triton.common import problem
 from flexattn.kernels_triton.common.preprocess import new_statistics, row_statistics
+from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.portable import backward as backward_kernels
 from flexattn.kernels_triton.portable import forward as forward_kernels
 from flexattn.kernels_triton.runtime.launch import Tile
@@ -350,7 +351,7 @@ def test_wrong_cu_seqlens_stay_in_bounds(values: list[int], gaps: bool, device: 
     out, dq, dk, dv = inside(4, 7.0), inside(4, 7.0), inside(2, 7.0), inside(2, 7.0)
     lse = torch.zeros(4, total, device=device)
     forward_kernels.attention_forward(given_to_kernels, out, lse)
-    backward_kernels.attention_backward(given_to_kernels, out.nan_to_num(), lse, inside(4, 1.0), None, dq, dk, dv)
+    backward_kernels.attention_backward(Backward(given_to_kernels, out.nan_to_num(), lse, inside(4, 1.0), None, dq, dk, dv))
     for t in (out, dq, dk, dv):
         whole = t._base
         assert whole is not None
@@ -426,7 +427,8 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
     doffset = torch.empty_like(offset)
     rows = (as_bshd(out, fmt), lse, as_bshd(dout, fmt))
-    alone = row_statistics(triton_backend.to_problem(spec, x), *rows, dlse, doffset)
+    problem = triton_backend.to_problem(spec, x)
+    alone = row_statistics(Backward(problem, *rows, dlse, problem.q, problem.k, problem.v, doffset))
     # torch.empty is filled with NaN here: what is not written is equal too.
     torch.testing.assert_close(alone[:2], left[0][0][:2], rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(doffset, gradients.dsoftmax_offset, rtol=1e-4, atol=1e-5)

@@ -22,7 +22,7 @@ from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import recorded_launches
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 
 HEADS, D = 6, 72  # a head dim of which 16 is no divisor: strides are then not always multiples of 16
 TILE = Tile(64, 64, 4, 1)
@@ -48,7 +48,7 @@ def run(batch, sq, skv, fmt, window, scale, offset):
         attention_forward(problem, out, lse, torch.zeros(HEADS), tile=TILE)
         attention_forward(problem, out, lse, None, tile=TILE, splits=1 + batch)
         gradients = [torch.zeros_like(t) for t in (q, k, v)]
-        attention_backward(problem, out, lse, out, lse, *gradients, bias.clone(), None, TILE, TILE)
+        attention_backward(Backward(problem, out, lse, out, lse, *gradients, dbias=bias.clone()), TILE, TILE)
     for launch in launches:
         launch.kernel.warmup(*launch.arguments, grid=(1,), num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages)
     return [launch.kernel for launch in launches]

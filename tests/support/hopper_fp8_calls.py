@@ -12,7 +12,7 @@ import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
@@ -226,7 +226,7 @@ def run_backward(
     out, lse, dout = (t.to(device) for t in (as_bshd(backward.out, spec.q_format), backward.lse, backward.dout))
     assert kernels.unsupported(problem, out, dout) in (None, "it is written for Hopper, sm_90")
     run = kernels.fp8_backward if hasattr(kernels, "fp8_backward") else kernels.fp8_one_pass_backward
-    run(problem, out, lse, dout, None, *views, doffset, tile)
+    run(Backward(problem, out, lse, dout, None, *views, doffset), tile)
     return grads
 
 
