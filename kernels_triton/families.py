@@ -265,14 +265,14 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
     def ask(question: Callable[[Backward], Any], call: Backward) -> Any:
         """Puts a question about the call in a half type, of which no memory is made for that."""
         x = call.problem
-        problem, dout = _hopper("fp8_backward_fused").in_half(x, call.dout, call.dq.dtype, "meta")
+        problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.dq.dtype, "meta")
         with pretended_device(capability_of(x.device), num_processors(x.device)):
             return question(call._replace(problem=problem, dout=dout))
 
     def run(call: Backward, tile: Any) -> None:
-        kernels = _hopper("fp8_backward_fused")
-        problem, dout = kernels.in_half(call.problem, call.dout, call.dq.dtype)
-        kernels.fill_half(call.problem, call.dout, problem, dout)
+        kernels = _hopper("fp8_backward_operands")
+        problem, dout = kernels.in_16_bits(call.problem, call.dout, call.dq.dtype)
+        kernels.fill_16_bits(call.problem, call.dout, problem, dout)
         family.run(call._replace(problem=problem, dout=dout), tile)
 
     return replace(

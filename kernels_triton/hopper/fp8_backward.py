@@ -69,7 +69,12 @@ from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
     DqTiles,
     QueryTile,
 )
-from flexattn.kernels_triton.hopper.fp8_backward_fused import backward_descales, halves_of, is_plain, unsupported_operands
+from flexattn.kernels_triton.hopper.fp8_backward_operands import (
+    backward_descales,
+    copies_in_16_bits,
+    is_plain,
+    unsupported_operands,
+)
 from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pairs import (
@@ -777,7 +782,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     size = tile.block_m
     has_lengths = x.cu_seqlens_q is not None
     statistics, tiles, large = tiled_statistics(call, size)
-    q16, k16, dout16 = halves_of(x, dout, dq.dtype)
+    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
     score_meta = x.score_meta()
 
     def meta(stages: tuple[int, ...], rows: int, splits_columns: bool, **own: int) -> Fp8BackwardMeta:

@@ -8,8 +8,7 @@ what the FP8 one stands for.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,9 +45,6 @@ from flexattn.kernels_triton.hopper.barriers import (
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_queries, query_block
 from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
 from flexattn.kernels_triton.hopper.descriptors import (
-    DTYPES,
-    FP8_DTYPES,
-    descriptor_error,
     load_rows,
     load_statistics,
     ragged_descriptor,
@@ -61,7 +57,6 @@ from flexattn.kernels_triton.hopper.fp8 import (
     KeyTile,
     LargeLse,
     Place,
-    Scale,
     Step,
     allocate_factors,
     head_at,
@@ -69,19 +64,22 @@ from flexattn.kernels_triton.hopper.fp8 import (
     load_head_scores,
     origin_of,
     read_factor,
-    scale_error,
-    scales_of,
     sequence_of,
     step_of,
     write_factor,
+)
+from flexattn.kernels_triton.hopper.fp8_backward_operands import (
+    backward_descales,
+    copies_in_16_bits,
+    is_plain,
+    unsupported_operands,
 )
 from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pairs import Origin, allocate_tiles
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
-from flexattn.kernels_triton.hopper.quantize import dequantize
 from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch
+from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
 class Fp8OnePassTile(NamedTuple):
@@ -496,84 +494,12 @@ def tile_of(problem: Problem) -> Fp8OnePassTile:
     return next(tile for tile in FP8_ONE_PASS if width <= tile.head_dim and tile.queries <= most)
 
 
-def backward_descales(problem: Problem) -> BackwardDescales:
-    q, k, v, dout = (scale.argument for scale in scales_of(problem))
-    return BackwardDescales(q=q, k=k, v=v, dout=dout)
-
-
-def is_plain(score_meta: dict[str, Any]) -> bool:
-    """Whether a logit is a scaled score, of a problem with such `score_meta`."""
-    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
-    return not any(score_meta[name] for name in adds)
-
-
-def halves_of(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and dout in a half type: as they came, where the copy engine takes them so, else dequantised."""
-    x = problem
-    given = dict(zip(("dout", "q", "k"), x.halves, strict=False))
-    scales = scales_of(x)
-
-    def half(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
-        found = given.get(name)
-        if found is not None and found.dtype is dtype and descriptor_error(name, found) is None:
-            return found
-        return dequantize(x, side, t, scale, torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format))
-
-    return half("q", "q", x.q, scales[0]), half("k", "kv", x.k, scales[1]), half("dout", "q", dout, scales[3])
-
-
-def in_half(problem: Problem, dout: Tensor, dtype: torch.dtype, device: torch.device | str | None = None) -> tuple[Problem, Tensor]:
-    """The same backward for the kernels of a half type: the problem and dout, whose q, k and v and which itself are not written
-    yet, unless dout came so; `fill_half` does that.
-
-    device: "meta" to ask about it alone, without memory; None: theirs.
-    """
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "memory_format": torch.contiguous_format}
-    q, k, v, half = (torch.empty_like(t, **options) for t in (*_of(problem), dout))
-    if problem.dout_is_to_come:
-        half = problem.halves[0]
-    return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0, dout_is_to_come=False), half
-
-
-def fill_half(problem: Problem, dout: Tensor, half: Problem, half_dout: Tensor) -> None:
-    targets = _of(half) if problem.dout_is_to_come else (*_of(half), half_dout)
-    for side, t, scale, out in zip(("q", "kv", "kv", "q"), (*_of(problem), dout), scales_of(problem), targets, strict=False):
-        dequantize(problem, side, t, scale, out)  # type: ignore[arg-type]
-
-
-def _of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    return problem.q, problem.k, problem.v
-
-
 def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns why the kernel cannot run this problem's backward; None: it can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
     return unsupported_operands(x, out, dout) or unsupported_block_mask(x, (tile_of(x).queries, KEYS))
-
-
-def unsupported_operands(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns what `unsupported` says whatever the head dims and the tiles."""
-    x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
-    if out.dtype not in DTYPES:
-        return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
-    for has, what in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
-        if has:
-            return f"it does not do {what} yet"
-    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
-        return "there is nothing to load"
-    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
-        return "its statistics are more than the copy engine's coordinates reach"
-    names, heads = ("q", "k", "v", "dout"), (x.num_heads, x.num_heads_kv, x.num_heads_kv, x.num_heads)
-    for name, t, scale, h in zip(names, (x.q, x.k, x.v, dout), scales_of(x), heads, strict=True):
-        if t.dtype not in FP8_DTYPES:
-            return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
-        if error := descriptor_error(name, t) or scale_error(name, scale, x, h, KEYS):
-            return error
-    return descriptor_error("out", out)
 
 
 def slower(problem: Problem) -> str | None:
@@ -603,7 +529,7 @@ def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) ->
     programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
     section = section_of(x, x.num_heads_kv, bytes_per_head)
-    q16, k16, dout16 = halves_of(x, dout, dq.dtype)
+    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
     score_meta = x.score_meta()
     meta = Fp8OnePassMeta(
         IS_RAGGED_Q=x.q.dim() == 3,

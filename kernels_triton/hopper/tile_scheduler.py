@@ -35,18 +35,6 @@ def section_of(problem: Problem, heads: int, bytes_per_head: int) -> int:
     return min(heads, 2) if x.cu_seqlens_q is not None else heads_per_section(heads * x.batch, bytes_per_head)
 
 
-@gluon.jit
-def sequences(b, cu_seqlens, batch, num_tokens_q, num_tokens_kv, max_seqlen_q, max_seqlen_kv, META: gl.constexpr):
-    cu_seqlens_q_ptr, cu_seqlens_kv_ptr, cu_seqlens_q_padded_ptr, cu_seqlens_kv_padded_ptr = cu_seqlens
-    start_q, len_q = load_sequence(
-        Lengths(cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch, num_tokens_q, max_seqlen_q), b, META.IS_RAGGED_Q
-    )
-    start_kv, len_kv = load_sequence(
-        Lengths(cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch, num_tokens_kv, max_seqlen_kv), b, META.IS_RAGGED_KV
-    )
-    return start_q, len_q, start_kv, len_kv
-
-
 class Sequence(NamedTuple):
     """Where the queries and the keys of one sequence are, inside a kernel."""
 

@@ -17,7 +17,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_backward_operands
 from flexattn.kernels_triton.hopper.fp8 import Scale
 from flexattn.kernels_triton.hopper.fp8_backward import FP8_BACKWARD, Fp8BackwardTile
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
@@ -345,7 +345,7 @@ def test_mods_compiled(dims: tuple[int, int]) -> None:
 def test_what_it_leaves_to_others(
     dims: tuple[int, int], block_rows: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_fp8_one_pass, "capability_of", lambda device: 90)
+    monkeypatch.setattr(fp8_backward_operands, "capability_of", lambda device: 90)
     q, v = (torch.zeros(2, 256, 4, dim) for dim in dims)
     descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
     q8, v8 = q.to(E4M3), v.to(E4M3)

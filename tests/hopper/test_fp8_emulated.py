@@ -19,7 +19,7 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
-from flexattn.kernels_triton.hopper import conditions
+from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
@@ -290,7 +290,7 @@ def test_what_a_backward_runs_on(
 ) -> None:
     """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
     modules = (hopper_fp8_one_pass, hopper_fp8_backward, hopper_one_pass, hopper_backward)
-    for module in (hopper_fp8_one_pass, conditions):
+    for module in (fp8_backward_operands, conditions):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
     monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))

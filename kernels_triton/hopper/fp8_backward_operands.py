@@ -1,0 +1,92 @@
+"""Operands of the FP8 backward kernels for sm_90: scales, copies of q, k and dout in 16 bits, the reasons not to take a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper.conditions import KEYS
+from flexattn.kernels_triton.hopper.descriptors import DTYPES, FP8_DTYPES, descriptor_error
+from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, Scale, scale_error, scales_of
+from flexattn.kernels_triton.hopper.quantize import dequantize
+from flexattn.kernels_triton.runtime.launch import capability_of
+
+
+def backward_descales(problem: Problem) -> BackwardDescales:
+    """Returns the descales of the problem's four operands, as the kernels take them."""
+    q, k, v, dout = (scale.argument for scale in scales_of(problem))
+    return BackwardDescales(q=q, k=k, v=v, dout=dout)
+
+
+def is_plain(score_meta: dict[str, Any]) -> bool:
+    """Returns whether a logit is a scaled score and nothing else, given `Problem.score_meta`."""
+    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
+    return not any(score_meta[name] for name in adds)
+
+
+def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and dout in 16 bits: as the caller gave them where the copy engine reads those, else dequantised."""
+    x = problem
+    given = dict(zip(("dout", "q", "k"), x.halves, strict=False))
+    scales = scales_of(x)
+
+    def copy(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
+        own = given.get(name)
+        if own is not None and own.dtype is dtype and descriptor_error(name, own) is None:
+            return own
+        return dequantize(x, side, t, scale, torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format))
+
+    return copy("q", "q", x.q, scales[0]), copy("k", "kv", x.k, scales[1]), copy("dout", "q", dout, scales[3])
+
+
+def in_16_bits(
+    problem: Problem, dout: Tensor, dtype: torch.dtype, device: torch.device | str | None = None
+) -> tuple[Problem, Tensor]:
+    """Returns (the problem, dout) of the same backward for the 16-bit kernels.
+
+    q, k, v and dout are empty until `fill_16_bits` writes them; a dout that came in 16 bits is there already.
+
+    device: "meta" to choose a kernel without memory; None: the device of the inputs.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "memory_format": torch.contiguous_format}
+    q, k, v, dout16 = (torch.empty_like(t, **options) for t in (problem.q, problem.k, problem.v, dout))
+    if problem.dout_is_to_come:
+        dout16 = problem.halves[0]
+    return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0, dout_is_to_come=False), dout16
+
+
+def fill_16_bits(problem: Problem, dout: Tensor, problem16: Problem, dout16: Tensor) -> None:
+    """Dequantises into what `in_16_bits` left empty."""
+    targets = [problem16.q, problem16.k, problem16.v]
+    if not problem.dout_is_to_come:
+        targets.append(dout16)
+    inputs = (problem.q, problem.k, problem.v, dout)
+    for side, t, scale, out in zip(("q", "kv", "kv", "q"), inputs, scales_of(problem), targets, strict=False):
+        dequantize(problem, side, t, scale, out)  # type: ignore[arg-type]
+
+
+def unsupported_operands(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why neither FP8 backward can run this problem, whatever its head dims and their tiles; None: they can."""
+    x = problem
+    if capability_of(x.device) != 90:
+        return "it is written for Hopper, sm_90"
+    if out.dtype not in DTYPES:
+        return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
+    for has, what in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
+        if has:
+            return f"it does not do {what} yet"
+    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
+        return "there is nothing to load"
+    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
+        return "its statistics are more than the copy engine's coordinates reach"
+    names, heads = ("q", "k", "v", "dout"), (x.num_heads, x.num_heads_kv, x.num_heads_kv, x.num_heads)
+    for name, t, scale, h in zip(names, (x.q, x.k, x.v, dout), scales_of(x), heads, strict=True):
+        if t.dtype not in FP8_DTYPES:
+            return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(t.dtype).removeprefix('torch.')}"
+        if error := descriptor_error(name, t) or scale_error(name, scale, x, h, KEYS):
+            return error
+    return descriptor_error("out", out)
