@@ -196,7 +196,7 @@ def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], d
     FlexAttention is left out: torch.compile's backward takes no retained graph, as it reuses the buffers that the forward saved
     ("donated buffers").
     """
-    from flexattn import calls
+    from flexattn import call_cache
 
     timed: dict[str, Callable[[], Any]] = {}
     for name, forward in forwards.items():
@@ -205,7 +205,7 @@ def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], d
         _set_family(name)
         outs = {name: forward()}
         if name.startswith("flexattn"):
-            calls.clear_cache()
+            call_cache.clear_cache()
             outs[f"{name}, first call"] = forward()
         for graph, out in outs.items():
             seed = dout if out.shape == dout.shape else torch.ones_like(out)
@@ -254,7 +254,7 @@ def _frontend(rounds: int) -> Iterator[Row]:
 def stages(has_gpu: bool) -> dict[str, float]:
     """Microseconds of the parts of one call, each alone, the least of many rounds; the last two are other calls."""
     import flexattn
-    from flexattn import calls
+    from flexattn import call_cache
     from flexattn.dispatch import options
     from flexattn.kernels_triton.runtime import launch
 
@@ -268,12 +268,12 @@ def stages(has_gpu: bool) -> dict[str, float]:
     for _ in range(3):
         attend()
     seen: list[Any] = []
-    original = calls.look_up
-    calls.look_up = lambda *given: (seen.append(given), original(*given))[1]  # type: ignore[func-returns-value]
+    original = call_cache.look_up
+    call_cache.look_up = lambda *given: (seen.append(given), original(*given))[1]  # type: ignore[func-returns-value]
     attend()
-    calls.look_up = original
-    request, call = original(*seen[0])
-    assert request is not None
+    call_cache.look_up = original
+    key, call = original(*seen[0])
+    assert key is not None
     assert call is not None
     assert call.tape is not None
     tape = call.tape
@@ -283,16 +283,16 @@ def stages(has_gpu: bool) -> dict[str, float]:
     wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int
 
     def anew() -> None:
-        calls.clear_cache()
+        call_cache.clear_cache()
         attend()
 
     found = {
         "the whole call": attend,
         "  the key and the look-up": lambda: original(*seen[0]),
-        "    of it: modes, switches, environment": calls._state,
+        "    of it: modes, switches, environment": call_cache._state,
         "      of it: the environment": options.snapshot,
-        "    of it: the key's hash": lambda: hash(request.key),
-        "  what is played: memory, addresses, the launch": lambda: call.run(request, False),
+        "    of it: the key's hash": lambda: hash(key.parts),
+        "  what is played: memory, addresses, the launch": lambda: call.run(key, False),
         "    of it: memory for out and lse": lambda: [tape.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: step(launch.current_stream(device), addresses),
         "a call with a key that is new (lengths that never came)": anew,

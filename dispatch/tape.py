@@ -1,9 +1,9 @@
 """A backend's run of a call, taken down once and played again: the allocations, the launches and torch's own ops, and no decision.
 
 What a launcher does depends on nothing but the shapes, strides, dtypes, numbers and device that it is given, so a call that is like
-an earlier one in all of these (`flexattn.calls` has the key) can skip everything between its tensors and the driver. Taken down are
-torch's ops, by a dispatch mode, and the launches and cuDNN's plans, which the backend tells. Of a tensor that only kernels see, the
-address is enough: views are not made again.
+an earlier one in all of these (`flexattn.call_cache` has the key) can skip everything between its tensors and the driver. Taken
+down are torch's ops, by a dispatch mode, and the launches and cuDNN's plans, which the backend tells. Of a tensor that only kernels
+see, the address is enough: views are not made again.
 """
 
 from __future__ import annotations

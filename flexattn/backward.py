@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import calls, ops, validation
+from flexattn import call_cache, ops, validation
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands
 from flexattn.first_order import guarded
 from flexattn.functional import prepare
@@ -96,7 +96,7 @@ def attention_backward(
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
     _check_kinds(q, k, v)
-    request, call = None, None
+    key, call = None, None
     operands = (
         bias,
         alibi_slopes,
@@ -115,7 +115,7 @@ def attention_backward(
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
-        request, call = calls.look_up((q, k, v, *operands, out, lse, dout, dlse), others, window_size, mods)
+        key, call = call_cache.look_up((q, k, v, *operands, out, lse, dout, dlse), others, window_size, mods)
     is_new = call is None
     if call is None:
         with torch.enable_grad():  # for what the mods capture
@@ -158,15 +158,15 @@ def attention_backward(
                 is_backward=True,
             )
         _check(x, settings, out, lse, dout, dlse)
-        if request is not None:
-            call = calls.new_call(request, x, settings, alibi_slopes)
+        if key is not None:
+            call = call_cache.new_call(key, x, settings, alibi_slopes)
     out, lse = out.contiguous(), lse.contiguous()  # as the kernels have them in any other backward
     with torch.no_grad():
-        if request is not None and call is not None:
-            inputs, settings = call.inputs(request), call.settings
+        if key is not None and call is not None:
+            inputs, settings = call.inputs(key), call.settings
             found, x = call.backward(inputs, out, lse, dout, dlse), call.operands(inputs)
             if is_new:
-                calls.remember(request, call)
+                call_cache.remember(key, call)
         else:
             found = ops.gradients(x, settings, out, lse, dout, dlse)
     flags = ops.captures_with_gradients(settings.mods)

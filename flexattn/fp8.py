@@ -410,7 +410,7 @@ def make_plan(
     needs_grad: bool,
     dropout: bool,
     backend: str,
-) -> tuple[fp8_ops.Plan | None, dict[str, Any]]:
+) -> tuple[fp8_ops.QuantizeConfig | None, dict[str, Any]]:
     """How q, k and v are quantised, None where they come in FP8 or stay as they are; and what of `ops.Settings` is FP8's."""
     given = q.dtype in FP8_DTYPES
     if recipe is None and not given:
@@ -455,7 +455,7 @@ def make_plan(
         )
     grad_dtype = str(recipe.grad_dtype).removeprefix("torch.")
     how = (recipe.granularity, recipe.rows, recipe.margin, recipe.rotation, grad_dtype, recipe.keeps_16_bit(q.device))
-    return fp8_ops.Plan(*how, recipe.quantises_dout(q.device, backend)), fields
+    return fp8_ops.QuantizeConfig(*how, recipe.quantises_dout(q.device, backend)), fields
 
 
 def _reads_16_bit(device: torch.device) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn import calls, fp8, fp8_ops, ops, validation
-from flexattn.calls import Call, Request
+from flexattn import call_cache, fp8, fp8_ops, ops, validation
+from flexattn.call_cache import CachedCall, CallKey
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.select import Backend
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
@@ -44,7 +44,7 @@ class _State:
         return found
 
 
-class Fp8Call(Call):
+class Fp8Call(CachedCall):
     """Its tensors end with the descales of q, k and v and with a state's; those for a backward with descales, q and k as they came,
     and dout's scale and history.
 
@@ -58,7 +58,7 @@ class Fp8Call(Call):
         settings: ops.Settings,
         names: Sequence[str],
         sources: Sequence[int | Tensor | None],
-        plan: fp8_ops.Plan | None,
+        plan: fp8_ops.QuantizeConfig | None,
         recipe: fp8.Recipe | None,
     ) -> None:
         super().__init__(x if plan is None else fp8_ops.planned(x, settings, plan), settings, names, sources)
@@ -74,10 +74,10 @@ class Fp8Call(Call):
         self.given += [self.num_inputs + i for i, is_there in enumerate(more) if is_there]
         self.num_saved = self.num_inputs + len(more)
 
-    def run(self, request: Request, returns_lse: bool) -> Any:
-        tensors, addresses = request.tensors, request.addresses
+    def run(self, key: CallKey, returns_lse: bool) -> Any:
+        tensors, addresses = key.tensors, key.addresses
         if not self.is_as_given:
-            tensors, addresses = self._inputs(request)
+            tensors, addresses = self._inputs(key)
         if self.spec.needs_grad:
             return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
         out, lse, max_logit, *more = self.forward(tensors, addresses)
@@ -105,7 +105,7 @@ class Fp8Call(Call):
         return out, lse, max_logit if self.spec.return_max_logit else None, *kept
 
     def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
-        backend = ops.backend_of(self.spec, "forward", self.request, self.operands(tensors))
+        backend = ops.backend_of(self.spec, "forward", self.backend, self.operands(tensors))
         return record(
             backend, lambda: self.compute(tensors), tensors, tuple, self.device, also=_quantiser(backend), inlined=fp8_ops.KERNELS
         )
@@ -114,9 +114,9 @@ class Fp8Call(Call):
         return self.operator_backward(inputs)
 
     def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
-        backend = ops.backend_of(spec, "backward", self.request, self.operands(inputs))
+        backend = ops.backend_of(spec, "backward", self.backend, self.operands(inputs))
         how: Any = {"also": _quantiser(backend), "inlined": fp8_ops.KERNELS}
-        return record(backend, lambda: self.operator_backward(inputs), inputs, calls.flat_gradients, self.device, **how)
+        return record(backend, lambda: self.operator_backward(inputs), inputs, call_cache.flat_gradients, self.device, **how)
 
     def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
         *more, scale, history = inputs[self.num_inputs : -4]
@@ -134,7 +134,7 @@ def _quantiser(backend: Backend) -> Backend | None:
 
 
 class _Attention(torch.autograd.Function):
-    """As that of `calls`."""
+    """Same as `call_cache._Attention`, for FP8."""
 
     @staticmethod
     def forward(ctx: Any, made: tuple[Fp8Call, Sequence[Any], list[int], bool], *leaves: Tensor) -> tuple[Any, ...]:
@@ -155,7 +155,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return calls.run_backward(ctx, dout, dlse, ctx.history)
+        return call_cache.run_backward(ctx, dout, dlse, ctx.history)
 
 
-_record: Any = super(torch.autograd.Function, _Attention).apply  # as that of `calls`
+_record: Any = super(torch.autograd.Function, _Attention).apply  # as in `call_cache`

@@ -42,7 +42,7 @@ class State(Protocol):
     def history(self, name: str) -> Tensor: ...
 
 
-class Plan(NamedTuple):
+class QuantizeConfig(NamedTuple):
     """The static half of quantising inside, in types that an operator's schema has."""
 
     granularity: str
@@ -167,7 +167,7 @@ for _name, _call, _fake in (
     KERNELS[getattr(torch.ops.flexattn, _name).default] = _call
 
 
-def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
+def attention(x: Operands, settings: ops.Settings, plan: QuantizeConfig, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) of a checked call on 16-bit q, k and v; out and lse are differentiable."""
     ops.refuse_transforms(x)
     if settings.needs_grad:
@@ -177,7 +177,9 @@ def attention(x: Operands, settings: ops.Settings, plan: Plan, state: State | No
     return forward(x, settings, plan, state)[0]
 
 
-def forward(x: Operands, settings: ops.Settings, plan: Plan, state: State | None) -> tuple[tuple[Tensor, Tensor, Tensor], Operands]:
+def forward(
+    x: Operands, settings: ops.Settings, plan: QuantizeConfig, state: State | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Operands]:
     """(out, lse, max_logit) without autograd, and the call in FP8."""
     x8 = _quantized(x, settings, plan, _delayed(state))
     return tuple(ops._forward_op(*x8, *settings)), x8
@@ -204,7 +206,7 @@ def _delayed(state: State | None) -> _Delayed:
     return _Delayed(*of_qkv, scale("dout"), history("dout"))
 
 
-def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
+def planned(x: Operands, settings: ops.Settings, plan: QuantizeConfig) -> Operands:
     """The call as its kernels would get it, for `explain` and `warmup`: q, k, v and descales with arbitrary values."""
     q_format, kv_format = parse_format(settings.qkv_format)
     of_q, of_kv = (x.q, q_format, x.cu_seqlens_q, x.max_seqlen_q), (x.k, kv_format, x.cu_seqlens_kv, x.max_seqlen_kv)
@@ -214,7 +216,7 @@ def planned(x: Operands, settings: ops.Settings, plan: Plan) -> Operands:
     return x._replace(q=q, k=k, v=v, descales=[x.q.new_ones(size, dtype=torch.float32) for size in sizes])
 
 
-def _quantized(x: Operands, settings: ops.Settings, plan: Plan, delayed: _Delayed) -> Operands:
+def _quantized(x: Operands, settings: ops.Settings, plan: QuantizeConfig, delayed: _Delayed) -> Operands:
     """The call with q, k and v in FP8 and their descales."""
     of_q = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     of_kv = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
@@ -226,7 +228,7 @@ def _quantized(x: Operands, settings: ops.Settings, plan: Plan, delayed: _Delaye
 def gradients(
     x: Operands,
     settings: ops.Settings,
-    plan: Plan,
+    plan: QuantizeConfig,
     scale: Tensor | None,
     history: Tensor | None,
     out: Tensor,
@@ -255,13 +257,13 @@ def gradients(
     return found._replace(dq=dq, dk=dk)
 
 
-_ENDS = tuple(itertools.accumulate(len(kind._fields) for kind in (Operands, ops.Settings, Plan, _Delayed)))
+_ENDS = tuple(itertools.accumulate(len(kind._fields) for kind in (Operands, ops.Settings, QuantizeConfig, _Delayed)))
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")
 
 
-def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, Plan, _Delayed]:
+def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, QuantizeConfig, _Delayed]:
     a, b, c, d = _ENDS
-    x, settings, plan, delayed = Operands(*call[:a]), ops.Settings(*call[a:b]), Plan(*call[b:c]), _Delayed(*call[c:d])
+    x, settings, plan, delayed = Operands(*call[:a]), ops.Settings(*call[a:b]), QuantizeConfig(*call[b:c]), _Delayed(*call[c:d])
     num_mods, lists = call[d], call[d + 1 :]
     return x._replace(mod_tensors=lists[:num_mods], block_mask=lists[num_mods:]), settings, plan, delayed
 

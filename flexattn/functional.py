@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from flexattn import calls, fp8, fp8_calls, fp8_ops, ops, validation
+from flexattn import call_cache, fp8, fp8_calls, fp8_ops, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
@@ -275,7 +275,7 @@ def attention(
         ... ).shape
         torch.Size([8, 2, 64])
     """
-    request, call = None, None
+    key, call = None, None
     is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)
     if not torch.compiler.is_compiling():
         tensors: tuple[Tensor | None, ...] = (q, k, v)
@@ -297,9 +297,9 @@ def attention(
             tensors += (descale_q, descale_k, descale_v, *of_state)
             others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
         if of_state is not None:
-            request, call = calls.look_up(tensors, others, window_size, mods)
-        if request is not None and call is not None:
-            out, lse, max_logit = call.run(request, return_lse)
+            key, call = call_cache.look_up(tensors, others, window_size, mods)
+        if key is not None and call is not None:
+            out, lse, max_logit = call.run(key, return_lse)
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)
     if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
         from flexattn.sharded import attend_sharded
@@ -374,12 +374,12 @@ def attention(
         backend=backend,
     )
     to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
-    if request is not None and not (to_fp8 and settings.needs_grad):
+    if key is not None and not (to_fp8 and settings.needs_grad):
         kind = functools.partial(fp8_calls.Fp8Call, plan=plan, recipe=fp8_recipe) if is_fp8 else None
-        call = calls.new_call(request, x, settings, alibi_slopes, kind)
+        call = call_cache.new_call(key, x, settings, alibi_slopes, kind)
         if call is not None:
-            out, lse, max_logit = call.run(request, return_lse)
-            calls.remember(request, call)
+            out, lse, max_logit = call.run(key, return_lse)
+            call_cache.remember(key, call)
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)
     if x.dropout_p > 0.0 and rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(q.device))
@@ -500,7 +500,7 @@ def prepare(
     return_max_logit: bool,
     backend: str | None,
     is_backward: bool = False,
-) -> tuple[Operands, ops.Settings, fp8_ops.Plan | None]:
+) -> tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None]:
     """The arguments, checked and sorted into what varies from call to call and what does not, for whoever makes a call of them.
 
     Last: how q, k and v are to be quantised, or None. is_backward: whether a backward is all that will run, which wants gradients

@@ -21,7 +21,7 @@ from tests.support import forked
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports triton, which reads it once per kernel
 
-from flexattn import calls
+from flexattn import call_cache
 
 ROOT = Path(__file__).parent.parent
 
@@ -108,7 +108,7 @@ def tracked_files() -> list[Path]:
 @pytest.fixture(autouse=True)
 def no_call_is_known() -> None:
     """Each test's first call is an ordinary one: what a test before it made, or patched, is forgotten."""
-    calls.clear_cache()
+    call_cache.clear_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import attention_backward, calls, ops
+from flexattn import attention_backward, call_cache, ops
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.reference import reference_gradients
 from flexattn.functional import bind_call
@@ -199,7 +199,7 @@ def test_parts_add_up_on_cudnn(case: str) -> None:
 @pytest.mark.parametrize("case", ["plain", "sink", "mods"])
 def test_kept_calls_give_the_same_as_the_first(case: str) -> None:
     check_case(case, 2, "eager", torch.float32, has_dlse=case != "plain", times=4)
-    assert calls.cache_info()["hits"] > 0
+    assert call_cache.cache_info()["hits"] > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

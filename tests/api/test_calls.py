@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
-from flexattn import calls
+from flexattn import call_cache
 from flexattn.dispatch import eager_backend, tape
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
@@ -111,14 +111,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The keys of the calls that are made, None for one without."""
     found: list[Any] = []
-    original = calls.look_up
+    original = call_cache.look_up
 
     def look_up(*arguments: Any) -> Any:
-        request, call = original(*arguments)
-        found.append(None if request is None else request.key)
-        return request, call
+        key, call = original(*arguments)
+        found.append(None if key is None else key.parts)
+        return key, call
 
-    monkeypatch.setattr(calls, "look_up", look_up)
+    monkeypatch.setattr(call_cache, "look_up", look_up)
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_changed_argument_is_another_key(name: str, keys: list[Any]) -> None:
         torch.manual_seed(0)
         again = flexattn.attention(**call)
         assert torch.equal(again, wanted)
-    calls.clear_cache()
+    call_cache.clear_cache()
     fresh = flexattn.attention(**call | change)
     for _ in range(3):
         flexattn.attention(**call)
@@ -179,7 +179,7 @@ def test_what_is_around_a_call_is_in_its_key(name: str, keys: list[Any], monkeyp
         flexattn.attention(**call)
     with STATES[name](monkeypatch, call) or nullcontext():
         got = flexattn.attention(**call)
-        calls.clear_cache()
+        call_cache.clear_cache()
         assert torch.equal(got, flexattn.attention(**call))
     assert keys[0] == keys[1] == keys[2]
     assert keys[0] is not None
@@ -247,7 +247,7 @@ def test_a_default_device_leaves_calls_their_key(keys: list[Any]) -> None:
         for _ in range(3):
             flexattn.attention(**base())
     assert keys[0] is not None
-    assert calls.cache_info()["hits"] == 2
+    assert call_cache.cache_info()["hits"] == 2
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_gradients_are_those_of_an_ordinary_call() -> None:
     wanted = gradients()
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(gradients(), wanted, strict=True))
-    assert calls.cache_info()["hits"] == 4
+    assert call_cache.cache_info()["hits"] == 4
     out = flexattn.attention(**call)[0]
     only_lse = flexattn.attention(**call, return_lse=True)[1]
     assert only_lse.requires_grad
@@ -305,7 +305,7 @@ def test_a_backward_is_kept_for_the_strides_of_dout() -> None:
     for dout in (first, first.transpose(1, 2).contiguous().transpose(1, 2)):
         for _ in range(3):
             flexattn.attention(**call).backward(dout)
-    (kept,) = [one for one in calls._calls.values() if one is not None]
+    (kept,) = [one for one in call_cache._calls.values() if one is not None]
     assert len(kept.backwards) == 2
 
 
@@ -313,7 +313,7 @@ def test_a_backward_is_kept_for_the_strides_of_dout() -> None:
 def test_one_tensor_thrice_is_another_call_than_three(more: dict[str, Any], keys: list[Any]) -> None:
     call = base() | more
     wanted = flexattn.attention(**call)
-    calls.clear_cache()
+    call_cache.clear_cache()
     one = dict.fromkeys("qkv", call["q"])
     for _ in range(3):
         thrice = flexattn.attention(**call | one)
@@ -334,7 +334,7 @@ def test_captured_tensors_and_numbers_are_those_of_the_call() -> None:
         got = flexattn.attention(**call, score_mod=mod)
         gradient = torch.autograd.grad(got.sum(), slopes, retain_graph=True)[0]
         if mod is mods[-1]:
-            calls.clear_cache()
+            call_cache.clear_cache()
         want = flexattn.attention(**call, score_mod=mod)
         assert torch.equal(got, want)
         assert torch.allclose(gradient, torch.autograd.grad(want.sum(), slopes, retain_graph=True)[0])
@@ -343,7 +343,7 @@ def test_captured_tensors_and_numbers_are_those_of_the_call() -> None:
 def test_gradients_go_to_the_captures_that_ask_for_them() -> None:
     """In every order of two that do and one that does not; the first call goes by the operators."""
     for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
-        calls.clear_cache()
+        call_cache.clear_cache()
         captured = [randn(4), randn(4).requires_grad_(), randn(4).requires_grad_()]
         first, second, third = (captured[i] for i in order)
 
@@ -354,7 +354,7 @@ def test_gradients_go_to_the_captures_that_ask_for_them() -> None:
         wanted, *found = (
             torch.autograd.grad(flexattn.attention(**call, score_mod=score_mod).square().sum(), captured[1:]) for _ in range(4)
         )
-        assert calls.cache_info()["hits"] >= 2
+        assert call_cache.cache_info()["hits"] >= 2
         assert not torch.allclose(*wanted)
         for gradients in found:
             for got, want in zip(gradients, wanted, strict=True):
@@ -403,21 +403,21 @@ def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: di
     assert keys[0] is not None
     assert len(set(keys)) == 1
     for call, out in zip(made, got, strict=True):
-        calls.clear_cache()
+        call_cache.clear_cache()
         assert torch.equal(flexattn.attention(**call), out)
 
 
 def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_CALLS", 8)
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 8)
     for _ in range(2):
         flexattn.attention(**base())
     for length in range(1, 40):
         flexattn.attention(**{name: randn(1, length, 2, 8) for name in "qkv"})
         flexattn.attention(**base())
-    info = calls.cache_info()
+    info = call_cache.cache_info()
     assert info == {"hits": 40, "misses": 40, "tapes": 0, "size": 8}
-    calls.clear_cache()
-    assert calls.cache_info() == {"hits": 0, "misses": 0, "tapes": 0, "size": 0}
+    call_cache.clear_cache()
+    assert call_cache.cache_info() == {"hits": 0, "misses": 0, "tapes": 0, "size": 0}
 
 
 def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
         found.play = lambda tensors, addresses: (played.append(kind), results_of(result))[1]
         return result, found
 
-    monkeypatch.setattr(calls, "record", record)
+    monkeypatch.setattr(call_cache, "record", record)
     monkeypatch.setattr(eager_backend, "can_be_taped", lambda: True)
     call = base()
     leaves = [call[name].requires_grad_() for name in "qkv"]
@@ -458,7 +458,7 @@ def test_a_profiler_sees_the_operators() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         flexattn.attention(**call).sum().backward()
     assert {"flexattn::attention_forward", "flexattn::attention_backward"} <= {event.key for event in profile.key_averages()}
-    assert calls.cache_info()["hits"] == 3
+    assert call_cache.cache_info()["hits"] == 3
 
 
 def test_no_tensor_is_kept_alive() -> None:
@@ -487,7 +487,7 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert calls.cache_info()["size"] == len(given)
+    assert call_cache.cache_info()["size"] == len(given)
 
 
 CONSTANT = torch.arange(6.0)
@@ -575,4 +575,4 @@ def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_tensors_of_operands_come_first() -> None:
-    assert Operands._fields[:11] == calls._TENSOR_FIELDS
+    assert Operands._fields[:11] == call_cache._TENSOR_FIELDS

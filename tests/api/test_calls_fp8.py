@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flexattn
-from flexattn import calls, fp8
+from flexattn import call_cache, fp8
 from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.kernels_triton.runtime import direct, launch
 
@@ -57,7 +57,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     monkeypatch.setattr(launch, "is_plain", lambda: True)
     monkeypatch.setattr(direct, "set_to_zero", lambda stream, address, size: ctypes.memset(address, 0, size))
-    calls.clear_cache()
+    call_cache.clear_cache()
 
 
 def make_arguments(seed: int) -> tuple[dict[str, Any], list[Tensor]]:
@@ -79,7 +79,7 @@ def step(arguments: dict[str, Any], leaves: list[Tensor], state: fp8.DelayedScal
 def in_the_ordinary_way(monkeypatch: pytest.MonkeyPatch) -> contextlib.AbstractContextManager[Any]:
     patch = pytest.MonkeyPatch.context()
     inner = patch.__enter__()
-    inner.setattr(calls, "look_up", lambda *_: (None, None))
+    inner.setattr(call_cache, "look_up", lambda *_: (None, None))
     return contextlib.closing(SimpleNamespace(close=lambda: patch.__exit__(None, None, None)))
 
 
@@ -97,14 +97,14 @@ def test_played_is_as_ordinary(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         if state is not None and same is not None:
             assert all(torch.equal(a, b) for a, b in zip(state.buffers(), same.buffers(), strict=True))
-    info = calls.cache_info()
+    info = call_cache.cache_info()
     assert (info["hits"], info["tapes"]) == (5, 2)
     with torch.no_grad():
         for _ in range(4):
             played = flexattn.attention(**arguments, fp8_state=state)
         with in_the_ordinary_way(monkeypatch):
             assert torch.equal(played, flexattn.attention(**arguments, fp8_state=same))
-    assert calls.cache_info()["tapes"] == 3
+    assert call_cache.cache_info()["tapes"] == 3
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e5m2])
@@ -124,8 +124,8 @@ def test_fp8_inputs(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
             assert isinstance(got, fp8.QuantizedTensor)
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(got[:3], wanted[:3], strict=True))
             assert got.block_rows == 64
-    assert calls.cache_info()["hits"] == 4
-    assert calls.cache_info()["tapes"] == 1
+    assert call_cache.cache_info()["hits"] == 4
+    assert call_cache.cache_info()["tapes"] == 1
 
 
 def test_one_tape_for_two_layers_with_states_of_their_own() -> None:
@@ -138,7 +138,7 @@ def test_one_tape_for_two_layers_with_states_of_their_own() -> None:
     before = [t.clone() for t in states[0].buffers()]
     larger, more = make_arguments(1)
     step(larger | {"fp8_recipe": recipe}, more, states[1])
-    assert calls.cache_info()["misses"] == 1
+    assert call_cache.cache_info()["misses"] == 1
     assert all(torch.equal(a, b) for a, b in zip(states[0].buffers(), before, strict=True))
     assert states[1].amax_history_dout.any()
     assert states[1].amax_history_q.any()
@@ -176,7 +176,7 @@ def test_a_state_of_another_kind_has_no_key_and_a_wrong_one_raises() -> None:
     arguments["fp8_recipe"] = recipe
     for _ in range(3):
         flexattn.attention(**arguments, fp8_state=Own(recipe, HEADS, HEADS_KV))
-    assert calls.cache_info()["misses"] == 0
+    assert call_cache.cache_info()["misses"] == 0
     good = fp8.DelayedScaling(recipe, HEADS, HEADS_KV)
     for _ in range(3):
         flexattn.attention(**arguments, fp8_state=good)

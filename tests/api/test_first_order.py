@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import flexattn
-from flexattn import calls, first_order, fp8
+from flexattn import call_cache, first_order, fp8
 
 SENTENCE = "flexattn's attention has no second derivative"
 
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
 def test_a_gradient_penalty_raises_in_the_first_call_and_in_kept_ones(case: str, is_linear: bool) -> None:
     run, call = CASES[case]
     wanted = [t for t in call.values() if isinstance(t, Tensor) and t.requires_grad]
-    calls.clear_cache()
+    call_cache.clear_cache()
     for _ in range(4):
         out = run(call)
         loss = out.sum() if is_linear else out.square().sum()
@@ -65,7 +65,7 @@ def test_a_gradient_penalty_raises_in_the_first_call_and_in_kept_ones(case: str,
             for t in wanted:
                 with pytest.raises(RuntimeError, match=SENTENCE):
                     torch.autograd.grad(penalty, t, retain_graph=True, allow_unused=True)
-    assert calls.cache_info()["hits"] > 0
+    assert call_cache.cache_info()["hits"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexattn import attention, calls, testing
+from flexattn import attention, call_cache, testing
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import LARGEST_WINDOW, make_band
 from flexattn.kernels_triton.common import problem as problems
@@ -133,7 +133,7 @@ def test_floats(name: str, kind: Any, device: str) -> None:
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p", "window_size", "max_seqlen_q"])
 def test_a_tensor_that_changes_is_read_in_each_call(name: str, device: str) -> None:
     """No key of a call has a tensor for a number: it would be that of the object."""
-    calls.clear_cache()
+    call_cache.clear_cache()
     whole = name in ("window_size", "max_seqlen_q")
     number = torch.tensor(0) if whole else torch.tensor(0.0)
     for value in (2, 7) if whole else (0.25, 0.75):
@@ -143,7 +143,7 @@ def test_a_tensor_that_changes_is_read_in_each_call(name: str, device: str) -> N
         expected = attention(**(call | {name: plain}))
         for _ in range(3):
             torch.testing.assert_close(attention(**(call | {name: given})), expected, rtol=0, atol=0)
-    for key in calls._calls:
+    for key in call_cache._calls:
         assert not any(part is torch.Tensor for part in key)
 
 

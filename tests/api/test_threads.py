@@ -10,7 +10,7 @@ MIX = """
 import sys, threading, warnings
 import torch
 import flexattn
-from flexattn import calls
+from flexattn import call_cache
 from flexattn.dispatch import canary, context
 from flexattn.dispatch.select import forget_rejections
 
@@ -54,7 +54,7 @@ def warm(n):
     flexattn.warmup(dict(q=q, k=k, v=v, backend="triton", **arguments), progress=False)
 
 def clear(n):
-    calls.clear_cache(); forget_rejections(); canary.clear()
+    call_cache.clear_cache(); forget_rejections(); canary.clear()
 
 def doctor(n):
     from flexattn.cli import doctor

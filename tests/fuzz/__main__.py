@@ -51,7 +51,7 @@ def run(where: Where, first: int, seconds: float, values: int, note: Callable[[d
 
     note: is told the name of each call before it, and after it what it has and what is wrong.
     """
-    from flexattn import calls
+    from flexattn import call_cache
 
     until = time.monotonic() + seconds
     names = (f"{config}.{n}" for config in itertools.count(first) for n in range(values))
@@ -61,13 +61,13 @@ def run(where: Where, first: int, seconds: float, values: int, note: Callable[[d
             if time.monotonic() >= until:
                 break
             config, is_over = draw_config(config_seed(name), where), False
-            kept = calls.cache_info()["hits"]
+            kept = call_cache.cache_info()["hits"]
             note({"begins": name})
             try:
                 wrong = check_by_name(where, name, allocations)
             except Exception as e:
                 wrong, is_over = traceback.format_exc().splitlines()[-12:], "CUDA error" in str(e)
-            note({"name": name, "has": features(config), "kept": calls.cache_info()["hits"] - kept, "wrong": wrong})
+            note({"name": name, "has": features(config), "kept": call_cache.cache_info()["hits"] - kept, "wrong": wrong})
             if is_over:
                 break
 

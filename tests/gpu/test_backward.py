@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import attention_backward, calls, ops
+from flexattn import attention_backward, call_cache, ops
 from flexattn.dispatch.reference import reference_gradients
 from flexattn.functional import bind_call
 from flexattn.testing import GRADIENT_FACTOR, check_close
@@ -76,4 +76,4 @@ def test_a_retained_graph_of_the_first_call_gives_the_same_bits_each_time(backen
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         for _ in range(4):  # of a scalar, whose dout has strides of its own
             torch.autograd.grad(graph.sum(), leaves, retain_graph=True)
-    assert calls.cache_info()["tapes"] >= 2
+    assert call_cache.cache_info()["tapes"] >= 2

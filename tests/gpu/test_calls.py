@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import calls, fp8
+from flexattn import call_cache, fp8
 from flexattn.kernels_triton.runtime import launch
 from flexattn.testing import make_inputs
 
@@ -77,7 +77,7 @@ def run(arguments: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:
 
 
 def ordinary(arguments: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:
-    calls.clear_cache()
+    call_cache.clear_cache()
     return run(arguments, leaves)
 
 
@@ -87,10 +87,10 @@ def test_a_tape_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monke
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     given = [make_arguments(name, seed) for seed in range(4)]
     wanted = [ordinary(*one) for one in given]
-    calls.clear_cache()
+    call_cache.clear_cache()
     for _ in range(3):
         run(*given[0])
-    assert calls.cache_info()["tapes"] == 2, calls.cache_info()
+    assert call_cache.cache_info()["tapes"] == 2, call_cache.cache_info()
     side = torch.cuda.Stream()
     for (arguments, leaves), want in zip(given, wanted, strict=True):
         for stream in (torch.cuda.current_stream(), side):
@@ -99,7 +99,7 @@ def test_a_tape_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monke
                 got = run(arguments, leaves)
             torch.cuda.synchronize()
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"{name} on {stream}"
-    assert calls.cache_info()["size"] == 1
+    assert call_cache.cache_info()["size"] == 1
 
 
 @pytest.mark.parametrize("name", ["causal", "full, d 64", "packed"])
@@ -116,12 +116,12 @@ def test_a_tape_of_cudnn(name: str) -> None:
 
     wanted = []
     for one in given:
-        calls.clear_cache()
+        call_cache.clear_cache()
         wanted.append(run_cudnn(*one))
-    calls.clear_cache()
+    call_cache.clear_cache()
     for _ in range(3):
         run_cudnn(*given[0])
-    assert calls.cache_info()["tapes"] == 2, calls.cache_info()
+    assert call_cache.cache_info()["tapes"] == 2, call_cache.cache_info()
     for one, want in zip(given, wanted, strict=True):
         got = run_cudnn(*one)
         assert torch.equal(got[0], want[0])
@@ -140,7 +140,7 @@ def test_without_gradients_and_under_inference_mode() -> None:
             out = flexattn.attention(**arguments, backend="triton")
             assert torch.equal(first, out)
         assert out.is_inference()
-    assert calls.cache_info()["tapes"] == 1
+    assert call_cache.cache_info()["tapes"] == 1
 
 
 def test_threads_share_tapes() -> None:
@@ -163,7 +163,7 @@ def test_threads_share_tapes() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert calls.cache_info()["size"] == 1
+    assert call_cache.cache_info()["size"] == 1
 
 
 def test_a_graph_of_played_calls_replays() -> None:
@@ -174,11 +174,11 @@ def test_a_graph_of_played_calls_replays() -> None:
         for _ in range(3):
             run(arguments, leaves)
     torch.cuda.current_stream().wait_stream(side)
-    before = calls.cache_info()["tapes"]
+    before = call_cache.cache_info()["tapes"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(arguments, leaves)
-    assert calls.cache_info()["tapes"] == before == 2
+    assert call_cache.cache_info()["tapes"] == before == 2
     other, other_leaves = make_arguments("packed", 1)
     with torch.no_grad():
         for mine, theirs in zip(leaves, other_leaves, strict=True):
@@ -196,7 +196,7 @@ def test_slopes_that_a_captured_graph_made_are_not_kept() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = flexattn.attention(**call)
-    assert calls.cache_info()["tapes"] == 0
+    assert call_cache.cache_info()["tapes"] == 0
     graph.replay()
     assert torch.equal(captured, first)
     for _ in range(3):

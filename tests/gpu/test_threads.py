@@ -13,7 +13,7 @@ MIX = """
 import sys, threading
 import torch
 import flexattn
-from flexattn import calls
+from flexattn import call_cache
 from flexattn.cli import doctor
 from flexattn.dispatch import canary, context
 from flexattn.dispatch.select import forget_rejections
@@ -51,7 +51,7 @@ def others(n, i):
     elif which == 2:
         flexattn.warmup(dict(q=q, k=k, v=v, **arguments), progress=False, workers=1)
     elif which == 3:
-        calls.clear_cache(); forget_rejections(); canary.clear(); clear_kernels()
+        call_cache.clear_cache(); forget_rejections(); canary.clear(); clear_kernels()
     else:
         doctor.report()
         with flexattn.attention_backend("eager"):

@@ -20,7 +20,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.utils.checkpoint import checkpoint
 
-from flexattn import attention, calls, explain
+from flexattn import attention, call_cache, explain
 from flexattn.mods.trace import _joined, cache_info, clear_cache, trace_mods
 from flexattn.mods.tracer import trace
 from tests.conftest import FreshPython
@@ -86,7 +86,7 @@ def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str
     later = results(contextlib.nullcontext(), backend)
     clear_cache()
     _joined.cache_clear()
-    calls.clear_cache()
+    call_cache.clear_cache()
     close(later, results(contextlib.nullcontext(), backend))
 
 
@@ -116,7 +116,7 @@ def test_a_cold_mod_inside_an_operator() -> None:
     got = results(contextlib.nullcontext(), "triton")
     clear_cache()
     _joined.cache_clear()
-    calls.clear_cache()
+    call_cache.clear_cache()
     close(got, results(contextlib.nullcontext(), "triton"))
 
 
@@ -197,7 +197,7 @@ def test_threads_that_trace_at_once() -> None:
     for _ in range(20):
         clear_cache()
         _joined.cache_clear()
-        calls.clear_cache()
+        call_cache.clear_cache()
 
         def work(n: int) -> None:
             torch.testing.assert_close(attention(q, k, v, score_mod=scaled(n), backend="eager"), want[n][0])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flexattn import attention, calls
+from flexattn import attention, call_cache
 from flexattn.dispatch.select import forget_rejections
 from tests.conftest import ROOT
 
@@ -42,7 +42,7 @@ def test_a_call_makes_the_stops_of_the_walk(device: str) -> None:
             attention(q, k, v, attn_mask_type="causal", backend="triton").sum().backward()
 
     run()  # imports, and Triton's own first time
-    calls.clear_cache()
+    call_cache.clear_cache()
     forget_rejections()
     made = iter(functions_called(run))
     assert 8 <= len(STOPS) <= 12

@@ -17,7 +17,7 @@ from flexattn.bench import stub_driver
 
 library = stub_driver.install()
 import flexattn
-from flexattn import calls
+from flexattn import call_cache
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.runtime import launch, store
 from flexattn.testing import make_inputs
@@ -116,8 +116,8 @@ for hopper in ("never", "always"):
         out, lse = flexattn.attention(**call, backend="triton", return_lse=True)[:2]
         outputs = [torch.ones_like(out), torch.ones_like(lse)]
         run(call, leaves, outputs)
-        plain, look_up = launch.is_plain, calls.look_up
-        calls.look_up = lambda *_: (None, None)
+        plain, look_up = launch.is_plain, call_cache.look_up
+        call_cache.look_up = lambda *_: (None, None)
         launch.is_plain = lambda: False
         run(call, leaves, outputs)
         directs = {d.function: d for d in launch._kernels.values()}
@@ -132,15 +132,15 @@ for hopper in ("never", "always"):
         by_triton = logged(lambda: run(call, leaves, outputs))
         launch.is_plain = plain
         by_driver = logged(lambda: run(call, leaves, outputs))
-        calls.look_up = look_up
-        before = calls.cache_info()
+        call_cache.look_up = look_up
+        before = call_cache.cache_info()
         for _ in range(3):
             results = run(call, leaves, outputs)
         thread = threading.Thread(target=run, args=(call, leaves, outputs))  # which has no context yet
         played = logged(lambda: (thread.start(), thread.join()))
-        info = calls.cache_info()
+        info = call_cache.cache_info()
         assert info["tapes"] >= before["tapes"], info
-        tapes = [c for c in calls._calls.values() if c.tape]
+        tapes = [c for c in call_cache._calls.values() if c.tape]
         given = {t.data_ptr(): (str(n), max(1, t.numel() * t.element_size())) for n, t in enumerate([*leaves, *outputs])}
         given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
         rows = [normalised(found, given) for found in (by_triton, by_driver, played)]

@@ -43,7 +43,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 _RNG_STATE = _TENSOR_FIELDS.index("rng_state")
 
-_calls: OrderedDict[Hashable, Call] = OrderedDict()
+_calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0, "tapes": 0}
 
@@ -61,10 +61,10 @@ def clear_cache() -> None:
         _counts.update(hits=0, misses=0, tapes=0)
 
 
-class Request(NamedTuple):
-    """A call that has a key, and what of it is no part of that."""
+class CallKey(NamedTuple):
+    """Key of a call, and what the call has beside it."""
 
-    key: Hashable
+    parts: Hashable
     tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; what else a kind of call has; what mods capture
     num_arguments: int  # of the tensors, before those that are captured
     addresses: list[int]
@@ -76,7 +76,7 @@ def look_up(
     others: tuple[Any, ...],
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
-) -> tuple[Request | None, Call | None]:
+) -> tuple[CallKey | None, CachedCall | None]:
     """The key of a call, or None where it has none, and the call that was made with it.
 
     tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and what else a kind of call has.
@@ -127,17 +127,17 @@ def look_up(
             parts.append(_same(ids))
         whole = tuple(parts)
         known = _calls.get(whole)
-        request = _request((whole, tensors, num_arguments, addresses, block_mask))
+        key = _make_key((whole, tensors, num_arguments, addresses, block_mask))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
         return None, None
     if known is None:
-        return request, None
+        return key, None
     known.is_used = True
     _counts["hits"] += 1
-    return request, known
+    return key, known
 
 
-_request = functools.partial(tuple.__new__, Request)  # what a NamedTuple's own constructor does, in half the time
+_make_key = functools.partial(tuple.__new__, CallKey)  # what a NamedTuple's own constructor does, in half the time
 
 
 def _low_bits(addresses: Sequence[int]) -> bytes:
@@ -214,22 +214,22 @@ def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) 
 
 
 def new_call(
-    request: Request, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, kind: Callable[..., Call] | None = None
-) -> Call | None:
+    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, kind: Callable[..., CachedCall] | None = None
+) -> CachedCall | None:
     """A call to be kept; None where its operands are not the arguments as they were.
 
     alibi_slopes: the argument; the slopes that stand in for None are the same each time. kind: what is made of it, where that is no
-    plain `Call`; it sees to the descales itself.
+    plain `CachedCall`; it sees to the descales itself.
     """
     known = {*_TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if kind is not None else set())
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
-        return None  # a tensor that `Call.operands` would not put in its place
+        return None  # a tensor that `CachedCall.operands` would not put in its place
     if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or (x.q.is_cuda and torch.cuda.is_current_stream_capturing())):
         return None  # a captured graph's slopes are not for later calls
-    position = {id(t): i for i, t in reversed(list(enumerate(request.tensors))) if t is not None}
+    position = {id(t): i for i, t in reversed(list(enumerate(key.tensors))) if t is not None}
     has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
-    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: request.num_arguments]
+    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: key.num_arguments]
     sources: list[int | Tensor | None] = []
     for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
         if t is None or name == "rng_state":
@@ -240,31 +240,31 @@ def new_call(
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    return (kind or Call)(x, settings, names, sources)
+    return (kind or CachedCall)(x, settings, names, sources)
 
 
-def remember(request: Request, call: Call) -> None:
+def remember(key: CallKey, call: CachedCall) -> None:
     """Keep a call that went well."""
-    if any(isinstance(part, type) and issubclass(part, Tensor) for part in request.key):  # type: ignore[attr-defined]
+    if any(isinstance(part, type) and issubclass(part, Tensor) for part in key.parts):  # type: ignore[attr-defined]
         return  # a number that came in a tensor: the key would be of the object, whatever it holds by then
     with _lock:
         _counts["misses"] += 1
-        _calls[request.key] = call
+        _calls[key.parts] = call
         while len(_calls) > MOST_CALLS:  # the oldest that was not used since it was last looked at
-            key, oldest = _calls.popitem(last=False)
+            parts, oldest = _calls.popitem(last=False)
             if oldest.is_used:
                 oldest.is_used = False
-                _calls[key] = oldest
+                _calls[parts] = oldest
 
 
-class Call:
+class CachedCall:
     """A call as its key has it: the spec, and per direction a tape once there is one."""
 
     def __init__(self, x: Operands, settings: ops.Settings, names: Sequence[str], sources: Sequence[int | Tensor | None]) -> None:
         """names: of the operands' tensors that it has or may have, the first so many of them."""
         self.spec = ops.spec_to_run(x, settings)
         self.settings = settings
-        self.request = settings.backend
+        self.backend = settings.backend
         self.device = x.q.device
         self.is_used = False
         self.has_run = False
@@ -300,30 +300,30 @@ class Call:
         self.is_final = False  # whether there is or will be no tape
         self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
 
-    def run(self, request: Request, returns_lse: bool) -> Any:
+    def run(self, key: CallKey, returns_lse: bool) -> Any:
         """out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
-        tensors, addresses = request.tensors, request.addresses
+        tensors, addresses = key.tensors, key.addresses
         if not self.is_as_given:
-            tensors, addresses = self._inputs(request)
+            tensors, addresses = self._inputs(key)
         if self.spec.needs_grad:
             if returns_lse or self.spec.return_max_logit:
                 return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
             return _record_out((self, tensors, addresses), *self.leaves(tensors)), None, None
         return self.forward(tensors, addresses)
 
-    def inputs(self, request: Request) -> Sequence[Tensor | None]:
+    def inputs(self, key: CallKey) -> Sequence[Tensor | None]:
         """What `backward` gets first of a call with this key, where nothing else of its kind is saved for it."""
-        return (request.tensors if self.is_as_given else self._inputs(request)[0])[: self.num_inputs]
+        return (key.tensors if self.is_as_given else self._inputs(key)[0])[: self.num_inputs]
 
-    def _inputs(self, request: Request) -> tuple[tuple[Tensor | None, ...], list[int]]:
-        given = request.tensors
+    def _inputs(self, key: CallKey) -> tuple[tuple[Tensor | None, ...], list[int]]:
+        given = key.tensors
         tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]
         if self.has_dropout:
-            state = given[_RNG_STATE] if request.num_arguments > _RNG_STATE else None
+            state = given[_RNG_STATE] if key.num_arguments > _RNG_STATE else None
             tensors[_RNG_STATE] = ops.new_rng_state(self.device) if state is None else state
         if self.block_arguments:
-            tensors += block_lists(request.block_mask, *self.block_arguments, self.device).tensors
-        tensors += given[len(_TENSOR_FIELDS) : request.num_arguments]
+            tensors += block_lists(key.block_mask, *self.block_arguments, self.device).tensors
+        tensors += given[len(_TENSOR_FIELDS) : key.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
@@ -395,20 +395,20 @@ class Call:
     # What of a call depends on its kind. Tensors are its inputs, and for a backward then out, lse, dout and dlse.
 
     def compute(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-        return ops.run_forward(self.spec, self.request, self.operands(tensors))
+        return ops.run_forward(self.spec, self.backend, self.operands(tensors))
 
     def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
         x = self.operands(tensors)
-        backend = ops.backend_of(self.spec, "forward", self.request, x)
+        backend = ops.backend_of(self.spec, "forward", self.backend, x)
         wanted = 3 if self.spec.return_max_logit else 2
         return record(backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device)
 
     def compute_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
-        return ops.run_backward(spec, self.request, self.operands(inputs), *inputs[-4:])
+        return ops.run_backward(spec, self.backend, self.operands(inputs), *inputs[-4:])
 
     def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
         x = self.operands(inputs)
-        backend = ops.backend_of(spec, "backward", self.request, x)
+        backend = ops.backend_of(spec, "backward", self.backend, x)
         return record(backend, lambda: backend.backward(spec, x, *inputs[-4:]), inputs, flat_gradients, self.device)
 
     def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
@@ -416,7 +416,7 @@ class Call:
         return ops.gradients(self.operands(inputs), self.settings, *inputs[-4:])
 
     def _can_be_taped(self, spec: AttentionSpec, direction: Direction, tensors: Sequence[Tensor | None]) -> bool:
-        return self.is_tapeable and ops.backend_of(spec, direction, self.request, self.operands(tensors)).can_be_taped()
+        return self.is_tapeable and ops.backend_of(spec, direction, self.backend, self.operands(tensors)).can_be_taped()
 
     def _keep(self, key: Hashable, found: Tape | str) -> None:
         with _lock:
@@ -443,7 +443,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[Call, Sequence[Tensor | None], list[int], bool], *leaves: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool], *leaves: Tensor) -> tuple[Any, ...]:
         call, tensors, addresses, returns_lse = made
         out, lse, max_logit = call.forward(tensors, addresses)
         ctx.call = call
@@ -462,7 +462,7 @@ class _Out(torch.autograd.Function):
     """`_Attention` of a call that returns no more than out: each result costs, and so does what says that gradients may lack."""
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[Call, Sequence[Tensor | None], list[int]], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int]], *leaves: Tensor) -> Tensor:
         call, tensors, addresses = made
         out, lse, _ = call.forward(tensors, addresses)
         ctx.call = call
@@ -485,7 +485,7 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """A Function's backward; more: inputs of it that are not saved."""
     out, lse, *tensors = saved
-    call: Call = ctx.call
+    call: CachedCall = ctx.call
     if len(tensors) < call.num_saved:
         given: list[Any] = tensors
         tensors = [None] * call.num_saved
