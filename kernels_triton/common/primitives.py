@@ -393,10 +393,17 @@ def load_columns(
     return tile
 
 
+def encoded_size(size: int) -> int:
+    """Returns a size or stride as it goes into a tuple that a kernel is launched with: as an odd number above 1.
+
+    Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple of 16.
+    """
+    return 2 * size + 3
+
+
 @triton.jit
 def read_size(encoded):
-    # Sizes and strides in a tuple come as odd numbers above 1: Triton compiles a kernel anew for an integer in one that is 1 or a
-    # multiple of 16.
+    # The size that `encoded_size` encoded.
     return (encoded - 3) >> 1
 
 

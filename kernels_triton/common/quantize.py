@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Channels, Lengths, Rows
+from flexattn.kernels_triton.common.arguments import Channels, Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.primitives import (
     load_padding,
     load_sequence,
@@ -21,8 +21,9 @@ from flexattn.kernels_triton.common.primitives import (
     store_tile,
     transposed_column,
 )
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, kernel, launch
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -40,7 +41,6 @@ _COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition take
 class _Meta(NamedTuple):
     """What the pass over a tensor is compiled for; the names that `primitives` read are `Meta`'s."""
 
-    HAS_LENGTHS: bool
     IS_RAGGED: bool
     HAS_GAPS: bool
     ALIGN: int
@@ -54,6 +54,49 @@ class _Meta(NamedTuple):
     ITEM_ROWS: int  # of a program
     BY_BLOCK: bool  # each ITEM_ROWS have a scale
     ROTATION: int  # how many channels are mixed; 0: none
+
+
+class TensorArguments(NamedTuple):
+    """One tensor to quantise, and what is written of it."""
+
+    x: Rows
+    data: Rows
+    scale_ptr: Pointer  # None: from the amax
+    history_ptr: Pointer  # its first row, by heads as scale_ptr, takes the amax too; or None
+    amax_ptr: Pointer  # 0 before, unless each block has one
+    descale_ptr: Pointer
+    stride_b: int  # of amax and descale
+    stride_h: int
+    num_blocks: int
+    num_heads: int
+    num_items: int
+
+
+class QuantizeArguments(NamedTuple):
+    q: TensorArguments
+    k: TensorArguments | None  # None: q alone
+    v: TensorArguments | None
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    range_scale: float  # the dtype's largest value * 2**-margin
+
+
+class _TileRows(NamedTuple):
+    """Where the rows of a tile lie, inside a kernel."""
+
+    pointer: Any
+    offsets: Any  # of each row from there
+    first: Any  # the number of the first row
+    end: Any  # rows from this number on are not loaded, nor stored
+
+
+class _Parts(NamedTuple):
+    """What belongs to each part of the head dim, inside a kernel; anything for a part that is not there."""
+
+    x0: Any
+    x1: Any
+    x2: Any
+    x3: Any
 
 
 @triton.jit
@@ -77,15 +120,16 @@ def rotation_signs(FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def mix_parts(x0, x1, x2, x3, SIZE: tl.constexpr):
+def _mix_parts(parts, SIZE: tl.constexpr):
     # What is left of a Hadamard matrix of SIZE when each part of 64 channels has been multiplied with one.
+    x0, x1, x2, x3 = parts.x0, parts.x1, parts.x2, parts.x3
     if SIZE > 64:
         x0, x1 = x0 + x1, x0 - x1
     if SIZE > 128:
         x2, x3 = x2 + x3, x2 - x3
         x0, x2 = x0 + x2, x0 - x2
         x1, x3 = x1 + x3, x1 - x3
-    return x0, x1, x2, x3
+    return _Parts(x0=x0, x1=x1, x2=x2, x3=x3)
 
 
 @triton.jit
@@ -100,17 +144,18 @@ def _rotation(FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, MET
 
 @triton.jit
 def _rotations(DTYPE: tl.constexpr, META: tl.constexpr):
-    matrix0 = _rotation(0, META.W0, DTYPE, META)
-    matrix1 = _rotation(META.W0, META.W1, DTYPE, META)
-    matrix2 = _rotation(META.W0 + META.W1, META.W2, DTYPE, META)
-    matrix3 = _rotation(META.W0 + META.W1 + META.W2, META.W3, DTYPE, META)
-    return matrix0, matrix1, matrix2, matrix3
+    return _Parts(
+        x0=_rotation(0, META.W0, DTYPE, META),
+        x1=_rotation(META.W0, META.W1, DTYPE, META),
+        x2=_rotation(META.W0 + META.W1, META.W2, DTYPE, META),
+        x3=_rotation(META.W0 + META.W1 + META.W2, META.W3, DTYPE, META),
+    )
 
 
 @triton.jit
-def _load_part(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+def _load_part(rows, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
-        x = load_tile(pointer, offsets, row, length, COLUMN, WIDTH, META.HEAD_DIM, True)
+        x = load_tile(rows.pointer, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, META.HEAD_DIM, True)
         if META.ROTATION > 0:
             return tl.dot(x, matrix, input_precision="tf32x3")  # of fp32 all but the last bits count
         else:
@@ -120,19 +165,24 @@ def _load_part(pointer, offsets, row, length, matrix, COLUMN: tl.constexpr, WIDT
 
 
 @triton.jit
-def _load_rows(pointer, offsets, row, length, matrices, META: tl.constexpr):
-    # In fp32, 0 past `length`.
-    matrix0, matrix1, matrix2, matrix3 = matrices
-    x0 = _load_part(pointer, offsets, row, length, matrix0, 0, META.W0, META)
-    x1 = _load_part(pointer, offsets, row, length, matrix1, META.W0, META.W1, META)
-    x2 = _load_part(pointer, offsets, row, length, matrix2, META.W0 + META.W1, META.W2, META)
-    x3 = _load_part(pointer, offsets, row, length, matrix3, META.W0 + META.W1 + META.W2, META.W3, META)
+def _load_parts(rows, matrices, META: tl.constexpr):
+    # In fp32, 0 past the end.
+    x0 = _load_part(rows, matrices.x0, 0, META.W0, META)
+    x1 = _load_part(rows, matrices.x1, META.W0, META.W1, META)
+    x2 = _load_part(rows, matrices.x2, META.W0 + META.W1, META.W2, META)
+    x3 = _load_part(rows, matrices.x3, META.W0 + META.W1 + META.W2, META.W3, META)
+    parts = _Parts(x0=x0, x1=x1, x2=x2, x3=x3)
     if META.ROTATION > 0:
-        x0, x1, x2, x3 = mix_parts(x0, x1, x2, x3, META.ROTATION)
+        mixed = _mix_parts(parts, META.ROTATION)
         inverse_root = tl.div_rn(1.0, tl.sqrt_rn(tl.full([], META.ROTATION, tl.float32)))
-        return x0 * inverse_root, x1 * inverse_root, x2 * inverse_root, x3 * inverse_root
+        return _Parts(
+            x0=mixed.x0 * inverse_root,
+            x1=mixed.x1 * inverse_root,
+            x2=mixed.x2 * inverse_root,
+            x3=mixed.x3 * inverse_root,
+        )
     else:
-        return x0, x1, x2, x3
+        return parts
 
 
 @triton.jit
@@ -144,14 +194,13 @@ def largest_of_rows(x):
 
 @triton.jit
 def _largest_of_parts(largest, parts, META: tl.constexpr):
-    x0, x1, x2, x3 = parts
-    largest = tl.maximum(largest, largest_of_rows(x0))
+    largest = tl.maximum(largest, largest_of_rows(parts.x0))
     if META.W1 > 0:
-        largest = tl.maximum(largest, largest_of_rows(x1))
+        largest = tl.maximum(largest, largest_of_rows(parts.x1))
     if META.W2 > 0:
-        largest = tl.maximum(largest, largest_of_rows(x2))
+        largest = tl.maximum(largest, largest_of_rows(parts.x2))
     if META.W3 > 0:
-        largest = tl.maximum(largest, largest_of_rows(x3))
+        largest = tl.maximum(largest, largest_of_rows(parts.x3))
     return largest
 
 
@@ -162,19 +211,18 @@ def to_fp8(x, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_part(pointer, offsets, row, slot, x, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+def _store_part(rows, x, scale, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
-        y = to_fp8(x, scale, pointer.dtype.element_ty)
-        store_tile(pointer, y, offsets, row, slot, COLUMN, WIDTH, META.HEAD_DIM)
+        y = to_fp8(x, scale, rows.pointer.dtype.element_ty)
+        store_tile(rows.pointer, y, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, META.HEAD_DIM)
 
 
 @triton.jit
-def _store_rows(pointer, offsets, row, slot, parts, scale, META: tl.constexpr):
-    x0, x1, x2, x3 = parts
-    _store_part(pointer, offsets, row, slot, x0, scale, 0, META.W0, META)
-    _store_part(pointer, offsets, row, slot, x1, scale, META.W0, META.W1, META)
-    _store_part(pointer, offsets, row, slot, x2, scale, META.W0 + META.W1, META.W2, META)
-    _store_part(pointer, offsets, row, slot, x3, scale, META.W0 + META.W1 + META.W2, META.W3, META)
+def _store_parts(rows, parts, scale, META: tl.constexpr):
+    _store_part(rows, parts.x0, scale, 0, META.W0, META)
+    _store_part(rows, parts.x1, scale, META.W0, META.W1, META)
+    _store_part(rows, parts.x2, scale, META.W0 + META.W1, META.W2, META)
+    _store_part(rows, parts.x3, scale, META.W0 + META.W1 + META.W2, META.W3, META)
 
 
 @triton.jit
@@ -187,57 +235,52 @@ def scale_of(amax, range_scale):
 def _tile_of(tile, lengths, META: tl.constexpr):
     # (sequence, block of it). In [total, h, d] those of a sequence begin at tile n // ITEM_ROWS + b, with n tokens before it: as
     # many as it can need, wherever its slot is.
-    cu_seqlens_ptr, _, batch, num_tokens, max_seqlen = lengths
+    num_tokens = lengths.num_tokens
     if META.IS_RAGGED:
         b = tile * 0
-        after = tile * 0 + batch
+        after = tile * 0 + lengths.batch
         while after - b > 1:
             middle = (b + after) // 2
-            before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + middle), 0), num_tokens)
+            before = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_ptr + middle), 0), num_tokens)
             is_before = before // META.ITEM_ROWS + middle <= tile
             b = tl.where(is_before, middle, b)
             after = tl.where(is_before, after, middle)
-        before = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), num_tokens)
+        before = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_ptr + b), 0), num_tokens)
         return b, tile - before // META.ITEM_ROWS - b
     else:
-        blocks = tl.cdiv(max_seqlen, META.ITEM_ROWS)
+        blocks = tl.cdiv(lengths.max_seqlen, META.ITEM_ROWS)
         return tile // blocks, tile % blocks
 
 
 @triton.jit
-def _quantize_item(
-    item, num_heads, x, data, scaling, amaxes, lengths, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr
-):
+def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr):
     # ITEM_ROWS rows of a head.
     ROWS: tl.constexpr = META.ROWS
-    x_ptr, stride_xb, stride_xs, stride_xh = x
-    data_ptr, stride_db, stride_ds, stride_dh = data
-    scale_ptr, history_ptr, range_scale = scaling
-    amax_ptr, descale_ptr, stride_ab, stride_ah, num_blocks = amaxes
-    cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen = lengths
-    h = item % num_heads
-    b, block = _tile_of(item // num_heads, lengths, META)
-    of_side = Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen)
-    start, length = load_sequence(of_side, b, META.IS_RAGGED)
+    num_blocks = tensor.num_blocks
+    amax_ptr = tensor.amax_ptr
+    descale_ptr = tensor.descale_ptr
+    h = item % tensor.num_heads
+    b, block = _tile_of(item // tensor.num_heads, lengths, META)
+    start, length = load_sequence(lengths, b, META.IS_RAGGED)
     front, slot = -start, length
     if not META.HAS_GAPS:  # which are 0 already
-        front, slot = load_padding(of_side, b, start, length, META.IS_RAGGED)
+        front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED)
     first = block * META.ITEM_ROWS
     if (block == 0) | ((block > 0) & (first < slot)):
-        group = b * stride_ab + h * stride_ah
+        group = b * tensor.stride_b + h * tensor.stride_h
         if META.BY_BLOCK:
             group += block
-        x_base = row_pointer(Rows(x_ptr, stride_xb, stride_xs, stride_xh), b, h, start + first, META)
-        x_step, x_offsets = row_steps(stride_xs, ROWS, META)
-        matrices = _rotations(x_ptr.dtype.element_ty, META)
+        x_base = row_pointer(tensor.x, b, h, start + first, META)
+        x_step, x_offsets = row_steps(tensor.x.stride_s, ROWS, META)
+        matrices = _rotations(tensor.x.ptr.dtype.element_ty, META)
         largest = tl.zeros([ROWS], tl.float32)
         if FINDS_AMAX and (META.BY_BLOCK or not CASTS):
             for row in range(0, META.ITEM_ROWS, ROWS):
-                parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
-                largest = _largest_of_parts(largest, parts, META)
+                own = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
+                largest = _largest_of_parts(largest, _load_parts(own, matrices, META), META)
         if CASTS:
-            if scale_ptr is not None:
-                scale = tl.load(scale_ptr + group)
+            if tensor.scale_ptr is not None:
+                scale = tl.load(tensor.scale_ptr + group)
             elif META.BY_BLOCK:
                 amax = tl.max(largest, 0)
                 scale = scale_of(amax, range_scale)
@@ -252,89 +295,31 @@ def _quantize_item(
                         tl.store(descale_ptr + group + other, 1.0)
             elif block == 0:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
-            data_base = row_pointer(Rows(data_ptr, stride_db, stride_ds, stride_dh), b, h, start + first, META)
-            data_step, data_offsets = row_steps(stride_ds, ROWS, META)
+            data_base = row_pointer(tensor.data, b, h, start + first, META)
+            data_step, data_offsets = row_steps(tensor.data.stride_s, ROWS, META)
             for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
-                parts = _load_rows(x_base + row * x_step, x_offsets, first + row, length, matrices, META)
-                _store_rows(data_base + row * data_step, data_offsets, first + row, slot, parts, scale, META)
+                own = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
+                parts = _load_parts(own, matrices, META)
+                target = _TileRows(pointer=data_base + row * data_step, offsets=data_offsets, first=first + row, end=slot)
+                _store_parts(target, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
                     largest = _largest_of_parts(largest, parts, META)
             if META.IS_RAGGED and not META.HAS_GAPS:  # what is before the first sequence
                 for row in range(tl.where(block == 0, -start, front), front, ROWS):
-                    parts = _load_rows(x_base + row * x_step, x_offsets, length, length, matrices, META)
-                    _store_rows(data_base + row * data_step, data_offsets, row, front, parts, scale, META)
+                    none = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=length, end=length)
+                    target = _TileRows(pointer=data_base + row * data_step, offsets=data_offsets, first=row, end=front)
+                    _store_parts(target, _load_parts(none, matrices, META), scale, META)
         if FINDS_AMAX and not META.BY_BLOCK:
             # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
             bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
             tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
-            if history_ptr is not None:
-                tl.atomic_max((history_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+            if tensor.history_ptr is not None:
+                tl.atomic_max((tensor.history_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
 @kernel
 def _quantize_kernel(
-    q_ptr,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    q8_ptr,
-    stride_q8b,
-    stride_q8s,
-    stride_q8h,
-    scale_q_ptr,  # or None: from the amax; so k's and v's
-    history_q_ptr,  # its first row, by heads as scale_q_ptr, takes the amax too; or None
-    amax_q_ptr,  # 0 before, unless each block has one
-    descale_q_ptr,
-    stride_amax_qb,
-    stride_amax_qh,
-    num_blocks_q,
-    num_heads_q,
-    items_q,
-    k_ptr,  # or None: q alone
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    k8_ptr,
-    stride_k8b,
-    stride_k8s,
-    stride_k8h,
-    scale_k_ptr,
-    history_k_ptr,
-    amax_k_ptr,
-    descale_k_ptr,
-    stride_amax_kb,
-    stride_amax_kh,
-    num_blocks_k,
-    num_heads_k,
-    items_k,
-    v_ptr,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    v8_ptr,
-    stride_v8b,
-    stride_v8s,
-    stride_v8h,
-    scale_v_ptr,
-    history_v_ptr,
-    amax_v_ptr,
-    descale_v_ptr,
-    stride_amax_vb,
-    stride_amax_vh,
-    num_blocks_v,
-    num_heads_v,
-    items_v,
-    cu_seqlens_q_ptr,
-    cu_seqlens_q_padded_ptr,
-    batch_q,
-    num_tokens_q,
-    max_seqlen_q,
-    cu_seqlens_kv_ptr,
-    cu_seqlens_kv_padded_ptr,
-    batch_kv,
-    num_tokens_kv,
-    max_seqlen_kv,
-    range_scale,  # the dtype's largest value * 2**-margin
+    args: QuantizeArguments,
     FINDS_AMAX: tl.constexpr,
     CASTS: tl.constexpr,
     Q_META: tl.constexpr,
@@ -344,28 +329,14 @@ def _quantize_kernel(
     item = tl.program_id(0)
     if not CASTS:  # backwards: what the amax is found of last is cast first, and may be in L2 yet
         item = tl.num_programs(0) - 1 - item
-    if item < items_q:
-        lengths_q = (cu_seqlens_q_ptr, cu_seqlens_q_padded_ptr, batch_q, num_tokens_q, max_seqlen_q)
-        q = (q_ptr, stride_qb, stride_qs, stride_qh)
-        q8 = (q8_ptr, stride_q8b, stride_q8s, stride_q8h)
-        scaling_q = (scale_q_ptr, history_q_ptr, range_scale)
-        of_q = (amax_q_ptr, descale_q_ptr, stride_amax_qb, stride_amax_qh, num_blocks_q)
-        _quantize_item(item, num_heads_q, q, q8, scaling_q, of_q, lengths_q, FINDS_AMAX, CASTS, Q_META)
-    elif k_ptr is not None:
-        lengths_kv = (cu_seqlens_kv_ptr, cu_seqlens_kv_padded_ptr, batch_kv, num_tokens_kv, max_seqlen_kv)
-        item -= items_q
-        if item < items_k:
-            k = (k_ptr, stride_kb, stride_ks, stride_kh)
-            k8 = (k8_ptr, stride_k8b, stride_k8s, stride_k8h)
-            scaling_k = (scale_k_ptr, history_k_ptr, range_scale)
-            of_k = (amax_k_ptr, descale_k_ptr, stride_amax_kb, stride_amax_kh, num_blocks_k)
-            _quantize_item(item, num_heads_k, k, k8, scaling_k, of_k, lengths_kv, FINDS_AMAX, CASTS, K_META)
+    if item < args.q.num_items:
+        _quantize_item(item, args.q, args.lengths_q, args.range_scale, FINDS_AMAX, CASTS, Q_META)
+    elif args.k.x.ptr is not None:
+        item -= args.q.num_items
+        if item < args.k.num_items:
+            _quantize_item(item, args.k, args.lengths_kv, args.range_scale, FINDS_AMAX, CASTS, K_META)
         else:
-            v = (v_ptr, stride_vb, stride_vs, stride_vh)
-            v8 = (v8_ptr, stride_v8b, stride_v8s, stride_v8h)
-            scaling_v = (scale_v_ptr, history_v_ptr, range_scale)
-            of_v = (amax_v_ptr, descale_v_ptr, stride_amax_vb, stride_amax_vh, num_blocks_v)
-            _quantize_item(item - items_k, num_heads_v, v, v8, scaling_v, of_v, lengths_kv, FINDS_AMAX, CASTS, V_META)
+            _quantize_item(item - args.k.num_items, args.v, args.lengths_kv, args.range_scale, FINDS_AMAX, CASTS, V_META)
 
 
 class Source(NamedTuple):
@@ -394,26 +365,51 @@ class Source(NamedTuple):
         b, h, blocks = self.sizes
         return b * h * blocks
 
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(
+            cu_seqlens_ptr=self.cu_seqlens,
+            cu_seqlens_padded_ptr=self.cu_seqlens_padded,
+            batch=self.batch,
+            num_tokens=self.x.shape[-3],
+            max_seqlen=self.longest,
+        )
+
+    def arguments(self, meta: _Meta, amax: Tensor, descale: Tensor) -> TensorArguments:
+        stride_b, stride_h = _strides(self.sizes)
+        return TensorArguments(
+            x=rows(self.x, meta),
+            data=rows(self.data, meta),
+            scale_ptr=self.scale,
+            history_ptr=self.history,
+            amax_ptr=amax,
+            descale_ptr=descale,
+            stride_b=stride_b,
+            stride_h=stride_h,
+            num_blocks=self.sizes[2],
+            num_heads=self.x.shape[-2],
+            num_items=self.items(meta),
+        )
+
     def meta(self, block_rows: int, tiles: int) -> _Meta:
         x, data, head_dim = self.x, self.data, self.x.shape[-1]
         strides = [
             (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
         ]
         widths = _widths(head_dim, self.rotation)
-        rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
+        tile_rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
         return _Meta(
-            HAS_LENGTHS=self.cu_seqlens is not None,
             IS_RAGGED=x.dim() == 3,
             HAS_GAPS=self.cu_seqlens_padded is not None,
             ALIGN=16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1,
-            WIDE_STRIDES=any(abs(t.stride(-3)) * max(rows, block_rows) >= 2**31 for t in (x, data)),
+            WIDE_STRIDES=any(abs(t.stride(-3)) * max(tile_rows, block_rows) >= 2**31 for t in (x, data)),
             HEAD_DIM=head_dim,
             W0=widths[0],
             W1=widths[1],
             W2=widths[2],
             W3=widths[3],
-            ROWS=rows,
-            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else tiles * rows),
+            ROWS=tile_rows,
+            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else tiles * tile_rows),
             BY_BLOCK=block_rows > 0,
             ROTATION=head_dim & -head_dim if self.rotation else 0,
         )
@@ -447,21 +443,22 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
             source.data.zero_()
     is_known = first.scale is not None
     metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
-    items = [s.items(meta) for s, meta in zip(sources, metas, strict=True)]
-    arguments: list[Any] = []
-    for n, (s, meta) in enumerate(zip(sources, metas, strict=True)):
-        arguments += (s.x, *row_strides(s.x, meta), s.data, *row_strides(s.data, meta))
-        arguments += (s.scale, s.history, amax[sum(counts[:n]) :], descales[n])
-        arguments += (*_strides(s.sizes), s.sizes[2], s.x.shape[-2], items[n])
-    size = len(arguments) // len(sources)
-    arguments += [None, 0, 0, 0, None, 0, 0, 0, None, None, None, None, *(0,) * (size - 12)] * (3 - len(sources))
-    for s in (sources[0], sources[-1]):
-        arguments += (s.cu_seqlens, s.cu_seqlens_padded, s.batch, s.x.shape[-3], s.longest)
-    arguments.append(LARGEST[first.data.dtype] * 2.0**-margin)
+    tensors = [
+        s.arguments(meta, amax[sum(counts[:n]) :], descales[n]) for n, (s, meta) in enumerate(zip(sources, metas, strict=True))
+    ]
+    args = QuantizeArguments(
+        q=tensors[0],
+        k=tensors[1] if len(tensors) > 1 else None,
+        v=tensors[2] if len(tensors) > 1 else None,
+        lengths_q=first.lengths,
+        lengths_kv=sources[-1].lengths,
+        range_scale=LARGEST[first.data.dtype] * 2.0**-margin,
+    )
     tile = _rotation_tile(first.x) if first.rotation else _TILE
-    metas += [metas[0]] * (3 - len(sources))
-    for finds_and_casts in ((True, True),) if block_rows or is_known else ((True, False), (False, True)):
-        launch(_quantize_kernel, sum(items), first.x.device, tile, (*arguments, *finds_and_casts, *metas))
+    programs = sum(tensor.num_items for tensor in tensors)
+    q_meta, k_meta, v_meta = metas if len(metas) > 1 else metas * 3
+    for finds_amax, casts in ((True, True),) if block_rows or is_known else ((True, False), (False, True)):
+        launch(_quantize_kernel, programs, first.x.device, tile, (args, finds_amax, casts, q_meta, k_meta, v_meta))
     return descales, amax
 
 
@@ -483,35 +480,51 @@ def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
     return (sizes[1] * sizes[2] if sizes[0] > 1 else 0, sizes[2] if sizes[1] > 1 else 0)
 
 
+class GradientRows(NamedTuple):
+    """The gradient of a rotated tensor, contiguous, and that of the tensor before, to be written."""
+
+    x_ptr: WidePointer
+    out_ptr: WidePointer
+    num_rows: int
+
+
+class UnrotateArguments(NamedTuple):
+    q: GradientRows
+    programs_q: int
+    k: GradientRows
+
+
 @triton.jit
-def _store_signed(pointer, offsets, row, num_rows, x, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+def _store_signed(rows, x, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     if WIDTH > 0:
         y = x * rotation_signs(COLUMN, WIDTH)[None, :]
-        store_tile(pointer, y, offsets, row, num_rows, COLUMN, WIDTH, META.HEAD_DIM)
+        store_tile(rows.pointer, y, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, META.HEAD_DIM)
 
 
 @kernel
-def _unrotate_kernel(dq_ptr, out_q_ptr, rows_q, programs_q, dk_ptr, out_k_ptr, rows_k, META: tl.constexpr):
+def _unrotate_kernel(args: UnrotateArguments, META: tl.constexpr):
     # The transpose: Hadamard matrices, which are symmetric, and then the signs.
-    is_q = tl.program_id(0) < programs_q
-    x_ptr = tl.where(is_q, dq_ptr, dk_ptr)
-    out_ptr = tl.where(is_q, out_q_ptr, out_k_ptr)
-    num_rows = tl.where(is_q, rows_q, rows_k)
-    begin = (tl.program_id(0) - tl.where(is_q, 0, programs_q)) * META.ITEM_ROWS
+    is_q = tl.program_id(0) < args.programs_q
+    x_ptr = tl.where(is_q, args.q.x_ptr, args.k.x_ptr)
+    out_ptr = tl.where(is_q, args.q.out_ptr, args.k.out_ptr)
+    num_rows = tl.where(is_q, args.q.num_rows, args.k.num_rows)
+    begin = (tl.program_id(0) - tl.where(is_q, 0, args.programs_q)) * META.ITEM_ROWS
     offsets = tl.arange(0, META.ROWS) * META.HEAD_DIM
-    matrix0 = hadamard_tile(META.W0, min(META.ROTATION, META.W0)).to(dq_ptr.dtype.element_ty)
+    DTYPE: tl.constexpr = args.q.x_ptr.dtype.element_ty
+    matrix0 = hadamard_tile(META.W0, min(META.ROTATION, META.W0)).to(DTYPE)
     matrix1 = matrix0
     if META.W1 > 0 and META.W1 != META.W0:
-        matrix1 = hadamard_tile(META.W1, min(META.ROTATION, META.W1)).to(dq_ptr.dtype.element_ty)
-    matrices = (matrix0, matrix1, matrix0, matrix0)
+        matrix1 = hadamard_tile(META.W1, min(META.ROTATION, META.W1)).to(DTYPE)
+    matrices = _Parts(x0=matrix0, x1=matrix1, x2=matrix0, x3=matrix0)
     for row in range(0, META.ITEM_ROWS, META.ROWS):
         first = begin + row
         base = tl.cast(first, tl.int64) * META.HEAD_DIM
-        x0, x1, x2, x3 = _load_rows(x_ptr + base, offsets, first, num_rows, matrices, META)
-        _store_signed(out_ptr + base, offsets, first, num_rows, x0, 0, META.W0, META)
-        _store_signed(out_ptr + base, offsets, first, num_rows, x1, META.W0, META.W1, META)
-        _store_signed(out_ptr + base, offsets, first, num_rows, x2, META.W0 + META.W1, META.W2, META)
-        _store_signed(out_ptr + base, offsets, first, num_rows, x3, META.W0 + META.W1 + META.W2, META.W3, META)
+        parts = _load_parts(_TileRows(pointer=x_ptr + base, offsets=offsets, first=first, end=num_rows), matrices, META)
+        target = _TileRows(pointer=out_ptr + base, offsets=offsets, first=first, end=num_rows)
+        _store_signed(target, parts.x0, 0, META.W0, META)
+        _store_signed(target, parts.x1, META.W0, META.W1, META)
+        _store_signed(target, parts.x2, META.W0 + META.W1, META.W2, META)
+        _store_signed(target, parts.x3, META.W0 + META.W1 + META.W2, META.W3, META)
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
@@ -520,60 +533,76 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     Both are contiguous, with one head dim and dtype.
     """
     head_dim = dq.shape[-1]
-    widths = _widths(head_dim, True)
-    meta = _Meta(False, False, False, 8, False, head_dim, *widths, 64, _ROTATED_ROWS, False, head_dim & -head_dim)
+    w0, w1, w2, w3 = _widths(head_dim, True)
+    meta = _Meta(
+        IS_RAGGED=False,
+        HAS_GAPS=False,
+        ALIGN=8,
+        WIDE_STRIDES=False,
+        HEAD_DIM=head_dim,
+        W0=w0,
+        W1=w1,
+        W2=w2,
+        W3=w3,
+        ROWS=64,
+        ITEM_ROWS=_ROTATED_ROWS,
+        BY_BLOCK=False,
+        ROTATION=head_dim & -head_dim,
+    )
     out_q, out_k = torch.empty_like(dq), torch.empty_like(dk)
     rows_q, rows_k = dq.numel() // head_dim, dk.numel() // head_dim
-    programs_q, programs_k = (triton.cdiv(rows, _ROTATED_ROWS) for rows in (rows_q, rows_k))
-    arguments = (dq, out_q, rows_q, programs_q, dk, out_k, rows_k, meta)
-    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _rotation_tile(dq), arguments)
+    programs_q, programs_k = (triton.cdiv(count, _ROTATED_ROWS) for count in (rows_q, rows_k))
+    args = UnrotateArguments(
+        q=GradientRows(x_ptr=dq, out_ptr=out_q, num_rows=rows_q),
+        programs_q=programs_q,
+        k=GradientRows(x_ptr=dk, out_ptr=out_k, num_rows=rows_k),
+    )
+    launch(_unrotate_kernel, programs_q + programs_k, dq.device, _rotation_tile(dq), (args, meta))
     return out_q, out_k
 
 
+class TransposeArguments(NamedTuple):
+    x: Rows
+    lengths: Lengths
+    num_heads: int
+    out: Channels
+
+
 @triton.jit
-def _transpose_part(
-    out_base, stride_od, column, pointer, offsets, first, length, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr
-):
+def _transpose_part(out_base, stride_d, column, rows, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
     d = COLUMN + tl.arange(0, WIDTH)
-    x = load_tile(pointer, offsets, first, length, COLUMN, WIDTH, META.HEAD_DIM, True)
-    inside = (d < META.HEAD_DIM)[:, None] & (first + tl.arange(0, META.ROWS) // 16 * 16 < length)[None, :]
-    tl.store(out_base + d.to(tl.int64)[:, None] * stride_od * 16 + column[None, :], tl.trans(x), mask=inside)
+    x = load_tile(rows.pointer, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, META.HEAD_DIM, True)
+    inside = (d < META.HEAD_DIM)[:, None] & (rows.first + tl.arange(0, META.ROWS) // 16 * 16 < rows.end)[None, :]
+    tl.store(out_base + d.to(tl.int64)[:, None] * stride_d * 16 + column[None, :], tl.trans(x), mask=inside)
 
 
 @kernel
-def _transpose_kernel(
-    x_ptr,
-    stride_xb,
-    stride_xs,
-    stride_xh,
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    batch,
-    num_heads,
-    num_tokens,
-    max_seqlen,
-    out_ptr,  # [b, h, d, columns] or [h, d, columns]
-    stride_ob,  # in units of 16
-    stride_oh,
-    stride_od,
-    META: tl.constexpr,
-):
+def _transpose_kernel(args: TransposeArguments, META: tl.constexpr):
     ROWS: tl.constexpr = META.ROWS
-    blocks = tl.cdiv(max_seqlen, ROWS)
+    lengths = args.lengths
+    out = args.out
+    blocks = tl.cdiv(lengths.max_seqlen, ROWS)
     first = tl.program_id(0) % blocks * ROWS
-    h = tl.program_id(0) // blocks % num_heads
-    b = tl.program_id(0) // blocks // num_heads
-    start, length = load_sequence(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, META.IS_RAGGED)
+    h = tl.program_id(0) // blocks % args.num_heads
+    b = tl.program_id(0) // blocks // args.num_heads
+    start, length = load_sequence(lengths, b, META.IS_RAGGED)
     if first >= length:
         return
-    pointer = row_pointer(Rows(x_ptr, stride_xb, stride_xs, stride_xh), b, h, start + first, META)
-    _, offsets = row_steps(stride_xs, ROWS, META)
-    place = packed_start(Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, 0, num_tokens, 0), b, start)
+    pointer = row_pointer(args.x, b, h, start + first, META)
+    _, offsets = row_steps(args.x.stride_s, ROWS, META)
+    rows = _TileRows(pointer=pointer, offsets=offsets, first=first, end=length)
+    place = packed_start(lengths, b, start)
     column = transposed_column(place, b, META.IS_RAGGED) + first + tl.arange(0, ROWS)
-    out_base = out_ptr + (tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh) * 16
-    _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, 0, META.W0, META)
+    out_base = out.ptr + (tl.cast(b, tl.int64) * out.stride_b + tl.cast(h, tl.int64) * out.stride_h) * 16
+    _transpose_part(out_base, out.stride_d, column, rows, 0, META.W0, META)
     if META.W1 > 0:
-        _transpose_part(out_base, stride_od, column, pointer, offsets, first, length, META.W0, META.W1, META)
+        _transpose_part(out_base, out.stride_d, column, rows, META.W0, META.W1, META)
+
+
+def _channels(copy: Tensor) -> Channels:
+    """The copy that `transpose_tokens` makes, as kernels take it."""
+    stride_b = 0 if copy.dim() == 3 else copy.stride(0) // 16
+    return Channels(ptr=copy, stride_b=stride_b, stride_h=copy.stride(-3) // 16, stride_d=copy.stride(-2) // 16)
 
 
 def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int) -> Tensor:
@@ -589,14 +618,33 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     out = x.new_empty((*(() if ragged else (batch,)), heads, head_dim, columns))
     strides = [(0 if size == 1 else stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     align = 16 if all(stride % 16 == 0 for stride in strides) else 8 if all(stride % 8 == 0 for stride in strides) else 1
-    rows = _COLUMNS.block_m
-    lies = (cu_seqlens is not None, ragged, cu_seqlens_padded is not None, align, abs(x.stride(-3)) * rows >= 2**31, head_dim)
-    meta = _Meta(*lies, *_widths(head_dim, False), ROWS=rows, ITEM_ROWS=rows, BY_BLOCK=False, ROTATION=0)
+    w0, w1, w2, w3 = _widths(head_dim, False)
+    meta = _Meta(
+        IS_RAGGED=ragged,
+        HAS_GAPS=cu_seqlens_padded is not None,
+        ALIGN=align,
+        WIDE_STRIDES=abs(x.stride(-3)) * _COLUMNS.block_m >= 2**31,
+        HEAD_DIM=head_dim,
+        W0=w0,
+        W1=w1,
+        W2=w2,
+        W3=w3,
+        ROWS=_COLUMNS.block_m,
+        ITEM_ROWS=_COLUMNS.block_m,
+        BY_BLOCK=False,
+        ROTATION=0,
+    )
     longest = max(1, max_seqlen if ragged else tokens)
-    lengths = (cu_seqlens, cu_seqlens_padded, batch, heads, tokens, longest)
-    strides_out = (0 if ragged else out.stride(0) // 16, out.stride(-3) // 16, out.stride(-2) // 16)
+    lengths = Lengths(
+        cu_seqlens_ptr=cu_seqlens,
+        cu_seqlens_padded_ptr=cu_seqlens_padded,
+        batch=batch,
+        num_tokens=tokens,
+        max_seqlen=longest,
+    )
+    args = TransposeArguments(x=rows(x, meta), lengths=lengths, num_heads=heads, out=_channels(out))
     programs = triton.cdiv(longest, _COLUMNS.block_m) * heads * batch
-    launch(_transpose_kernel, programs, x.device, _COLUMNS, (x, *row_strides(x, meta), *lengths, out, *strides_out, meta))
+    launch(_transpose_kernel, programs, x.device, _COLUMNS, (args, meta))
     return out
 
 
@@ -611,6 +659,4 @@ def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None 
     x = getattr(p, name) if x is None else x
     of_q = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q)
     lengths = of_q if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
-    copy = transpose_tokens(x, *lengths)
-    stride_b = 0 if copy.dim() == 3 else copy.stride(0) // 16
-    return Channels(ptr=copy, stride_b=stride_b, stride_h=copy.stride(-3) // 16, stride_d=copy.stride(-2) // 16)
+    return _channels(transpose_tokens(x, *lengths))

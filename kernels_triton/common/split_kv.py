@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Rows
+from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.primitives import LN2, LOG2E, VisibleRange, row_pointer
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(16, 128, 4, 1)  # splits at a time
@@ -104,46 +105,62 @@ def part_row(split, batch, num_heads, num_tokens_q, META: tl.constexpr):
     return split * num_rows
 
 
+class PartPointers(NamedTuple):
+    """`Parts` as the kernel that combines them reads them."""
+
+    ptr: WidePointer
+    lse_ptr: Pointer
+    num_rows: int
+    num_splits: int
+
+
+class CombineArguments(NamedTuple):
+    parts: PartPointers
+    num_heads: int
+    num_tokens_q: int
+    out: Rows
+    lse_ptr: Pointer
+
+
+class CombineMeta(NamedTuple):
+    """What the kernel is compiled for; the names that `primitives` read are `Meta`'s."""
+
+    HEAD_DIM: int
+    WIDTH: int  # of a part's row
+    COLUMNS: int  # the power of two from the head dim on
+    MOST: int  # splits, at most
+    AT_ONCE: int  # splits whose out is held at a time
+    IS_UNBOUNDED: bool
+    ALIGN: int
+
+
 @triton.jit
-def _log_weight(lse, origin, splits, part_lse_ptr, row, num_rows, num_splits, META: tl.constexpr):
-    # Of splits with such an lse, relative to `origin`
+def _log_weight(lse, origin, splits, parts, row, META: tl.constexpr):
+    # The weight of splits with such an lse, relative to `origin`
     relative = lse - origin
     if META.IS_UNBOUNDED:  # of padding neither number is written
-        pointers = part_lse_ptr + (num_splits + splits).to(tl.int64) * num_rows + row
+        pointers = parts.lse_ptr + (parts.num_splits + splits).to(tl.int64) * parts.num_rows + row
         relative += tl.load(pointers, mask=lse > float("-inf"), other=0.0)
     return relative
 
 
 @kernel
-def _combine_splits_kernel(
-    parts_ptr,
-    part_lse_ptr,
-    num_rows,
-    num_splits,
-    num_heads,
-    num_tokens_q,
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    lse_ptr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,  # of a part's row
-    COLUMNS: tl.constexpr,
-    MOST: tl.constexpr,
-    META: tl.constexpr,
-):
-    AT_ONCE: tl.constexpr = META.BLOCK_M
+def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
+    AT_ONCE: tl.constexpr = META.AT_ONCE
+    COLUMNS: tl.constexpr = META.COLUMNS
+    parts = args.parts
+    num_rows = parts.num_rows
+    num_splits = parts.num_splits
     row = tl.program_id(0)
-    token = row % num_tokens_q
-    h = row // num_tokens_q % num_heads
-    b = row // num_tokens_q // num_heads  # 0 of packed sequences
-    splits = tl.arange(0, MOST)
-    lse_of_splits = tl.load(part_lse_ptr + splits.to(tl.int64) * num_rows + row, mask=splits < num_splits, other=float("-inf"))
-    place = (part_lse_ptr, row, num_rows, num_splits)
+    token = row % args.num_tokens_q
+    h = row // args.num_tokens_q % args.num_heads
+    b = row // args.num_tokens_q // args.num_heads  # 0 of packed sequences
+    splits = tl.arange(0, META.MOST)
+    lse_pointers = parts.lse_ptr + splits.to(tl.int64) * num_rows + row
+    lse_of_splits = tl.load(lse_pointers, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
     origin = tl.where(largest == float("-inf"), 0.0, largest)  # of a row that sees nothing: exp2(-inf - 0) is 0
-    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, origin, splits, *place, META) * LOG2E), 0)
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, origin, splits, parts, row, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
@@ -151,23 +168,35 @@ def _combine_splits_kernel(
         some = first + tl.arange(0, AT_ONCE)
         is_split = some < num_splits
         rows = some.to(tl.int64) * num_rows + row
-        lse_of_some = tl.load(part_lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_of_some, origin, some, *place, META) * LOG2E)
-        inside = is_split[:, None] & (columns < HEAD_DIM)[None, :]
-        part = tl.load(parts_ptr + (rows * WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
+        lse_of_some = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
+        weights = tl.exp2(_log_weight(lse_of_some, origin, some, parts, row, META) * LOG2E)
+        inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
+        part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)
-    pointer = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, token, META)
-    tl.store(pointer + columns, (out / total).to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
-    tl.store(lse_ptr + row, largest + tl.log2(total) * LN2)
+    pointer = row_pointer(args.out, b, h, token, META)
+    tl.store(pointer + columns, (out / total).to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
+    tl.store(args.lse_ptr + row, largest + tl.log2(total) * LN2)
 
 
 def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
     """Write out, laid out as q with v's head dim, and lse from the parts, in every row that these have."""
-    splits, rows, width = parts.out.shape
+    num_splits, num_rows, width = parts.out.shape
     head_dim = out.shape[-1]
     meta = problem.meta(_TILE, (out,))
-    arguments = (
-        *(*parts, rows, splits, problem.num_heads, problem.q.shape[-3], out, *row_strides(out, meta), lse),
-        *(head_dim, width, triton.next_power_of_2(head_dim), SPLIT_MOST, meta),
+    args = CombineArguments(
+        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits),
+        num_heads=problem.num_heads,
+        num_tokens_q=problem.q.shape[-3],
+        out=rows(out, meta),
+        lse_ptr=lse,
     )
-    launch(_combine_splits_kernel, rows, out.device, _TILE, arguments)
+    own_meta = CombineMeta(
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(head_dim),
+        MOST=SPLIT_MOST,
+        AT_ONCE=_TILE.block_m,
+        IS_UNBOUNDED=meta.IS_UNBOUNDED,
+        ALIGN=meta.ALIGN,
+    )
+    launch(_combine_splits_kernel, num_rows, out.device, _TILE, (args, own_meta))

@@ -9,74 +9,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Lengths, Rows
+from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
-from flexattn.kernels_triton.common.problem import Problem, row_strides
+from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(64, 64, 4, 1)
-_PARTS = 4  # programs that share the padding of one sequence and head
+_PARTS = 4
+_CHUNK = tl.constexpr(64)  # blocks that a program finds places for, and sequences that it looks at together
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """The queries' or the keys' half of a problem's lengths."""
 
-    cu_seqlens: Tensor | None
-    cu_seqlens_padded: Tensor | None
-    batch: int
-    num_tokens: int
-    longest: int
+    lengths: Lengths
     is_ragged: bool
 
-    @property
-    def arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        return self[:5]
 
-
-def side_of(problem: Problem, side: Literal["q", "kv"]) -> _Side:
+def side_of(problem: Problem, side: Literal["q", "kv"]) -> Side:
     x = problem
-    if side == "q":
-        return _Side(x.cu_seqlens_q, x.cu_seqlens_q_padded, x.batch, x.q.shape[-3], x.longest_q, x.q.dim() == 3)
-    return _Side(x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.batch, x.k.shape[-3], x.longest_kv, x.k.dim() == 3)
+    return Side(x.lengths_q, x.q.dim() == 3) if side == "q" else Side(x.lengths_kv, x.k.dim() == 3)
+
+
+class TableArguments(NamedTuple):
+    lengths: Lengths
+    table_ptr: Pointer
+    blocks: int
+    capacity: int
+
+
+class TableMeta(NamedTuple):
+    """What the kernel is compiled for."""
+
+    BLOCK: int
+    LAST_FIRST: bool
+    BY_SEQUENCE: bool
+    IS_RAGGED: bool
 
 
 @kernel
-def _work_table_kernel(
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    batch,
-    num_tokens,
-    max_seqlen,
-    table_ptr,
-    blocks,
-    capacity,
-    BLOCK: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-    META: tl.constexpr,
-):
-    CHUNK: tl.constexpr = 64
+def _work_table_kernel(args: TableArguments, META: tl.constexpr):
+    BLOCK: tl.constexpr = META.BLOCK
+    CHUNK: tl.constexpr = _CHUNK
+    lengths = args.lengths
+    batch = lengths.batch
+    table_ptr = args.table_ptr
+    capacity = args.capacity
     b = tl.program_id(0) % batch
     block = tl.program_id(0) // batch * CHUNK + tl.arange(0, CHUNK)
-    _own_start, own_length = load_sequence(
-        Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), b, IS_RAGGED
-    )
+    _own_start, own_length = load_sequence(lengths, b, META.IS_RAGGED)
     own_blocks = tl.cdiv(own_length, BLOCK)
-    after = block if LAST_FIRST else own_blocks - 1 - block  # of its sequence's, as many come after this one
-    before = own_blocks - 1 - after if BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # of all entries
+    after = block if META.LAST_FIRST else own_blocks - 1 - block  # of its sequence's, as many come after this one
+    before = own_blocks - 1 - after if META.BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # of all entries
     total = 0
     for first in range(0, batch, CHUNK):
         other = first + tl.arange(0, CHUNK)
         last = batch - 1
-        _, length = load_sequence(
-            Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen), tl.minimum(other, last), IS_RAGGED
-        )
+        _, length = load_sequence(lengths, tl.minimum(other, last), META.IS_RAGGED)
         count = tl.where(other < batch, tl.cdiv(length, BLOCK), 0)
         total += tl.sum(count, 0)
-        if BY_SEQUENCE:
+        if META.BY_SEQUENCE:
             is_before = (count > own_blocks) | ((count == own_blocks) & (other < b))
             before += tl.sum(tl.where(is_before, count, 0), 0)
         else:
@@ -84,7 +77,7 @@ def _work_table_kernel(
             same = (count[None, :] > after[:, None]) & (other < b)[None, :]
             before += tl.sum(heavier + same.to(tl.int32), 1)
     # Sequences that overlap, as only wrong cu_seqlens make them, may have more blocks than there is room for.
-    tl.store(table_ptr + 2 + before, b * blocks + block, mask=(block < own_blocks) & (before < capacity))
+    tl.store(table_ptr + 2 + before, b * args.blocks + block, mask=(block < own_blocks) & (before < capacity))
     if tl.program_id(0) == 0:
         tl.store(table_ptr, 0)
         tl.store(table_ptr + 1, tl.minimum(total, capacity))
@@ -99,55 +92,60 @@ def work_table(problem: Problem, block: int, side: Literal["q", "kv"], *, by_seq
     else those of all sequences come together, the longest ones first and the short ones to fill up the end.
     """
     x = side_of(problem, side)
-    blocks = triton.cdiv(x.longest, block)
-    capacity = x.batch * blocks
+    batch = x.lengths.batch
+    blocks = triton.cdiv(x.lengths.max_seqlen, block)
+    capacity = batch * blocks
     if x.is_ragged:
-        capacity = min(capacity, x.num_tokens // block + x.batch)
+        capacity = min(capacity, x.lengths.num_tokens // block + batch)
     table = torch.empty(2 + capacity, dtype=torch.int32, device=problem.device)
-    kind = (block, side == "q", by_sequence, x.is_ragged, x.cu_seqlens_padded is not None, problem.meta(_TILE))
-    programs = x.batch * triton.cdiv(blocks, 64)
-    launch(_work_table_kernel, programs, problem.device, _TILE, (*x.arguments, table, blocks, capacity, *kind))
+    args = TableArguments(lengths=x.lengths, table_ptr=table, blocks=blocks, capacity=capacity)
+    meta = TableMeta(BLOCK=block, LAST_FIRST=side == "q", BY_SEQUENCE=by_sequence, IS_RAGGED=x.is_ragged)
+    launch(_work_table_kernel, batch * triton.cdiv(blocks, _CHUNK.value), problem.device, _TILE, (args, meta))
     return table
 
 
+class PaddingArguments(NamedTuple):
+    lengths: Lengths
+    out: Rows
+    lse_ptr: Pointer
+    num_heads: int
+
+
+class PaddingMeta(NamedTuple):
+    """What the kernel is compiled for; the names that `primitives` read are `Meta`'s."""
+
+    PARTS: int  # programs that share the padding of one sequence and head
+    HEAD_DIM: int
+    WIDTH0: int  # of the one or two parts that the head dim is taken in
+    WIDTH1: int
+    IS_RAGGED: bool
+    ROWS: int  # of a tile
+    ALIGN: int
+    WIDE_STRIDES: bool
+
+
 @kernel
-def _padding_kernel(
-    cu_seqlens_ptr,
-    cu_seqlens_padded_ptr,
-    batch,
-    num_tokens,
-    max_seqlen,
-    out_ptr,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    lse_ptr,
-    num_heads,
-    PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH0: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-    META: tl.constexpr,
-):
-    ROWS: tl.constexpr = META.BLOCK_M
+def _padding_kernel(args: PaddingArguments, META: tl.constexpr):
+    ROWS: tl.constexpr = META.ROWS
+    PARTS: tl.constexpr = META.PARTS
+    lengths = args.lengths
+    num_heads = args.num_heads
     part = tl.program_id(0) % PARTS
     h = tl.program_id(0) // PARTS % num_heads
     b = tl.program_id(0) // PARTS // num_heads
-    lengths = Lengths(cu_seqlens_ptr, cu_seqlens_padded_ptr, batch, num_tokens, max_seqlen)
-    start, length = load_sequence(lengths, b, IS_RAGGED)
-    front, slot = load_padding(lengths, b, start, length, IS_RAGGED)
-    base = row_pointer(Rows(out_ptr, stride_ob, stride_os, stride_oh), b, h, start, META)
-    step, offsets = row_steps(stride_os, ROWS, META)
-    for n in tl.static_range(2 if IS_RAGGED else 1):
+    start, length = load_sequence(lengths, b, META.IS_RAGGED)
+    front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED)
+    base = row_pointer(args.out, b, h, start, META)
+    step, offsets = row_steps(args.out.stride_s, ROWS, META)
+    for n in tl.static_range(2 if META.IS_RAGGED else 1):
         first, last = (length, slot) if n == 0 else (-start, front)
         share = tl.cdiv(last - first, PARTS)
         begin = first + part * share
         end = tl.minimum(begin + share, last)
-        store_zeros(base, step, offsets, begin, end, HEAD_DIM, WIDTH0, WIDTH1)
-        if lse_ptr is not None:
-            lse_base = lse_ptr + tl.cast(h if IS_RAGGED else b * num_heads + h, tl.int64) * num_tokens + start
+        store_zeros(base, step, offsets, begin, end, META.HEAD_DIM, META.WIDTH0, META.WIDTH1)
+        if args.lse_ptr is not None:
+            row_of_lse = tl.cast(h if META.IS_RAGGED else b * num_heads + h, tl.int64) * lengths.num_tokens
+            lse_base = args.lse_ptr + row_of_lse + start
             for row in range(begin, end, ROWS):
                 rows = row + tl.arange(0, ROWS)
                 tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
@@ -161,6 +159,16 @@ def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: T
     x = side_of(problem, side)
     meta = problem.meta(_TILE, (out,))
     heads, head_dim = out.shape[-2:]
-    kind = (_PARTS, head_dim, *split_head_dim(head_dim), x.is_ragged, x.cu_seqlens_padded is not None, meta)
-    arguments = (*x.arguments, out, *row_strides(out, meta), lse, heads, *kind)
-    launch(_padding_kernel, _PARTS * x.batch * heads, problem.device, _TILE, arguments)
+    width0, width1 = split_head_dim(head_dim)
+    args = PaddingArguments(lengths=x.lengths, out=rows(out, meta), lse_ptr=lse, num_heads=heads)
+    own_meta = PaddingMeta(
+        PARTS=_PARTS,
+        HEAD_DIM=head_dim,
+        WIDTH0=width0,
+        WIDTH1=width1,
+        IS_RAGGED=x.is_ragged,
+        ROWS=_TILE.block_m,
+        ALIGN=meta.ALIGN,
+        WIDE_STRIDES=meta.WIDE_STRIDES,
+    )
+    launch(_padding_kernel, _PARTS * x.lengths.batch * heads, problem.device, _TILE, (args, own_meta))

@@ -187,9 +187,9 @@ def quantize(
 
     Finite numbers saturate, infinities and NaN become NaN.
     """
-    lengths = side_of(problem, side)
+    of_side = side_of(problem, side)
     heads, head_dim = x.shape[-2:]
-    blocks = triton.cdiv(lengths.longest, BLOCK.value)
+    blocks = triton.cdiv(of_side.lengths.max_seqlen, BLOCK.value)
     out = rows if rows is not None else transposed
     assert out is not None
     meta = problem.meta(_TILE, (x,))
@@ -198,7 +198,7 @@ def quantize(
     quads = out if transposed is None else transposed
     arguments = QuantizeArguments(
         x=rows_of(x, meta),
-        lengths=problem.lengths_q if side == "q" else problem.lengths_kv,
+        lengths=of_side.lengths,
         descale=scale.argument,
         out=Rows(ptr=out, stride_b=0, stride_s=0, stride_h=0) if rows is None else rows_of(rows, rows_meta),
         quads_ptr=quads.view(torch.int32),
@@ -207,9 +207,9 @@ def quantize(
         blocks=blocks,
     )
     own_meta = QuantizeMeta(
-        IS_RAGGED=lengths.is_ragged,
+        IS_RAGGED=of_side.is_ragged,
         HAS_LENGTHS=meta.HAS_LENGTHS,
-        HAS_GAPS=lengths.cu_seqlens_padded is not None,
+        HAS_GAPS=of_side.lengths.cu_seqlens_padded_ptr is not None,
         HEAD_DIM=head_dim,
         WIDTH0=width0,
         WIDTH1=width1,
@@ -222,7 +222,7 @@ def quantize(
         HAS_ROWS=rows is not None,
         HAS_QUADS=transposed is not None,
     )
-    launch(_quantize_kernel, lengths.batch * blocks * heads, x.device, _TILE, (arguments, own_meta))
+    launch(_quantize_kernel, of_side.lengths.batch * blocks * heads, x.device, _TILE, (arguments, own_meta))
 
 
 class DequantizeArguments(NamedTuple):
@@ -263,19 +263,19 @@ def _dequantize_kernel(
 
 def dequantize(problem: Problem, side: Literal["q", "kv"], x: Tensor, scale: Scale, out: Tensor) -> Tensor:
     """out = x * descale, in a half type, laid out as x or otherwise; padding is neither read nor written."""
-    lengths = side_of(problem, side)
+    of_side = side_of(problem, side)
     heads, head_dim = x.shape[-2:]
     meta = problem.meta(_TILE, (x, out))
     meta = meta._replace(ALIGN=min(meta.ALIGN, 8))  # a thread then stores 16 bytes in a row, rather than every other 16
-    blocks = triton.cdiv(lengths.longest, _TILE.block_m)
+    blocks = triton.cdiv(of_side.lengths.max_seqlen, _TILE.block_m)
     arguments = DequantizeArguments(
         x=rows_of(x, meta),
-        lengths=problem.lengths_q if side == "q" else problem.lengths_kv,
+        lengths=of_side.lengths,
         descale=scale.argument,
         out=rows_of(out, meta),
         num_heads=heads,
         blocks=blocks,
     )
-    constants = (head_dim, *split_head_dim(head_dim), lengths.is_ragged, meta)
-    launch(_dequantize_kernel, lengths.batch * blocks * heads, x.device, _TILE, (arguments, *constants))
+    constants = (head_dim, *split_head_dim(head_dim), of_side.is_ragged, meta)
+    launch(_dequantize_kernel, of_side.lengths.batch * blocks * heads, x.device, _TILE, (arguments, *constants))
     return out

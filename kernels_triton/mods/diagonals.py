@@ -10,13 +10,16 @@ word earlier, so that a row of a tile begins at an even word whatever its positi
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from flexattn.kernels_triton.common.arguments import Pointer
+from flexattn.kernels_triton.common.primitives import encoded_size
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.mods.mod_math import DiagonalTables
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
@@ -33,29 +36,33 @@ class DiagonalMeta(NamedTuple):
     BLOCK: int
 
 
+class DiagonalArguments(NamedTuple):
+    captures: Any  # the tensors and numbers that the mods read, a tuple
+    tables_ptr: Pointer  # fp32 [tables, 2, batch, heads, 2, length]: as keys and as queries follow one another; two copies of each
+    batch: int
+    heads: int
+    blocks: int
+    length: int
+    middle_of_keys: int  # where distance 0 lies
+    middle_of_queries: int
+
+
 @kernel
-def _diagonals_kernel(
-    captures,
-    tables_ptr,  # fp32 [tables, 2, batch, heads, 2, length]: as keys follow one another, and as queries do; two copies of each
-    batch,
-    heads,
-    blocks,
-    length,
-    middle_of_keys,
-    middle_of_queries,
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def _diagonals_kernel(args: DiagonalArguments, MODS: tl.constexpr, META: tl.constexpr):
+    batch = args.batch
+    heads = args.heads
+    blocks = args.blocks
+    length = args.length
     pid = tl.program_id(0)
     at = pid % blocks * META.BLOCK + tl.arange(0, META.BLOCK)
     h = pid // blocks % heads
     b = pid // blocks // heads % batch
     side = pid // blocks // heads // batch
-    distance = tl.where(side == 0, middle_of_keys - at, at - middle_of_queries)
-    values = MODS.of_distance(b, h, distance, captures)
+    distance = tl.where(side == 0, args.middle_of_keys - at, at - args.middle_of_queries)
+    values = MODS.of_distance(b, h, distance, args.captures)
     TABLES: tl.constexpr = META.TABLES
     for n in tl.static_range(TABLES):
-        row = tables_ptr + ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * (2 * length)
+        row = args.tables_ptr + ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * (2 * length)
         tl.store(row + at, values[n], mask=at < length)
         tl.store(row + length + at - 1, values[n], mask=(at > 0) & (at < length))
 
@@ -70,8 +77,8 @@ def with_diagonals(problem: Problem) -> Problem:
     heads = x.num_heads if by_head else 1
     block_mask = x.block_mask  # of which a block may begin before a sequence's end and have tiles past it
     past = _PAST_THE_END + (0 if block_mask is None else max(block_mask.block_size_q, block_mask.block_size_kv))
-    middles = tuple(2 * triton.cdiv(longest + past, 2) for longest in (x.longest_q, x.longest_kv))
-    length = sum(middles)
+    middle_of_keys, middle_of_queries = (2 * triton.cdiv(longest + past, 2) for longest in (x.longest_q, x.longest_kv))
+    length = middle_of_keys + middle_of_queries
     count = x.mods_of_tables.num_tables
     entries = 4 * count * batch * heads * length
     scores = x.q.numel() // x.q.shape[-1] * x.longest_kv
@@ -79,10 +86,29 @@ def with_diagonals(problem: Problem) -> Problem:
         return problem
     tables = torch.empty((count, 2, batch, heads, 2, length), dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(length, _BLOCK)
-    arguments = (x.captures, tables, batch, heads, blocks, length, *middles, x.mods, DiagonalMeta(count, _BLOCK))
-    launch(_diagonals_kernel, 2 * batch * heads * blocks, x.device, _TILE, arguments)
+    args = DiagonalArguments(
+        captures=x.captures,
+        tables_ptr=tables,
+        batch=batch,
+        heads=heads,
+        blocks=blocks,
+        length=length,
+        middle_of_keys=middle_of_keys,
+        middle_of_queries=middle_of_queries,
+    )
+    meta = DiagonalMeta(TABLES=count, BLOCK=_BLOCK)
+    launch(_diagonals_kernel, 2 * batch * heads * blocks, x.device, _TILE, (args, x.mods, meta))
     stride_b, stride_h = (tables.stride(dim) if size > 1 else 0 for dim, size in ((2, batch), (3, heads)))
-    sizes = (length, *tables.stride()[:2], stride_b, stride_h, *middles)
     assert x.captures is not None
-    captures = (*x.captures, tables, *(2 * n + 3 for n in sizes))
+    own = DiagonalTables(
+        ptr=tables,
+        length=encoded_size(length),
+        stride_table=encoded_size(tables.stride(0)),
+        stride_side=encoded_size(tables.stride(1)),
+        stride_b=encoded_size(stride_b),
+        stride_h=encoded_size(stride_h),
+        middle_of_keys=encoded_size(middle_of_keys),
+        middle_of_queries=encoded_size(middle_of_queries),
+    )
+    captures = (*x.captures, *own)
     return dataclasses.replace(problem, mods=x.mods_of_tables, mods_of_tables=None, captures=captures)

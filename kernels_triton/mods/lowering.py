@@ -38,7 +38,7 @@ _BOUNDS = {
     torch.int32: INT32,
     torch.bool: (0, 1),
 }
-TABLE_ENTRIES = 8  # of the tuple of captures, behind them, for all tables of a mod: what `mod_math.diagonals_of_head` takes
+TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # of the tuple of captures, behind them, for all tables of a mod
 _MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # that a generated source names
 _OF_ACCUMULATION = {"sums": "sums", "scales": "scales", "MODE": "MODE: tl.constexpr"}  # its further parameters
 _RESERVED = {*_MODULES, "captures", *_OF_ACCUMULATION}
@@ -84,7 +84,7 @@ def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequenc
             continue
         t = next(left)
         flat.append(t)
-        flat += [2 * n + 3 for n in (*t.shape, *t.stride())]
+        flat += map(primitives.encoded_size, (*t.shape, *t.stride()))
     return tuple(flat)
 
 
@@ -143,9 +143,8 @@ def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layou
     inputs = {f"{HEAD}{n}": value for n, value in enumerate(values)}
     results = [value.text for value in values]
     for n in range(num_tables):
-        table = ", ".join(f"captures[{start + i}]" for i in range(TABLE_ENTRIES))
         of_sides = [lowering._named(f"{side}{n}") for side in ("keys", "queries")]
-        lowering.lines.append(f"{', '.join(of_sides)} = mod_math.diagonals_of_head({n}, b, h, {table})")
+        lowering.lines.append(f"{', '.join(of_sides)} = mod_math.diagonals_of_head(b, h, captures, {start}, {n})")
         inputs[f"{DIAGONAL}{n}"] = Value(f"{len(results)}", "float")
         results += of_sides
     if not results:

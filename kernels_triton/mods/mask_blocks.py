@@ -6,13 +6,14 @@ Whether a block of queries sees a block of keys costs a few instructions of inte
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.common.problem import BlockLists, Problem
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -36,18 +37,21 @@ class ListMeta(NamedTuple):
     KV_RANGES: int
 
 
+class RangeArguments(NamedTuple):
+    longest_q: int
+    longest_kv: int
+    captures: Any  # the tensors and numbers that the mods read, a tuple
+    batch: int
+    heads: int
+    blocks: int  # of either side, at most
+    ranges_ptr: Pointer  # int64 [2 * (Q_RANGES + KV_RANGES), batch, heads, blocks]
+
+
 @kernel
-def _block_ranges_kernel(
-    longest_q,
-    longest_kv,
-    captures,
-    batch,
-    heads,
-    blocks,
-    ranges_ptr,  # int64 [2 * (Q_RANGES + KV_RANGES), batch, heads, blocks]
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def _block_ranges_kernel(args: RangeArguments, MODS: tl.constexpr, META: tl.constexpr):
+    captures = args.captures
+    heads = args.heads
+    blocks = args.blocks
     BLOCK: tl.constexpr = META.BLOCK
     CHUNK: tl.constexpr = META.CHUNK
     Q_ENDS: tl.constexpr = 2 * META.Q_RANGES
@@ -59,15 +63,15 @@ def _block_ranges_kernel(
     b = pid // chunks // heads
     one = tl.zeros([1], tl.int64)
     first = block.to(tl.int64) * BLOCK
-    base = ranges_ptr + (tl.cast(b, tl.int64) * heads + h) * blocks + block
-    step = tl.cast(batch, tl.int64) * heads * blocks
+    base = args.ranges_ptr + (tl.cast(b, tl.int64) * heads + h) * blocks + block
+    step = tl.cast(args.batch, tl.int64) * heads * blocks
     if Q_ENDS > 0:
-        last = tl.maximum(tl.minimum(first + BLOCK, longest_q) - 1, first)  # of a last block, what there is
+        last = tl.maximum(tl.minimum(first + BLOCK, args.longest_q) - 1, first)  # of a last block, what there is
         ends = MODS.ranges_of_q_block(one + b, one + h, first, last, captures, BLOCK)
         for n in tl.static_range(Q_ENDS):
             tl.store(base + n * step, ends[n], mask=block < blocks)
     if KV_ENDS > 0:
-        last = tl.maximum(tl.minimum(first + BLOCK, longest_kv) - 1, first)
+        last = tl.maximum(tl.minimum(first + BLOCK, args.longest_kv) - 1, first)
         ends = MODS.ranges_of_kv_block(one + b, one + h, first, last, captures, BLOCK)
         for n in tl.static_range(KV_ENDS):
             tl.store(base + (Q_ENDS + n) * step, ends[n], mask=block < blocks)
@@ -81,27 +85,48 @@ def _load_ranges(base, step, block, blocks, FIRST: tl.constexpr, COUNT: tl.const
     return ends
 
 
+class BlockBand(NamedTuple):
+    """The band of a problem whose diagonal the host knows; 0 for an open side."""
+
+    left: int
+    right: int
+    shift: int
+
+
+class ListPointers(NamedTuple):
+    """Where the lists of a block mask are written."""
+
+    counts_ptr: Pointer
+    indices_ptr: Pointer
+    full_counts_ptr: Pointer
+    full_indices_ptr: Pointer
+
+
+class ListArguments(NamedTuple):
+    longest_q: int
+    longest_kv: int
+    band: BlockBand
+    captures: Any  # the tensors and numbers that the mods read, a tuple
+    batch: int
+    heads: int
+    rows: int  # blocks that have a list
+    columns: int  # blocks that may be in one
+    blocks: int  # of either side, at most
+    ranges_ptr: Pointer  # what `_block_ranges_kernel` wrote
+    lists: ListPointers
+
+
 @kernel
-def _mask_blocks_kernel(
-    longest_q,
-    longest_kv,
-    window_left,
-    window_right,
-    shift,
-    captures,
-    batch,
-    heads,
-    rows,  # blocks that have a list
-    columns,  # blocks that may be in one
-    blocks,  # of either side, at most
-    ranges_ptr,
-    counts_ptr,
-    indices_ptr,
-    full_counts_ptr,
-    full_indices_ptr,
-    MODS: tl.constexpr,
-    META: tl.constexpr,
-):
+def _mask_blocks_kernel(args: ListArguments, MODS: tl.constexpr, META: tl.constexpr):
+    longest_q = args.longest_q
+    longest_kv = args.longest_kv
+    band = args.band
+    captures = args.captures
+    heads = args.heads
+    rows = args.rows
+    columns = args.columns
+    blocks = args.blocks
+    lists = args.lists
     BLOCK: tl.constexpr = META.BLOCK
     CHUNK: tl.constexpr = META.CHUNK
     Q_ENDS: tl.constexpr = 2 * META.Q_RANGES
@@ -111,10 +136,10 @@ def _mask_blocks_kernel(
     h = pid // rows % heads
     b = pid // rows // heads
     one = tl.zeros([1], tl.int64)
-    base = ranges_ptr
+    base = args.ranges_ptr
     if Q_ENDS + KV_ENDS > 0:
         base += (tl.cast(b, tl.int64) * heads + h) * blocks
-    step = tl.cast(batch, tl.int64) * heads * blocks
+    step = tl.cast(args.batch, tl.int64) * heads * blocks
     list_base = tl.cast(pid, tl.int64) * columns
     count = 0
     full_count = 0
@@ -131,20 +156,20 @@ def _mask_blocks_kernel(
         kv_ranges = _load_ranges(base, step, kv_block, blocks, Q_ENDS, KV_ENDS)
         surely, possibly = MODS.mask_of_block(one + b, one + h, q_low, q_high, kv_low, kv_high, q_ranges, kv_ranges, captures)
         if META.HAS_RIGHT:
-            possibly = possibly & (kv_low - q_high - shift <= window_right)
+            possibly = possibly & (kv_low - q_high - band.shift <= band.right)
         if META.HAS_LEFT:
-            possibly = possibly & (q_low + shift - kv_high <= window_left)
+            possibly = possibly & (q_low + band.shift - kv_high <= band.left)
         possibly = possibly & (others < columns)
         is_full = (surely & possibly).to(tl.int32)
         is_part = possibly.to(tl.int32) - is_full
         place = list_base + count + tl.cumsum(is_part, 0) - 1
-        tl.store(indices_ptr + place, others, mask=is_part == 1)
+        tl.store(lists.indices_ptr + place, others, mask=is_part == 1)
         full_place = list_base + full_count + tl.cumsum(is_full, 0) - 1
-        tl.store(full_indices_ptr + full_place, others, mask=is_full == 1)
+        tl.store(lists.full_indices_ptr + full_place, others, mask=is_full == 1)
         count += tl.sum(is_part, 0)
         full_count += tl.sum(is_full, 0)
-    tl.store(counts_ptr + pid, count)
-    tl.store(full_counts_ptr + pid, full_count)
+    tl.store(lists.counts_ptr + pid, count)
+    tl.store(lists.full_counts_ptr + pid, full_count)
 
 
 def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
@@ -207,8 +232,16 @@ class _Lists:
             self.ranges = torch.empty(shape, dtype=torch.int64, device=x.device)
             meta = self.meta._replace(CHUNK=_READ_TOGETHER)
             programs = batch * heads * triton.cdiv(self.blocks, _READ_TOGETHER)
-            arguments = (x.longest_q, x.longest_kv, x.captures, batch, heads, self.blocks, self.ranges, x.mods, meta)
-            launch(_block_ranges_kernel, programs, x.device, _TILE, arguments)
+            args = RangeArguments(
+                longest_q=x.longest_q,
+                longest_kv=x.longest_kv,
+                captures=x.captures,
+                batch=batch,
+                heads=heads,
+                blocks=self.blocks,
+                ranges_ptr=self.ranges,
+            )
+            launch(_block_ranges_kernel, programs, x.device, _TILE, (args, x.mods, meta))
 
     def made(self, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(counts, indices, counts of the full, indices of the full), of blocks of keys or of queries."""
@@ -219,9 +252,19 @@ class _Lists:
         memory = torch.empty(2 * number * (1 + columns), dtype=torch.int32, device=x.device)
         counts, full_counts, indices, full_indices = memory.split([number, number, number * columns, number * columns])
         shift = x.longest_kv - x.longest_q if x.bottom_right else 0
-        sizes = (x.longest_q, x.longest_kv, *x.window, shift)
-        blocks = (self.batch, self.heads, rows, columns, self.blocks, self.ranges)
-        meta = self.meta._replace(OF_QUERIES=of_queries)
-        arguments = (*sizes, x.captures, *blocks, counts, indices, full_counts, full_indices, x.mods, meta)
-        launch(_mask_blocks_kernel, number, x.device, _TILE, arguments)
+        left, right = x.window
+        args = ListArguments(
+            longest_q=x.longest_q,
+            longest_kv=x.longest_kv,
+            band=BlockBand(left=left, right=right, shift=shift),
+            captures=x.captures,
+            batch=self.batch,
+            heads=self.heads,
+            rows=rows,
+            columns=columns,
+            blocks=self.blocks,
+            ranges_ptr=self.ranges,
+            lists=ListPointers(counts_ptr=counts, indices_ptr=indices, full_counts_ptr=full_counts, full_indices_ptr=full_indices),
+        )
+        launch(_mask_blocks_kernel, number, x.device, _TILE, (args, x.mods, self.meta._replace(OF_QUERIES=of_queries)))
         return counts.view(shape), indices.view(*shape, columns), full_counts.view(shape), full_indices.view(*shape, columns)

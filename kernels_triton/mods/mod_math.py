@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -105,14 +107,40 @@ def power(x, y):
     return tl.where(y == 0.0, 1.0, tl.where(x < 0, negative, magnitude))
 
 
+class DiagonalTables(NamedTuple):
+    """The tables of `diagonals` as a mod's functions find them in the tuple of captures; sizes are encoded for `read_size`."""
+
+    ptr: Any
+    length: Any
+    stride_table: Any
+    stride_side: Any
+    stride_b: Any
+    stride_h: Any
+    middle_of_keys: Any  # where distance 0 lies, in the tables as keys follow one another
+    middle_of_queries: Any
+
+
 @triton.jit
-def diagonals_of_head(
-    N: tl.constexpr, b, h, tables_ptr, length, stride_table, stride_side, stride_b, stride_h, middle_of_keys, middle_of_queries
-):
-    # Of table N (see `diagonals`) and a head, where distance 0 lies as keys follow one another, and as queries do.
-    head = N * read_size(stride_table) + b * read_size(stride_b).to(tl.int64) + h * read_size(stride_h).to(tl.int64)
-    of_keys = tables_ptr + (head + read_size(middle_of_keys))
-    of_queries = tables_ptr + (head + read_size(stride_side) + read_size(middle_of_queries))
+def diagonals_of_head(b, h, captures, START: tl.constexpr, N: tl.constexpr):
+    # Of table N and a head, where distance 0 lies as keys follow one another, and as queries do. START: where a `DiagonalTables`
+    # begins in the captures.
+    tables = DiagonalTables(
+        ptr=captures[START],
+        length=captures[START + 1],
+        stride_table=captures[START + 2],
+        stride_side=captures[START + 3],
+        stride_b=captures[START + 4],
+        stride_h=captures[START + 5],
+        middle_of_keys=captures[START + 6],
+        middle_of_queries=captures[START + 7],
+    )
+    head = (
+        N * read_size(tables.stride_table)
+        + b * read_size(tables.stride_b).to(tl.int64)
+        + h * read_size(tables.stride_h).to(tl.int64)
+    )
+    of_keys = tables.ptr + (head + read_size(tables.middle_of_keys))
+    of_queries = tables.ptr + (head + read_size(tables.stride_side) + read_size(tables.middle_of_queries))
     return of_keys, of_queries
 
 

@@ -218,10 +218,9 @@ class Direct:
         return cls(binary)
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
-        maps = self._maps(arguments)
-        bases = [_at(arguments, path).base.data_ptr() for path in self.maps]
+        maps = [m.at(_at(arguments, path).base.data_ptr()) for m, path in zip(self._maps(arguments), self.maps, strict=True)]
         pointers = [_at(arguments, path).data_ptr() for path in self.pointers]
-        self._pack(self.buffer, programs, stream, maps, bases, pointers, arguments, launches=True)
+        self._pack(self.buffer, programs, stream, (*maps, *pointers), arguments, launches=True)
 
     def prepare(self, programs: int, arguments: Sequence[Any]) -> Prepared:
         """The launch with all but its addresses in place; `tensors_of` says whose addresses those are."""
@@ -245,25 +244,17 @@ class Direct:
         return found
 
     def _pack(
-        self,
-        buffer: _Buffer,
-        programs: int,
-        stream: int,
-        maps: Sequence[_Maps],
-        bases: Sequence[int],
-        pointers: Sequence[int],
-        arguments: Sequence[Any],
-        launches: bool,
+        self, buffer: _Buffer, programs: int, stream: int, addresses: Sequence[Any], arguments: Sequence[Any], launches: bool
     ) -> None:
+        """Fills a buffer, and launches it. addresses: the tensor maps, encoded, and then the pointers."""
         config = (programs, 1, 1, self.block, 1, 1, self.shared, stream)
-        encoded = [m.at(base) for m, base in zip(maps, bases, strict=True)]
         others = [_other(_at(arguments, path), part) for path, part in self.others]
         with buffer.lock:
             try:
-                self.whole.pack_into(buffer.memory, buffer.offset, *config, *encoded, *pointers, *others)
+                self.whole.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
             except OverflowError:  # a Python float past the largest of the kernel's type
                 others = [ctypes.c_float(x).value if isinstance(x, float) else x for x in others]
-                self.whole.pack_into(buffer.memory, buffer.offset, *config, *encoded, *pointers, *others)
+                self.whole.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
             status = _library().cuLaunchKernelEx(*buffer.call) if launches else 0
             if status == _NO_CONTEXT:
                 _make_current()
@@ -280,7 +271,8 @@ class Prepared:
         maps = direct._maps(arguments)
         count = len(direct.maps)
         addresses = [t.data_ptr() for t in direct.tensors_of(arguments)]
-        direct._pack(buffer, programs, 0, maps, addresses[:count], addresses[count:], arguments, launches=False)
+        encoded = [m.at(address) for m, address in zip(maps, addresses[:count], strict=True)]
+        direct._pack(buffer, programs, 0, (*encoded, *addresses[count:]), arguments, launches=False)
         plain = self._launcher()
         if not maps:
             self.launch = plain
