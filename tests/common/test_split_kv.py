@@ -35,9 +35,10 @@ from flexattn.kernels_triton.portable import forward as forward_kernels
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs, reference_attention, reference_gradients
-from tests.hopper.test_emulated import HARMLESS, edited, without_gpu
+from tests.hopper.test_emulated import HARMLESS, without_gpu
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_calls import make_fp8_call
+from tests.support.inject import assign, copy_with, drop, with_argument
 
 GPU = torch.cuda.is_available()
 HAS_HOPPER = GPU and capability_of(torch.device("cuda")) == 90
@@ -353,49 +354,43 @@ def test_in_a_graph(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(out, wanted)
 
 
-PLANTED_IN_GLUON = {
-    "every split has the sink": (
-        '                sink = gl.where(tile.split == 0, sink, float("-inf"))\n',
-        "                pass\n",
-    ),
-    "all splits take the first one's keys": ("blocks_of_split(tile.split,", "blocks_of_split(0,"),
-    "parts lie in each other's place": ("lse_row + part_row(tile.split,", "lse_row + part_row(0,"),
-    "work is handed out once for a tile": ("        amount = amount * work.num_splits\n", "        pass\n"),
-    "queries past the end leave a part too": ("acc, mask=is_query)", "acc)"),
+FAULTS_IN_GLUON = {
+    "every split has the sink": drop("gl.where(tile.split == 0)"),
+    "all splits take the first one's keys": with_argument("blocks_of_split()", 0, "0"),
+    "parts lie in each other's place": with_argument("part_row(tile.split)", 0, "0"),
+    "work is handed out once for a tile": assign("amount", "amount", within="_num_work_tiles", nth=-1),
+    "queries past the end leave a part too": with_argument("gl.store(is_query)", "mask", "None"),
 }
 
 
 @without_gpu
-@pytest.mark.parametrize("name", PLANTED_IN_GLUON)
-def test_a_planted_bug_is_found_by_the_emulator(name: str, tmp_path: Path) -> None:
-    planted = edited(hopper_forward, *PLANTED_IN_GLUON[name], tmp_path)
+@pytest.mark.parametrize("name", FAULTS_IN_GLUON)
+def test_injected_fault_is_found_by_the_emulator(name: str, tmp_path: Path) -> None:
+    kernels = copy_with(hopper_forward, FAULTS_IN_GLUON[name], tmp_path)
     call, inputs = EMULATED["thd, learnable sinks"]
     for seed in (0, 1, 5):  # eager, lazy, random
         with pytest.raises(AssertionError):
-            forward_emulated(seed, planted, call, **inputs)
+            forward_emulated(seed, kernels, call, **inputs)
 
 
-PLANTED = {
-    "every split has the sink": ("            sink = tl.where(split == 0, ", "            tl.where(split == 0, "),
-    "every split has the first one's masked keys": (
-        "    begin = visible.begin\n",
-        "    begin = 0\n",
-    ),
-    "parts lie in each other's place": ("        lse_ptr += rows_before\n", ""),
+FAULTS = {
+    "every split has the sink": drop("tl.where(split == 0)"),
+    "every split has the first one's masked keys": assign("begin", "0", nth=0),
+    "parts lie in each other's place": assign("lse_ptr", "0", nth=-1),
 }
 
 
 @without_gpu
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
-    planted = edited(forward_kernels, *PLANTED[name], tmp_path)
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    faulty = copy_with(forward_kernels, FAULTS[name], tmp_path)
     call, inputs = CASES["thd, learnable sinks"]
     spec, x = make_call(make_inputs(**inputs), **call | {"window_size": (250, 0)})
     problem = triton_backend.to_problem(spec, x)
-    for module, is_planted in ((forward_kernels, False), (planted, True)):
+    for module in (forward_kernels, faulty):
         out, lse = torch.empty_like(x.q), torch.empty(spec.num_heads, x.q.shape[0])
         module.attention_forward(problem, out, lse, splits=3)
-        if is_planted:
+        if module is faulty:
             with pytest.raises(AssertionError):
                 check(spec._replace(return_max_logit=False), x, (out, lse))
         else:

@@ -39,12 +39,12 @@ def test_the_page_edits_its_kernel_twice() -> None:
     assert len(SHOWN) == 2
 
 
-def test_what_the_tests_plant_is_what_they_plant() -> None:
+def test_page_states_the_number_of_injected_faults() -> None:
     text = " ".join(PAGE.split())
-    planted = len(subjects.FORWARD_BUGS) + len(subjects.BACKWARD_BUGS)
+    injected = len(subjects.FORWARD_FAULTS) + len(subjects.BACKWARD_FAULTS)
     legal = len(subjects.BENIGN_FORWARD) + len(subjects.BENIGN_BACKWARD)
     statements, superfluous = len(subjects.STATEMENTS), len(subjects.SUPERFLUOUS)
-    assert f"plants {planted} bugs" in text
+    assert f"injects {injected} faults" in text
     assert f"each of {len(subjects.SEEDS)} seeds; {legal} edits that look like bugs and are legal are not" in text
     assert f"Of the {statements} waits" in text
     assert f"{statements - superfluous} are missed; the other {superfluous} are superfluous" in text

@@ -1,20 +1,16 @@
 """The Gluon kernels for sm_90 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules.
 
-A planted bug is an edit of a kernel file's text; each must be found on every schedule that is tried.
+An injected fault must be found on every schedule that is tried.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flexattn import emulator
 from flexattn.bench import play
@@ -38,6 +34,8 @@ from flexattn.testing import (
     reference_attention,
     reference_gradients,
 )
+from tests.support import inject
+from tests.support.inject import drop, kernels_with, move, with_argument, wrong_phase
 
 # A tile may lie past its sequence's end; `keep_pairs` keeps the packed registers of p, which the emulator does not follow; half of
 # the columns of 64 are half of a swizzled row, which tests/hopper/test_attention.py holds to the oracle on a GPU.
@@ -179,172 +177,70 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
         check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
-# Which file, of a kernel or of what kernels share; what is edited, what becomes of it.
-PLANTED = {
-    "forward: v is read before it has come": (
-        hopper_forward,
-        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n"
-        "    wait_full(barriers.v_full, n_block - 1, STAGES)\n",
-        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n",
-    ),
+# Which file, of a kernel or of what kernels share, and what happens to it.
+FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
+    "forward: v is read before it has come": (hopper_forward, drop("wait(v_full)", within="_iterate")),
     "forward: v is released before the product has read it": (
         hopper_forward,
-        "    weights, row_max, row_sum, correction = softmax(s, carry.row_max",
-        "    release(barriers.v_empty, n_block - 1, STAGES)\n    weights, row_max, row_sum, correction = softmax(s, carry.row_max",
+        move("arrive(v_empty)", before="softmax()", within="_iterate"),
     ),
-    "forward: out is stored without a fence": (
-        hopper_forward,
-        "    fence_async_shared()\n    store_rows(",
-        "    store_rows(",
-    ),
-    "forward: q is released before its last scores": (
-        hopper_forward,
-        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n    if META.TAKES_TURNS:\n",
-        "    mbarrier.arrive(barriers.q_empty.index(fixed.q_slot), count=1)\n"
-        "    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)\n    if META.TAKES_TURNS:\n",
-    ),
-    "forward: the loader waits for the wrong phase of k": (
-        hopper_forward,
-        "wait_empty(barriers.k_empty, n_block, STAGES)",
-        "wait_full(barriers.k_empty, n_block, STAGES)",
-    ),
-    "forward: a tile is heard before it was told": (
-        tile_scheduler,
-        "    mbarrier.wait(told_full.index(turn & 1), (turn >> 1) & 1)\n",
-        "",
-    ),
-    "forward: too few bytes are expected of v": (
-        hopper_forward,
-        "descriptors.v.block_type.nbytes)",
-        "descriptors.v.block_type.nbytes // 2)",
-    ),
-    "dq: k is read before it has come": (
-        hopper_backward,
-        "wait_full(barriers.k_full, n_block, META.STAGES0)",
-        "pass",
-    ),
+    "forward: out is stored without a fence": (hopper_forward, drop("fence_async_shared()", within="_store_out")),
+    "forward: q is released before its last scores": (hopper_forward, move("arrive(q_empty)", before="_scores()", within="_run")),
+    "forward: the loader waits for the wrong phase of k": (hopper_forward, wrong_phase("wait(k_empty)")),
+    "forward: a tile is heard before it was told": (tile_scheduler, drop("wait(told_full)")),
+    "forward: too few bytes are expected of v": (hopper_forward, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
+    "dq: k is read before it has come": (hopper_backward, drop("wait(k_full)")),
     "dq: k is released before dq has read it": (
         hopper_backward,
-        "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
-        "            release(barriers.k_empty, n_block, META.STAGES0)\n"
-        "            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])\n",
+        move("arrive(k_empty)", before="warpgroup_mma_wait([sum_of_k, ds])"),
     ),
-    "dk and dv: q is read before it has come": (
-        hopper_backward,
-        "        wait_full(barriers.q_full, m_block, META.STAGES0)\n        kq = warpgroup_mma(tiles.k.index(own)",
-        "        kq = warpgroup_mma(tiles.k.index(own)",
-    ),
+    "dk and dv: q is read before it has come": (hopper_backward, drop("wait(q_full)", within="_dkdv_compute")),
     "dk and dv: the gradients are stored without a fence": (
         hopper_backward,
-        "    tiles.v.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n    fence_async_shared()\n",
-        "    tiles.v.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))\n",
+        drop("fence_async_shared()", within="_dkdv_compute"),
     ),
-    "one pass: q is read before it has come": (
-        hopper_one_pass,
-        "mbarrier.wait(barriers.q_full.index(stage), phase, pred=is_there)",
-        "pass",
-    ),
+    "one pass: q is read before it has come": (hopper_one_pass, drop("wait(q_full)")),
     "one pass: dq is summed before the other half of ds is there": (
         hopper_one_pass,
-        "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
-        "tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        if",
-        "            sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        if",
+        drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=1),
     ),
     "one pass, causal: dq is summed before the other half of ds is there": (
         hopper_one_pass,
-        "            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n            sum_of_k = dq_product("
-        "tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        drawn",
-        "            sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)\n        drawn",
+        drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=0),
     ),
-    "one pass: ds is read without a fence": (
-        hopper_one_pass,
-        "        fence_async_shared()  # under the product\n",
-        "",
-    ),
+    "one pass: ds is read without a fence": (hopper_one_pass, drop("fence_async_shared()", within="_compute", nth=1)),
     "one pass: ds is overwritten before the other warpgroup's dq has read it": (
         hopper_one_pass,
-        "            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",
-        "            pass\n",
+        drop("named_barrier_sync_at(READ)"),
     ),
     "one pass: ds is released before dq has read it": (
         hopper_one_pass,
-        "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n            if is_there:\n"
-        "                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n",
-        "            if is_there:\n                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n"
-        "            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])\n",
+        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
     ),
-    "one pass: dq is added before it is written": (
-        dq_sums,
-        "        mbarrier.wait(dq_full.index(slot), (turn // META.DQ_STAGES) & 1)\n",
-        "",
-    ),
-    "one pass: dq is overwritten before it is added": (
-        dq_sums,
-        "        tma.store_wait(0)  # the engine has read the tile\n",
-        "",
-    ),
-    "one pass: dq is added without a fence": (
-        dq_sums,
-        "    fence_async_shared()\n    mbarrier.arrive(dq_full",
-        "    mbarrier.arrive(dq_full",
-    ),
-    "one pass: k is overwritten while the other warpgroup multiplies by it": (
-        hopper_one_pass,
-        "    named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now k and v are no longer needed\n",
-        "",
-    ),
+    "one pass: dq is added before it is written": (dq_sums, drop("wait(dq_full)")),
+    "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
+    "one pass: dq is added without a fence": (dq_sums, drop("fence_async_shared()")),
+    "one pass: k is overwritten while the other warpgroup multiplies by it": (hopper_one_pass, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
         hopper_one_pass,
-        "        SCORES_IN_FLIGHT: gl.constexpr",
-        "        mbarrier.arrive(q_empty.index(slot), count=1)\n        SCORES_IN_FLIGHT: gl.constexpr",
+        move("arrive(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])"),
     ),
 }
 
 
-def edited(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
-    source = Path(str(module.__file__)).read_text("utf-8")
-    assert source.count(old) == 1, f"{source.count(old)} times in {module.__name__}: {old}"
-    return _load(module, source.replace(old, new), folder)
-
-
-def _load(module: ModuleType, source: str, folder: Path) -> ModuleType:
-    file = folder / f"{module.__name__.rpartition('.')[2]}_planted.py"
-    file.write_text(source, "utf-8")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = loaded  # where the names in annotations are looked up
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-def kernels_with(part: ModuleType, old: str, new: str, folder: Path) -> tuple[ModuleType, ...]:
-    """Copies of the kernels, with an edited copy of all that they take from a part that they share."""
-    planted = edited(part, old, new, folder)
-    copies = tuple(_load(kernel, Path(str(kernel.__file__)).read_text("utf-8"), folder) for kernel in KERNELS)
-    for copy, (name, value) in itertools.product(copies, vars(part).items()):
-        if isinstance(value, GluonJITFunction) and vars(copy).get(name) is value:
-            setattr(copy, name, getattr(planted, name))
-    return copies
-
-
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager, lazy and random
 @pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.slow)], ids=["few", "more"])
-def test_a_planted_bug_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    where, old, new = PLANTED[name]
-    if where in KERNELS:
-        planted = tuple(edited(m, old, new, tmp_path) if m is where else m for m in KERNELS)
-    else:
-        planted = kernels_with(where, old, new, tmp_path)
+def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    where, fault = FAULTS[name]
+    kernels = kernels_with(KERNELS, where, fault, tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
     call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}  # in one pass they differ in the order of products
     backwards = ("one_pass_backward",) if "one pass" in name else ("hopper_backward",)
     for seed in seeds:
-        reports = run(seed, call, planted, backwards, **inputs)
+        reports = run(seed, call, kernels, backwards, **inputs)
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
 
 

@@ -24,7 +24,7 @@ from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
+from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
 from tests.hopper.test_fp8 import UNEVEN as UNEVEN_AND_LONG
 from tests.hopper.test_mods import FEATURES as MODS
@@ -32,6 +32,7 @@ from tests.hopper.test_mods import HEADS, LOOP_SPILLS, make_case
 from tests.support import fp8_calls
 from tests.support.compiled_kernels import compile_sound
 from tests.support.hopper_fp8_calls import E4M3, E5M2, backward_of, check_backward, fp8_call, run_backward
+from tests.support.inject import copy_with, drop, move, with_argument
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
@@ -149,62 +150,33 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
         check(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
 
 
-# What is edited, what becomes of it.
-PLANTED = {
-    "dq: k and v are read before they have come": (
-        "        mbarrier.wait(barriers.full8.index(stage), (n_block // META.STAGES) & 1)\n        qk =",
-        "        qk =",
+FAULTS = {
+    "dq: k and v are read before they have come": drop("wait(full8)", within="_dq_compute"),
+    "dq: k in a half type is read before it has come": drop("wait(full16)", within="_dq_compute"),
+    "dq: v is released before dp has read it": move("arrive(empty8)", before="warpgroup_mma_wait([dp])", within="_dq_compute"),
+    "dq: the factors are those of the turn before": with_argument("write_factors()", 1, "{} ^ 1", within="_dq_load"),
+    "dq takes the place of k while the other warpgroup multiplies by it": drop("named_barrier_sync(LAST)", within="_dq_compute"),
+    "dk and dv: too few bytes are expected": with_argument("mbarrier.expect(BYTES)", 1, "Q_BYTES"),
+    "dk and dv: q is released before dk has read it": move(
+        "arrive(empty16)", before="warpgroup_mma_wait([sum_of_dout, sum_of_q, p16, ds])", within="_dkdv_compute"
     ),
-    "dq: k in a half type is read before it has come": (
-        "        mbarrier.wait(barriers.full16.index(stage16), (n_block // META.STAGES16) & 1)\n        dp = warpgroup_mma_wait(0",
-        "        dp = warpgroup_mma_wait(0",
-    ),
-    "dq: v is released before dp has read it": (
-        "        dp = warpgroup_mma_wait(0, deps=[dp])\n        mbarrier.arrive(barriers.empty8.index(stage), count=1)\n"
-        "        dlogit = p * (dp * dp_factor + minus_delta[:, None])\n",
-        "        mbarrier.arrive(barriers.empty8.index(stage), count=1)\n        dp = warpgroup_mma_wait(0, deps=[dp])\n"
-        "        dlogit = p * (dp * dp_factor + minus_delta[:, None])\n",
-    ),
-    "dq: the factors are those of the turn before": (
-        "write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)",
-        "write_factors(tiles.factors, stage ^ 1, s_factor * descale_k, dp_factor * descale_v)",
-    ),
-    "dq takes the place of k while the other warpgroup multiplies by it": (
-        "        named_barrier_sync(LAST, BOTH)  # k",
-        "        pass  # k",
-    ),
-    "dk and dv: too few bytes are expected": ("mbarrier.expect(full, BYTES)", "mbarrier.expect(full, Q_BYTES)"),
-    "dk and dv: q is released before dk has read it": (
-        "            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])\n",
-        "            mbarrier.arrive(barriers.empty16.index(stage16), count=1)\n"
-        "            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])\n",
-    ),
-    "dk and dv: the gradients are stored without a fence": (
-        "    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))\n    fence_async_shared()\n",
-        "    tiles.dv.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))\n",
-    ),
-    "d 256: q in a half type is read before it has come": (
-        "        mbarrier.wait(barriers.q16_full.index(q16_stage), (iteration // META.STAGES_Q16) & 1)\n",
-        "",
-    ),
-    "d 256: p is read before the other warpgroup has written it": ("        named_barrier_sync(P_WRITTEN, BOTH)\n", ""),
-    "d 256: q in a half type is overwritten while it is read": (
-        "            mbarrier.wait(barriers.q16_empty.index(stage), ((iteration // META.STAGES_Q16) & 1) ^ 1)\n",
-        "",
-    ),
+    "dk and dv: the gradients are stored without a fence": drop("fence_async_shared()", within="_dkdv_compute"),
+    "d 256: q in a half type is read before it has come": drop("wait(q16_full)"),
+    "d 256: p is read before the other warpgroup has written it": drop("named_barrier_sync(P_WRITTEN)"),
+    "d 256: q in a half type is overwritten while it is read": drop("wait(q16_empty)"),
 }
 
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
-    planted = edited(hopper_fp8_backward, *PLANTED[name], tmp_path)
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    kernels = copy_with(hopper_fp8_backward, FAULTS[name], tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 1, "num_heads_kv": 1, "outliers": True}
     dim = 256 if name.startswith(("d 256", "dq takes")) else 128
     for seed in (1, 5):  # lazy, random
         try:
-            reports, _ = backward(seed, {"attn_mask_type": "no_mask"}, "block", planted, head_dim_qk=dim, head_dim_v=dim, **inputs)
+            reports, _ = backward(seed, {"attn_mask_type": "no_mask"}, "block", kernels, head_dim_qk=dim, head_dim_v=dim, **inputs)
         except AssertionError:
             continue  # the numbers are wrong
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"

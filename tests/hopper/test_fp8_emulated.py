@@ -25,7 +25,7 @@ from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, edited, without_gpu
+from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, without_gpu
 from tests.support import fp8_calls
 from tests.support.hopper_fp8_calls import (
     E4M3,
@@ -39,6 +39,7 @@ from tests.support.hopper_fp8_calls import (
     run_forward,
     spans,
 )
+from tests.support.inject import assign, copy_with, drop, move, with_argument, wrong_phase
 
 
 def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> Fp8Call:
@@ -309,113 +310,64 @@ def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
         assert "gradients of a bias" in str(family.unsupported(call))
 
 
-# What is edited, what becomes of it.
-PLANTED = {
-    "k is read before it has come": ("mbarrier.wait(barriers.k_full.index(stage), phase)", "pass"),
-    "v is read before it has come": ("mbarrier.wait(barriers.v_full.index(stage), phase)", "pass"),
-    "v is released before the product has read it": (
-        "        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
-        "        mbarrier.arrive(barriers.v_empty.index(stage), count=1)\n        sum_of_v = warpgroup_mma(p, v.slice(0, V0",
+FAULTS = {
+    "k is read before it has come": drop("wait(k_full)"),
+    "v is read before it has come": drop("wait(v_full)"),
+    "v is released before the product has read it": move("arrive(v_empty)", before="warpgroup_mma_wait(sum_of_v, sum_of_p)"),
+    "the sum of v is read while it runs": with_argument("warpgroup_mma_wait(sum_of_v, sum_of_p)", 0, "2"),
+    "the sum of p is read while it runs": with_argument("warpgroup_mma_wait(sum_of_v, sum_of_p)", 0, "1"),
+    "the ones are written without a fence": drop("fence_async_shared()", within="_attn_fwd_fp8_hopper_kernel"),
+    "out is stored without a fence": drop("fence_async_shared()", within="_compute_partition"),
+    "the loader waits for the wrong phase of v": wrong_phase("wait(v_empty)"),
+    "too few bytes are expected of v": with_argument("mbarrier.expect(v_full)", 1, "{} // 2"),
+    "acc is not rescaled": assign("acc", "acc + sum_here", within="_attend", nth=-1),
+    "the scale of v of the block before": assign("ratio", "1.0", nth=-1),
+    "a block that the end cuts is taken for a whole one": with_argument(
+        "gl.maximum(right_end // META.BLOCK_N)", 0, "first_block + num_blocks - gl.cdiv(right_end, META.BLOCK_N)"
     ),
-    "the sum of v is read while it runs": (
-        "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
-        "warpgroup_mma_wait(2, deps=[sum_of_v, sum_of_p])",
-    ),
-    "the sum of p is read while it runs": (
-        "warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])",
-        "warpgroup_mma_wait(1, deps=[sum_of_v, sum_of_p])",
-    ),
-    "the ones are written without a fence": ("    fence_async_shared()\n    tile_slots = ", "    tile_slots = "),
-    "out is stored without a fence": ("        fence_async_shared()\n        store_rows(", "        store_rows("),
-    "the loader waits for the wrong phase of v": (
-        "mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)",
-        "mbarrier.wait(barriers.v_empty.index(stage), phase)",
-    ),
-    "too few bytes are expected of v": (
-        "mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)",
-        "mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes // 2)",
-    ),
-    "acc is not rescaled": (
-        "acc = acc * correction[:, None] + sum_here\n            compute_here(acc)\n        n_block",
-        "acc = acc + sum_here\n            compute_here(acc)\n        n_block",
-    ),
-    "the scale of v of the block before": ("ratio = descale_v / next_descale_v", "ratio = 1.0"),
-    "a block that the end cuts is taken for a whole one": (
-        "right_end // META.BLOCK_N, 0), num",
-        "gl.cdiv(right_end, META.BLOCK_N), 0), num",
-    ),
-    "d 256: v is released between its halves": (
-        "            # Into the same registers",
-        "            mbarrier.arrive(barriers.v_empty.index(stage), count=1)\n            # Into the same registers",
-    ),
+    "d 256: v is released between its halves": move("arrive(v_empty)", before="warpgroup_mma(sum_here)"),
 }
 
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
-    planted = edited(hopper_fp8_forward, *PLANTED[name], tmp_path)
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    kernels = copy_with(hopper_fp8_forward, FAULTS[name], tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1, "outliers": True}
     dim = 256 if name.startswith("d 256") else 128
     call = call_of({"attn_mask_type": "no_mask"}, "block", head_dim_qk=dim, head_dim_v=dim, **inputs)
     for seed in (0, 1, 2, 5):  # eager, lazy, round robin, random
         try:
-            report = forward(call, seed, planted)
+            report = forward(call, seed, kernels)
         except AssertionError:
             continue  # the numbers are wrong
         assert report.bugs, f"not found on seed {seed}"
 
 
-PLANTED_BACKWARD = {
-    "q is read before it has come": ("    mbarrier.wait(buffers.barriers.q_full.index(stage), phase, pred=is_there)\n", ""),
-    "dout is read before it has come": ("        mbarrier.wait(barriers.dout_full.index(stage), phase)\n", ""),
-    "too few bytes are expected of q": (
-        "mbarrier.expect(full, Q_BYTES)",
-        "mbarrier.expect(full, of.q.block_type.nbytes)",
-    ),
-    "the factors are written before the last ones have been read": (
-        "        mbarrier.wait(barriers.q_empty.index(stage), ((iteration // STAGES) & 1) ^ 1)\n",
-        "",
-    ),
-    "q is released before dk has read it": (
-        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n"
-        "        mbarrier.arrive(barriers.q_empty.index(stage), count=1)\n",
-        "        mbarrier.arrive(barriers.q_empty.index(stage), count=1)\n"
-        "        dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])\n",
-    ),
-    "ds is read without a fence": ("        fence_async_shared()  # under the product\n", ""),
-    "dq is summed before the other half of ds is there": (
-        "        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)\n"
-        "        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)\n        # The",
-        "        sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)\n        # The",
-    ),
-    "ds is overwritten while the other warpgroup reads it": (
-        "        named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)\n",
-        "",
-    ),
-    "ds is released before dq has read it": (
-        "        dq = warpgroup_mma_wait(1, deps=[sum_of_k])\n        if is_there:\n"
-        "            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n",
-        "        if is_there:\n            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)\n"
-        "        dq = warpgroup_mma_wait(1, deps=[sum_of_k])\n",
-    ),
-    "dv takes the place of dout while the other warpgroup multiplies by it": (
-        "    named_barrier_sync(LAST, BOTH)  # k",
-        "    # k",
-    ),
+FAULTS_OF_THE_BACKWARD = {
+    "q is read before it has come": drop("wait(q_full)"),
+    "dout is read before it has come": drop("wait(dout_full)"),
+    "too few bytes are expected of q": with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes"),
+    "the factors are written before the last ones have been read": drop("wait(q_empty)"),
+    "q is released before dk has read it": move("arrive(q_empty)", before="warpgroup_mma_wait(sum_of_q)"),
+    "ds is read without a fence": drop("fence_async_shared()", within="_compute", nth=1),
+    "dq is summed before the other half of ds is there": drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=0),
+    "ds is overwritten while the other warpgroup reads it": drop("named_barrier_sync_at(READ)"),
+    "ds is released before dq has read it": move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(1, sum_of_k)"),
+    "dv takes the place of dout while the other warpgroup multiplies by it": drop("named_barrier_sync(LAST)"),
 }
 
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("name", PLANTED_BACKWARD)
-def test_a_planted_bug_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
-    planted = edited(hopper_fp8_one_pass, *PLANTED_BACKWARD[name], tmp_path)
+@pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)
+def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
+    kernels = copy_with(hopper_fp8_one_pass, FAULTS_OF_THE_BACKWARD[name], tmp_path)
     inputs = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
     for seed, dim in ((1, 64), (5, 128)):  # lazy, random
         try:
-            report = backward(seed, {"attn_mask_type": "no_mask"}, kernels=planted, head_dim_qk=dim, head_dim_v=dim, **inputs)
+            report = backward(seed, {"attn_mask_type": "no_mask"}, kernels=kernels, head_dim_qk=dim, head_dim_v=dim, **inputs)
         except AssertionError:
             continue  # the numbers are wrong
         assert report.bugs, f"not found on seed {seed}"
