@@ -106,36 +106,53 @@ class BlockLists(NamedTuple):
         return kinds[..., :columns].contiguous()
 
 
-class Meta(NamedTuple):
-    """What a kernel is compiled for. A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it."""
+class Features(NamedTuple):
+    """What every attention kernel is compiled for of a call; `with_features` puts it in front of a kernel's own constants."""
 
-    IS_RAGGED_Q: bool
+    IS_RAGGED_Q: bool  # q is [total, h, d]
     IS_RAGGED_KV: bool
     HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    IS_GROUPED: bool  # several query heads share a key head
-    HAS_LEFT: bool
+    HAS_LEFT: bool  # the band has a left side
     HAS_RIGHT: bool
     HAS_PRE_SCALE_BIAS: bool
     HAS_POST_SCALE_BIAS: bool
     IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool  # logits may be of any size, whatever q and k are
-    IS_FP8: bool  # q, k, v and dout; p and ds become it
-    HAS_BLOCK_SCALES: bool
-    SCALE_ROWS: int  # of a block of rows with a scale of its own
     HAS_EXACT_TANH: bool  # for the softcap, `primitives.tanh`
-    NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
-    HAS_SINK: bool
-    HAS_OFFSET: bool
+    IS_UNBOUNDED: bool  # logits may be of any size, whatever q and k are
     HAS_DROPOUT: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
     BLOCK_SIZE_KV: int
     LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
+
+
+def with_features(own: Any) -> Any:
+    """Returns a NamedTuple class of the fields of `Features` and then those of `own`, a NamedTuple class, under its name.
+
+    Flat, so that kernels and what they share read `META.HAS_LEFT`, whatever else a kernel is compiled for.
+    """
+    made: Any = NamedTuple(own.__name__, [*Features.__annotations__.items(), *own.__annotations__.items()])  # type: ignore[misc]
+    made.__module__, made.__qualname__, made.__doc__ = own.__module__, own.__qualname__, own.__doc__  # where pickle finds it
+    return made
+
+
+@with_features
+class Meta(NamedTuple):
+    """What a portable kernel is compiled for.
+
+    A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it.
+    """
+
+    IS_GROUPED: bool  # several query heads share a key head
+    IS_FP8: bool  # q, k, v and dout; p and ds become it
+    HAS_BLOCK_SCALES: bool
+    SCALE_ROWS: int  # of a block of rows with a scale of its own
+    NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
+    HAS_SINK: bool
+    HAS_OFFSET: bool
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
     QK0: int  # head dims are taken in one or two parts, each a power of two
@@ -288,21 +305,13 @@ class Problem:
                     f"last dim and multiples of 8 for the others, and data at a multiple of 16 bytes; pass {name}.contiguous()"
                 )
         return Meta(
-            IS_RAGGED_Q=self.q.dim() == 3,
-            IS_RAGGED_KV=self.k.dim() == 3,
-            HAS_LENGTHS=self.cu_seqlens_q is not None,
-            HAS_GAPS_Q=self.cu_seqlens_q_padded is not None,
-            HAS_GAPS_KV=self.cu_seqlens_kv_padded is not None,
+            **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
-            HAS_LEFT=self.window_left is not None,
-            HAS_RIGHT=self.window_right is not None,
             IS_FP8=self.is_fp8,
             HAS_BLOCK_SCALES=self.has_block_scales,
             SCALE_ROWS=self.scale_rows,
-            **self.score_meta(),
             HAS_SINK=self.has_sink,
             HAS_OFFSET=self.softmax_offset is not None,
-            HAS_DROPOUT=self.dropout_p > 0,
             NORMALIZES=self.q.dtype is torch.float32 and not self.is_part,
             HEAD_DIM_QK=self.q.shape[-1],
             HEAD_DIM_V=self.v.shape[-1],
@@ -317,22 +326,34 @@ class Problem:
             BLOCK_N=tile.block_n,
         )
 
+    @property
+    def features(self) -> Features:
+        has_bias, mods, mask = self.bias is not None, self.mods, self.block_mask
+        return Features(
+            IS_RAGGED_Q=self.q.dim() == 3,
+            IS_RAGGED_KV=self.k.dim() == 3,
+            HAS_LENGTHS=self.cu_seqlens_q is not None,
+            HAS_LEFT=self.window_left is not None,
+            HAS_RIGHT=self.window_right is not None,
+            HAS_PRE_SCALE_BIAS=has_bias and self.bias_is_pre_scale,
+            HAS_POST_SCALE_BIAS=has_bias and not self.bias_is_pre_scale,
+            IS_BIAS_CONTIGUOUS=self.bias is not None and _strides(self.bias, 4)[3] == 1,
+            HAS_ALIBI=self.alibi_slopes is not None,
+            HAS_SOFTCAP=self.softcap > 0,
+            HAS_EXACT_TANH=self.q.dtype is torch.float32 or self.softcap > _LARGE_SOFTCAP,
+            IS_UNBOUNDED=self.is_unbounded,
+            HAS_DROPOUT=self.dropout_p > 0,
+            HAS_SCORE_MOD=mods is not None and mods.score is not None,
+            HAS_MASK_MOD=mods is not None and mods.mask is not None,
+            BLOCK_SIZE_Q=0 if mask is None else mask.block_size_q,
+            BLOCK_SIZE_KV=0 if mask is None else mask.block_size_kv,
+            LISTS_ARE_CUT=mask is not None and mask.is_cut,
+        )
+
     def score_meta(self) -> dict[str, Any]:
-        """The part of `Meta` that says how a score becomes a logit, and what beside the band hides it."""
-        return {
-            "HAS_PRE_SCALE_BIAS": self.bias is not None and self.bias_is_pre_scale,
-            "HAS_POST_SCALE_BIAS": self.bias is not None and not self.bias_is_pre_scale,
-            "IS_BIAS_CONTIGUOUS": self.bias is not None and _strides(self.bias, 4)[3] == 1,
-            "HAS_ALIBI": self.alibi_slopes is not None,
-            "HAS_SOFTCAP": self.softcap > 0,
-            "IS_UNBOUNDED": self.is_unbounded,
-            "HAS_EXACT_TANH": self.q.dtype is torch.float32 or self.softcap > _LARGE_SOFTCAP,
-            "HAS_SCORE_MOD": self.mods is not None and self.mods.score is not None,
-            "HAS_MASK_MOD": self.mods is not None and self.mods.mask is not None,
-            "BLOCK_SIZE_Q": 0 if self.block_mask is None else self.block_mask.block_size_q,
-            "BLOCK_SIZE_KV": 0 if self.block_mask is None else self.block_mask.block_size_kv,
-            "LISTS_ARE_CUT": self.block_mask is not None and self.block_mask.is_cut,
-        }
+        """The part of `features` that says how a score becomes a logit, and what beside the band hides it."""
+        names = Features._fields[Features._fields.index("HAS_PRE_SCALE_BIAS") :]
+        return {name: value for name, value in self.features._asdict().items() if name in names and name != "HAS_DROPOUT"}
 
     @property
     def has_block_scales(self) -> bool:
