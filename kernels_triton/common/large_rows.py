@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -35,7 +34,7 @@ from flexattn.kernels_triton.common.primitives import (
     visible_range_of_keys,
 )
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
+from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT, cdiv
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
@@ -142,7 +141,7 @@ def large_rows(problem: Problem, lse: Tensor) -> LargeRows:
     tile = x.tile(BIAS_GRADIENT)
     meta = x.meta(tile)
     rest, is_any = torch.empty_like(lse), torch.zeros(1, dtype=torch.int32, device=x.device)
-    programs = triton.cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
+    programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
     args = Arguments(inputs=x.inputs(meta), lists=x.lists("kv"), lse_ptr=lse, rest_ptr=rest, is_any_ptr=is_any)
     launch(_attn_bwd_large_rows_kernel, programs, x.device, tile, (args, x.is_part, x.mods, meta))
     return LargeRows(rest, is_any, lse)

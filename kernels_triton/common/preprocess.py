@@ -29,6 +29,7 @@ from flexattn.kernels_triton.common.primitives import (
 )
 from flexattn.kernels_triton.common.problem import Backward, Problem, rows
 from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
+from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(128, 64, 8, 1)
@@ -174,7 +175,7 @@ def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
     """(room for `row_statistics`, or the dq kernel, to fill, what is left of lse)."""
     x = problem
     num_tokens_q = x.q.shape[-3]
-    rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * triton.cdiv(num_tokens_q, 4) * 4)
+    rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * cdiv(num_tokens_q, 4) * 4)
     lse_log2, delta, p_scale = torch.empty((3, rows), dtype=torch.float32, device=x.device)
     rest, is_any, own_lse = large_rows(x, lse)
     statistics = Statistics(lse_log2_ptr=lse_log2, delta_ptr=delta, p_scale_ptr=p_scale, large_ptr=is_any, large_lse_ptr=own_lse)
@@ -197,7 +198,7 @@ def tiled_statistics(call: Backward, size: int) -> tuple[Tensor, int, LargeRows]
     x = call.problem
     num_tokens_q = x.q.shape[-3]
     # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
-    tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else triton.cdiv(num_tokens_q, size)
+    tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
     large = large_rows(x, call.lse)
@@ -214,7 +215,7 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
-    blocks = triton.cdiv(x.longest_q, _TILE.block_m)
+    blocks = cdiv(x.longest_q, _TILE.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     quantized = None
     if quantises:

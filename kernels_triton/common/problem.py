@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -501,12 +502,13 @@ def _scale(descale: Tensor) -> Scale:
 
 def row_strides(x: Tensor, meta: Meta) -> tuple[int, int, int]:
     """(batch, sequence, head) strides in units of meta.ALIGN; the batch stride of [total, h, d] is 0."""
+    align = meta.ALIGN
     stride_b, stride_s, stride_h = (0, *_strides(x, 2)) if x.dim() == 3 else _strides(x, 3)
-    return stride_b // meta.ALIGN, stride_s // meta.ALIGN, stride_h // meta.ALIGN
+    return stride_b // align, stride_s // align, stride_h // align
 
 
 def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride()[:dims], strict=True))
+    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride(), strict=False)])
 
 
 def is_loadable(x: Tensor) -> bool:
@@ -525,9 +527,9 @@ def is_loadable(x: Tensor) -> bool:
 
 def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
     # 8 elements are 16 bytes of a half type, the widest load there is, and 16 of FP8
-    strides = [stride for x in tensors for stride in _strides(x, x.dim() - 1)]
-    sizes = (16, 8) if is_fp8 else (8,)
-    return next((size for size in sizes if all(stride % size == 0 for stride in strides)), 1)
+    strides = [stride for x in tensors for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
+    divisor = math.gcd(*strides)  # 0 of no strides
+    return 16 if is_fp8 and divisor % 16 == 0 else 8 if divisor % 8 == 0 else 1
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.common.tiles import cdiv, split_head_dim
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(64, 64, 4, 1)
@@ -93,14 +92,14 @@ def work_table(problem: Problem, block: int, side: Literal["q", "kv"], *, by_seq
     """
     x = side_of(problem, side)
     batch = x.lengths.batch
-    blocks = triton.cdiv(x.lengths.max_seqlen, block)
+    blocks = cdiv(x.lengths.max_seqlen, block)
     capacity = batch * blocks
     if x.is_ragged:
         capacity = min(capacity, x.lengths.num_tokens // block + batch)
     table = torch.empty(2 + capacity, dtype=torch.int32, device=problem.device)
     args = TableArguments(lengths=x.lengths, table_ptr=table, blocks=blocks, capacity=capacity)
     meta = TableMeta(BLOCK=block, LAST_FIRST=side == "q", BY_SEQUENCE=by_sequence, IS_RAGGED=x.is_ragged)
-    launch(_work_table_kernel, batch * triton.cdiv(blocks, _CHUNK.value), problem.device, _TILE, (args, meta))
+    launch(_work_table_kernel, batch * cdiv(blocks, _CHUNK.value), problem.device, _TILE, (args, meta))
     return table
 
 

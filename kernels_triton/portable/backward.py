@@ -55,7 +55,7 @@ from flexattn.kernels_triton.common.primitives import (
 )
 from flexattn.kernels_triton.common.problem import Backward, rows
 from flexattn.kernels_triton.common.quantize import transposed
-from flexattn.kernels_triton.common.tiles import DKDV, DQ
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -585,7 +585,7 @@ def attention_backward(call: Backward, tile_dq: Tile | None = None, tile_dkdv: T
 
     tile = tile_dq or x.tile(DQ)
     meta = x.meta(tile, (out, dout, dq))
-    blocks = triton.cdiv(x.longest_q, tile.block_m)
+    blocks = cdiv(x.longest_q, tile.block_m)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     args = DqArguments(
         inputs=x.inputs(meta),
@@ -605,13 +605,13 @@ def attention_backward(call: Backward, tile_dq: Tile | None = None, tile_dkdv: T
     tile = tile_dkdv or x.tile(DKDV)
     # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
     # it does one: the shorter sums round less, and there they are what rounds most.
-    num_splits = x.group_size if x.q.dtype is torch.float32 else triton.cdiv(x.group_size, 8)
+    num_splits = x.group_size if x.q.dtype is torch.float32 else cdiv(x.group_size, 8)
     # zeros, as no program may own a row if cu_seqlens is wrong
     dk_parts = dk if num_splits == 1 else torch.zeros((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
     dv_parts = dv if num_splits == 1 else torch.zeros((num_splits, *dv.shape), dtype=torch.float32, device=x.device)
     dk_one, dv_one = (dk, dv) if num_splits == 1 else (dk_parts[0], dv_parts[0])
     meta = x.meta(tile, (dout, dk_one, dv_one))
-    blocks = triton.cdiv(x.longest_kv, tile.block_n)
+    blocks = cdiv(x.longest_kv, tile.block_n)
     for dk_part, dv_part in ((dk_parts, None), (None, dv_parts)) if tile.apart else ((dk_parts, dv_parts),):
         dkdv = DkdvArguments(
             inputs=x.inputs(meta),

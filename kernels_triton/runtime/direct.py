@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +163,7 @@ class Direct:
         self.function = _load(binary)
         self.maps: list[Path] = []
         self.pointers: list[Path] = []
-        others: list[tuple[Path, str, int]] = []  # (where, code, part of a descriptor or -1)
+        others: list[tuple[Path, str, str]] = []  # (where, code, part of a descriptor or "")
         order: list[tuple[str, int]] = []  # of each parameter of the kernel: which list it is in, and where there
         for path, kind in _leaves(binary.signature, ()):
             if kind.startswith("tensordesc"):
@@ -171,16 +171,19 @@ class Direct:
                 order.append(("maps", len(self.maps)))
                 for part in range(2 * rank):
                     order.append(("others", len(others)))
-                    others.append((path, "i" if part < rank else "q", part))
+                    of_part = f".shape[{part}]" if part < rank else f".strides[{part - rank}]"
+                    others.append((path, "i" if part < rank else "q", of_part))
                 self.maps.append(path)
             elif kind.startswith("*"):
                 order.append(("pointers", len(self.pointers)))
                 self.pointers.append(path)
             else:
                 order.append(("others", len(others)))
-                others.append((path, _CODES[kind], -1))
+                others.append((path, _CODES[kind], ""))
         widest_first = sorted(range(len(others)), key=lambda i: -struct.calcsize("=" + others[i][1]))
-        self.others = [(others[i][0], others[i][2]) for i in widest_first]
+        self.numbers_of = _reader(_place(others[i][0]) + others[i][2] for i in widest_first)
+        # whose addresses a launch takes: of the descriptors, then of the pointers
+        self.tensors_of = _reader([*(f"{_place(path)}.base" for path in self.maps), *map(_place, self.pointers)])
         codes = "".join(others[i][1] for i in widest_first)
         maps_end = _PARAMETERS + _MAP_BYTES * len(self.maps)
         pointers_end = maps_end + 8 * len(self.pointers)
@@ -218,17 +221,14 @@ class Direct:
         return cls(binary)
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
-        maps = [m.at(_at(arguments, path).base.data_ptr()) for m, path in zip(self._maps(arguments), self.maps, strict=True)]
-        pointers = [_at(arguments, path).data_ptr() for path in self.pointers]
-        self._pack(self.buffer, programs, stream, (*maps, *pointers), arguments, launches=True)
+        count = len(self.maps)
+        addresses = [t.data_ptr() for t in self.tensors_of(arguments)]
+        encoded = [m.at(address) for m, address in zip(self._maps(arguments), addresses[:count], strict=True)]
+        self._pack(self.buffer, programs, stream, (*encoded, *addresses[count:]), arguments, launches=True)
 
     def prepare(self, programs: int, arguments: Sequence[Any]) -> Prepared:
         """The launch with all but its addresses in place; `tensors_of` says whose addresses those are."""
         return Prepared(self, programs, arguments)
-
-    def tensors_of(self, arguments: Sequence[Any]) -> list[Any]:
-        """Whose addresses a launch takes: of the descriptors, then of the pointers."""
-        return [*(_at(arguments, path).base for path in self.maps), *(_at(arguments, path) for path in self.pointers)]
 
     def _maps(self, arguments: Sequence[Any]) -> list[_Maps]:
         found = []
@@ -248,12 +248,12 @@ class Direct:
     ) -> None:
         """Fills a buffer, and launches it. addresses: the tensor maps, encoded, and then the pointers."""
         config = (programs, 1, 1, self.block, 1, 1, self.shared, stream)
-        others = [_other(_at(arguments, path), part) for path, part in self.others]
+        others = self.numbers_of(arguments)
         with buffer.lock:
             try:
                 self.whole.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
             except OverflowError:  # a Python float past the largest of the kernel's type
-                others = [ctypes.c_float(x).value if isinstance(x, float) else x for x in others]
+                others = tuple(ctypes.c_float(x).value if isinstance(x, float) else x for x in others)
                 self.whole.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
             status = _library().cuLaunchKernelEx(*buffer.call) if launches else 0
             if status == _NO_CONTEXT:
@@ -323,9 +323,12 @@ def _at(arguments: Sequence[Any], path: Path) -> Any:
     return found
 
 
-def _other(argument: Any, part: int) -> Any:
-    """A number; or one of a descriptor's shape and then strides."""
-    if part < 0:
-        return argument
-    rank = len(argument.shape)
-    return argument.shape[part] if part < rank else argument.strides[part - rank]
+def _place(path: Path) -> str:
+    """The expression for what is at a path in `arguments`."""
+    return "".join(["arguments", *(f"[{i}]" for i in path)])
+
+
+def _reader(expressions: Iterable[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function from a kernel's arguments to the values of these expressions; compiled, as each launch calls it."""
+    found: Callable[[Sequence[Any]], tuple[Any, ...]] = eval(f"lambda arguments: ({''.join(f'{x}, ' for x in expressions)})")
+    return found

@@ -71,26 +71,28 @@ def _walk(group: type, path: str) -> Iterator[Field]:
 
 
 @functools.cache
-def _kinds(group: type) -> tuple[tuple[type | None, tuple[None, ...]], ...]:
-    """(its class, None for each of its leaves) of each field that is a group; (None, ()) of a leaf."""
-    kinds = _hints(group).values()
-    return tuple((kind, (None,) * len(fields_of(kind))) if is_group(kind) else (None, ()) for kind in kinds)
+def flattening(group: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function from an instance of `group` to the values of its leaves, in the order of `fields_of`.
 
-
-def flatten(group: type, value: Any) -> list[Any]:
-    """Returns the values of the leaves of `value`, an instance of `group`, in the order of `fields_of`.
-
-    A group that the value leaves out, as None, gives None for each of its leaves.
+    A group that the instance leaves out, as None, gives None for each of its leaves. The function is generated, as every launch
+    that is not replayed calls it: one assignment for each group takes that group apart.
     """
-    flat: list[Any] = []
-    for part, (kind, leaves) in zip(value, _kinds(group), strict=True):
-        if kind is None:
-            flat.append(part)
-        elif part is None:
-            flat += leaves
-        else:
-            flat += flatten(kind, part)
-    return flat
+    leaves = ", ".join(field.name for field in fields_of(group))
+    source = "\n    ".join(["def flatten(_):", *_assignments(group, ""), f"return ({leaves},)"])
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<flexattn flattening of {group.__name__}>", "exec"), namespace)
+    found: Callable[[Any], tuple[Any, ...]] = namespace["flatten"]
+    return found
+
+
+def _assignments(group: type, path: str) -> Iterator[str]:
+    """The statements that take apart the variable of a group, "_" and its path, and then those of the groups in it."""
+    hints = _hints(group)
+    names = [f"{'_' if is_group(kind) else ''}{path}{name}" for name, kind in hints.items()]
+    yield f"{', '.join(names)}, = _{path.removesuffix('_')} or {(None,) * len(names)}"
+    for name, kind in hints.items():
+        if is_group(kind):
+            yield from _assignments(kind, f"{path}{name}_")
 
 
 def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[Callable[..., None], type]:

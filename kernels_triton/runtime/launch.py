@@ -18,7 +18,7 @@ from triton.experimental import gluon
 
 from flexattn.kernels_triton.runtime import interpreter, store
 from flexattn.kernels_triton.runtime.direct import Direct
-from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flatten, is_group
+from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening, is_group
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
@@ -213,7 +213,7 @@ def clear_kernels() -> None:
 
 def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of the function that is launched, by those of the kernel as it is written."""
-    return arguments if kernel.group is None else (*flatten(kernel.group, arguments[0]), *arguments[1:])
+    return arguments if kernel.group is None else flattening(kernel.group)(arguments[0]) + arguments[1:]
 
 
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
@@ -262,7 +262,7 @@ def keep_in(directory: str | None) -> None:
 
 
 def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
-    parts = tuple(map(_compiled_for, arguments, _compared(kernel)))
+    parts = _parts_of(kernel)(*arguments)
     key = (kernel, device, tile.num_warps, tile.num_stages, *parts)
     is_quick = is_plain()
     direct = _kernels.get(key) if is_quick else None
@@ -304,18 +304,41 @@ def _find_or_compile(
 def description_of(launch: Launch, architecture: int) -> str:
     """Of the kernel of a recorded launch, for tensors at multiples of 16 bytes, as `store` has it."""
     kernel, tile = launch.kernel, launch.tile
-    parts = tuple(map(_compiled_for, launch.arguments, _compared(kernel)))
+    parts = _parts_of(kernel)(*launch.arguments)
     return store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
 
 
 @functools.lru_cache(maxsize=256)
-def _compared(kernel: Any) -> tuple[tuple[bool, bool], ...]:
-    """Of each parameter, whether its kernel is compiled for its value, and for whether its address is a multiple of 16 bytes."""
-    return tuple((p.is_constexpr or not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in kernel.params)
+def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
+    """Returns a function from a kernel's flat arguments to what Triton compiles it for of each, as `_compiled_for` says.
+
+    The function is generated, as every launch that is not replayed calls it: what is usual for a parameter costs no call.
+    """
+    parts = []
+    for p in kernel.params:
+        by_value, by_address = p.is_constexpr or not p.do_not_specialize, not p.do_not_specialize_on_alignment
+        x, other = p.name, f"_compiled_for({p.name}, {(by_value, by_address)})"
+        if p.is_constexpr:
+            parts.append(f"None if {x} is None else (type({x}), {x})")
+        elif by_value:
+            parts.append(other)
+        elif by_address:
+            parts.append(f"({x}.dtype, {x}.data_ptr() % 16 == 0) if type({x}) is Tensor else {other}")
+        elif x.endswith("ptr"):
+            parts.append(f"{x}.dtype if type({x}) is Tensor else None if {x} is None else {other}")
+        else:
+            is_small = f"type({x}) is int and {-(2**31)} <= {x} < {2**31}"
+            parts.append(f"'i32' if {is_small} else float if type({x}) is float else None if {x} is None else {other}")
+    source = f"lambda {', '.join(p.name for p in kernel.params)}: ({', '.join(parts)},)"
+    found: Callable[..., tuple[Any, ...]] = eval(source, {"Tensor": torch.Tensor, "_compiled_for": _compiled_for})
+    return found
 
 
 def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
-    """What of an argument Triton compiles a kernel for: no two arguments with different answers share one by mistake."""
+    """What of an argument Triton compiles a kernel for: no two arguments with different answers share one by mistake.
+
+    compared: whether the kernel is compiled for the argument's value, and for whether its address is a multiple of 16 bytes.
+    """
     kind = type(argument)
     if argument is None:
         return None

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many, request_for
-from flexattn.kernels_triton.runtime.entry import Field, WidePointer, fields_of, flatten
+from flexattn.kernels_triton.runtime.entry import Field, WidePointer, fields_of, flattening
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, recorded_launches
 
 TILE = Tile(16, 16, 1, 1)
@@ -73,8 +73,8 @@ def test_fields_are_named_by_their_path() -> None:
         *(Field("factors_scale", False), Field("factors_shift_ptr", False), Field("size", False)),
     )
     args = Arguments(Row(1, 2), Row(3, 4), Factors(0.5, None), 6)
-    assert flatten(Arguments, args) == [1, 2, 3, 4, 0.5, None, 6]
-    assert flatten(Arguments, args._replace(factors=None)) == [1, 2, 3, 4, None, None, 6]
+    assert flattening(Arguments)(args) == (1, 2, 3, 4, 0.5, None, 6)
+    assert flattening(Arguments)(args._replace(factors=None)) == (1, 2, 3, 4, None, None, 6)
 
 
 def test_two_fields_of_one_name_are_refused() -> None:
