@@ -80,7 +80,7 @@ def fresh_python() -> FreshPython:
 
 @pytest.fixture(scope="session")
 def forked_python() -> FreshPython:
-    """As `fresh_python`, of a file or -m, in a process that begins with torch imported: a second less for each."""
+    """run(...) as that of `fresh_python`, in a process that begins with torch imported: a second less for each."""
 
     def run(*args: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         return forked.run(list(args), without_settings(env), cwd)

@@ -77,10 +77,10 @@ torch.testing.assert_close(torch.export.load(path).module()(q, q, q), Attention(
 
 @pytest.mark.sample
 @pytest.mark.parametrize("step", ["strict", "non-strict"])
-def test_a_mod_that_is_first_traced_in_an_export(step: str, tmp_path: Path, fresh_python: FreshPython) -> None:
+def test_a_mod_that_is_first_traced_in_an_export(step: str, tmp_path: Path, forked_python: FreshPython) -> None:
     """Nothing of the trace is in the program, which loads where it was made and in another process."""
     for now in (step, "load"):
-        result = fresh_python("-W", "ignore", "-c", COLD, str(tmp_path / "attention.pt2"), now)
+        result = forked_python("-W", "ignore", "-c", COLD, str(tmp_path / "attention.pt2"), now)
         assert result.returncode == 0, result.stderr
 
 

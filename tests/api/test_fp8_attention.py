@@ -170,8 +170,8 @@ print("as it should be")
 """
 
 
-def test_a_cpu_without_the_interpreter(fresh_python: FreshPython) -> None:
-    done = fresh_python("-c", CPU_USER, env={"CUDA_VISIBLE_DEVICES": ""})
+def test_a_cpu_without_the_interpreter(forked_python: FreshPython) -> None:
+    done = forked_python("-c", CPU_USER, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.stdout == "as it should be\n", done.stderr
 
 

@@ -710,13 +710,13 @@ def test_the_list_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in said for name in (*WORKLOADS, *PRESETS, "flash-attn 4", "cuDNN frontend", "flexattn cudnn"))
 
 
-def test_bench_needs_neither_matplotlib_nor_tqdm_nor_rich(fresh_python: FreshPython, tmp_path: Path) -> None:
+def test_bench_needs_neither_matplotlib_nor_tqdm_nor_rich(forked_python: FreshPython, tmp_path: Path) -> None:
     blocked = dict.fromkeys(("matplotlib", "tqdm", "rich", "cudnn"))
     code = f"import sys; sys.modules.update({blocked!r}); from flexattn.__main__ import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["bench", "--shapes", "small-s128", "--directions", "forward", "--peers", "SDPA flash", "--budget-ms", "1"]
-    ran = fresh_python("-c", code, *arguments, "--out", str(tmp_path / "x.json"), env={"CUDA_VISIBLE_DEVICES": ""})
+    ran = forked_python("-c", code, *arguments, "--out", str(tmp_path / "x.json"), env={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.returncode == 0, ran.stderr
     assert "1/1 small-s128 forward" in ran.stderr
-    asked = fresh_python("-c", code, "bench", "--from", str(tmp_path / "x.json"), "--plots", str(tmp_path))
+    asked = forked_python("-c", code, "bench", "--from", str(tmp_path / "x.json"), "--plots", str(tmp_path))
     assert asked.returncode == 2
     assert "pip install 'flexattn[bench]'" in asked.stderr

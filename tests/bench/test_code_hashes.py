@@ -23,8 +23,8 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_cases_reach_every_kernel_that_attends(fresh_python: FreshPython) -> None:
-    done = fresh_python("-c", LAUNCHED)
+def test_cases_reach_every_kernel_that_attends(forked_python: FreshPython) -> None:
+    done = forked_python("-c", LAUNCHED)
     assert done.returncode == 0, done.stderr
     portable = {f"_attn_{name}_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_dbias")}
     hopper = {f"_attn_{name}_hopper_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_one_pass")}

@@ -63,9 +63,9 @@ def test_the_steps_fit_what_they_are_for(tmp_path: Path) -> None:
     assert args.budget_s < todo["bench"].seconds  # so that it ends by itself, and with a whole file
 
 
-def test_memcheck_selects_every_kind_of_test_that_it_names(fresh_python: Callable[..., Any]) -> None:
+def test_memcheck_selects_every_kind_of_test_that_it_names(forked_python: Callable[..., Any]) -> None:
     [command] = (step.command for step in gpu_check.steps(Path()) if step.name == "memcheck")
-    done = fresh_python("-m", *command[command.index("pytest") :], "--collect-only")
+    done = forked_python("-m", *command[command.index("pytest") :], "--collect-only")
     for name in ("everything_together", "bias_of_ragged", "wrong_cu_seqlens", "head_dims", "dropout", "grouped_heads", "thd"):
         assert name in done.stdout
 

@@ -156,8 +156,8 @@ raise SystemExit(main(["doctor"]))
 
 @pytest.mark.sample
 @pytest.mark.parametrize("blocked", [("triton", "cudnn", "rich"), ("rich",), ("triton",), ("cudnn",)], ids="-".join)
-def test_doctor_without(blocked: tuple[str, ...], fresh_python: FreshPython) -> None:
-    ran = fresh_python("-c", BARE.format(blocked=blocked), env={"FLEXATTN_BACKED": "triton"})
+def test_doctor_without(blocked: tuple[str, ...], forked_python: FreshPython) -> None:
+    ran = forked_python("-c", BARE.format(blocked=blocked), env={"FLEXATTN_BACKED": "triton"})
     assert ran.returncode == 0, ran.stderr
     if "triton" in blocked:
         assert "pip install 'triton>=3.6'" in ran.stdout

@@ -17,11 +17,11 @@ ROW = re.compile(r"^. (out|dq|dk|dv) +. +(\S+) . +(\S+) . +(\S+) . +(\S+) . +(\S
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_demo_checks_every_result_and_names_the_backends(where: str, fresh_python: FreshPython) -> None:
+def test_demo_checks_every_result_and_names_the_backends(where: str, forked_python: FreshPython) -> None:
     if where == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     environment = {"CUDA_VISIBLE_DEVICES": ""} if where == "cpu" else {}
-    ran = fresh_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), env=environment)
+    ran = forked_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr == ""
     backends = re.findall(r"^(forward|backward): (\w+)(?: \(.+\))?$", ran.stdout, re.MULTILINE)
@@ -52,8 +52,8 @@ def test_a_wrong_gradient_fails(wrong: float, monkeypatch: pytest.MonkeyPatch, c
     assert printed.splitlines()[-1].startswith("FAILED")
 
 
-def test_a_backend_that_cannot_run_it_says_why(fresh_python: FreshPython) -> None:
-    ran = fresh_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), "--backend", "cudnn", env={"CUDA_VISIBLE_DEVICES": ""})
+def test_a_backend_that_cannot_run_it_says_why(forked_python: FreshPython) -> None:
+    ran = forked_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), "--backend", "cudnn", env={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.returncode == 1
     assert "cudnn:" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -216,14 +216,14 @@ ASK = "from flexattn.dispatch.cudnn_backend import library_error; print(library_
     ],
     ids=["no frontend", "broken frontend", "old frontend", "no library", "old library", "all there"],
 )
-def test_each_missing_part_is_one_clear_reason(setup: str, said: str, fresh_python: FreshPython) -> None:
-    ran = fresh_python("-c", f"{setup}\n{ASK}")
+def test_each_missing_part_is_one_clear_reason(setup: str, said: str, forked_python: FreshPython) -> None:
+    ran = forked_python("-c", f"{setup}\n{ASK}")
     assert ran.returncode == 0, ran.stderr
     assert said in ran.stdout
     assert len(ran.stdout.splitlines()) == 1
 
 
-def test_without_cudnn_a_call_names_what_to_install(fresh_python: FreshPython) -> None:
+def test_without_cudnn_a_call_names_what_to_install(forked_python: FreshPython) -> None:
     code = (
         "import sys; sys.modules['cudnn'] = None\n"
         "import torch, flexattn\n"
@@ -234,5 +234,5 @@ def test_without_cudnn_a_call_names_what_to_install(fresh_python: FreshPython) -
         "try:\n    flexattn.attention(q, q, q, backend='cudnn')\n"
         "except flexattn.BackendError as e:\n    print(e)\n"
     )
-    ran = fresh_python("-c", code)
+    ran = forked_python("-c", code)
     assert "cudnn: the cuDNN frontend is not installed; pip install" in ran.stdout, ran.stderr

@@ -591,7 +591,7 @@ def test_a_backward_that_cannot_run_fails_before_the_forward_runs(monkeypatch, r
         flexattn.attention(q, q, q, backend="eager")
 
 
-def test_choosing_imports_no_kernel_library(fresh_python):
+def test_choosing_imports_no_kernel_library(forked_python):
     """triton is only looked up, unless it is to run."""
     code = (
         "import sys, torch, flexattn\n"
@@ -600,7 +600,7 @@ def test_choosing_imports_no_kernel_library(fresh_python):
         "flexattn.attention(q, q, q)\n"
         "assert not {'triton', 'cudnn'} & sys.modules.keys()\n"
     )
-    result = fresh_python("-c", code)
+    result = forked_python("-c", code)
     assert result.returncode == 0, result.stderr
 
 

@@ -58,9 +58,9 @@ THEIR_BARRIERS = {9, 10}
 COMPILERS_OWN = 512  # bytes at most that warp specialisation adds to the allocations of a kernel
 
 
-def test_subjects_compile_to_what_the_rules_say(fresh_python: FreshPython) -> None:
+def test_subjects_compile_to_what_the_rules_say(forked_python: FreshPython) -> None:
     path = os.pathsep.join(folder for folder in sys.path if folder)  # with the Triton that this process has
-    ran = fresh_python("-c", COMPILE, json.dumps(KERNELS), env={"PYTHONPATH": path})
+    ran = forked_python("-c", COMPILE, json.dumps(KERNELS), env={"PYTHONPATH": path})
     assert ran.returncode == 0, ran.stderr
     case = emulated.problem(lengths_q=(8,), head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
     runs = {"attention_fwd": emulated.forward, "attention_bwd": emulated.backward}

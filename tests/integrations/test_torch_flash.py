@@ -133,7 +133,7 @@ def test_what_it_does_not_take_is_refused(active: None) -> None:
         torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, 7, 7, 0.0, False, False, alibi_slopes=torch.ones(2))
 
 
-def test_torch_lists_it_once_registered_and_nothing_before(fresh_python: Any) -> None:
+def test_torch_lists_it_once_registered_and_nothing_before(forked_python: Any) -> None:
     code = """
 import torch
 from torch.nn.attention import list_flash_attention_impls
@@ -145,7 +145,7 @@ torch.nn.attention.activate_flash_attention_impl("flexattn")
 assert torch.nn.attention.current_flash_attention_impl() == "flexattn"
 torch.nn.attention.restore_flash_attention_impl()
 """
-    ran = fresh_python("-c", code)
+    ran = forked_python("-c", code)
     assert ran.returncode == 0, ran.stderr
 
 

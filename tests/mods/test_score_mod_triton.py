@@ -471,6 +471,6 @@ for with_blocks in (False, True):
 
 
 @pytest.mark.slow
-def test_no_size_or_value_of_a_capture_compiles_again(fresh_python: Any) -> None:
-    done = fresh_python("-c", COUNT_COMPILATIONS)
+def test_no_size_or_value_of_a_capture_compiles_again(forked_python: Any) -> None:
+    done = forked_python("-c", COUNT_COMPILATIONS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -299,7 +299,7 @@ def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) 
         assert alive() is None, gc.get_referrers(alive())
 
 
-def test_the_first_trace_of_a_process_keeps_nothing(fresh_python: FreshPython) -> None:
+def test_the_first_trace_of_a_process_keeps_nothing(forked_python: FreshPython) -> None:
     """What torch imports for it keeps the frames that it was imported from."""
     source = """
 import gc, weakref, torch
@@ -312,12 +312,12 @@ alive = call()
 gc.collect()
 assert [x() for x in alive] == [None, None]
 """
-    result = fresh_python("-c", source)
+    result = forked_python("-c", source)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
-def test_a_mod_without_a_key_leaves_nothing_behind(fresh_python: FreshPython) -> None:
+def test_a_mod_without_a_key_leaves_nothing_behind(forked_python: FreshPython) -> None:
     """In a process of its own, as pytest keeps what is logged."""
     source = """
 import collections, gc, linecache, tracemalloc, torch
@@ -339,7 +339,7 @@ after = measure()
 assert after[1:] == before[1:]
 assert after[0] - before[0] < 100 * 500, (before, after)  # a graph takes 8 KB
 """
-    result = fresh_python("-W", "ignore", "-c", source)
+    result = forked_python("-W", "ignore", "-c", source)
     assert result.returncode == 0, result.stderr
 
 

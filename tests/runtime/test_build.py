@@ -40,22 +40,22 @@ print(launch.kernel_cache_info())
 
 @pytest.mark.slow
 @needs_compiler
-def test_what_is_built_ahead_is_what_a_call_compiles(fresh_python, tmp_path: Path) -> None:
+def test_what_is_built_ahead_is_what_a_call_compiles(forked_python, tmp_path: Path) -> None:
     shipped, own = tmp_path / "shipped", tmp_path / "own"
     what = ("--q", "1,190,4,64", "--mask", "causal", "--dropout", "0.1", "--capability", "9.0", "--workers", "2")
     env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_HOPPER": "never"}
-    built = fresh_python("-m", "flexattn", "build", *what, "--out", str(shipped), env=env)
+    built = forked_python("-m", "flexattn", "build", *what, "--out", str(shipped), env=env)
     assert built.returncode == 0, built.stderr
     assert built.stdout.startswith("3 built, 0 there already")
-    refused = fresh_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(own)})
+    refused = forked_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(own)})
     assert "was asked to compile" in refused.stderr
-    ran = fresh_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(shipped)})
+    ran = forked_python("-c", CALL, "no", env=env | {"FLEXATTN_KERNELS": str(shipped)})
     assert ran.stdout == "{'hits': 3, 'misses': 3, 'size': 3}\n", ran.stdout + ran.stderr
 
     readable = [shipped.stat().st_mode & 0o777, *{path.stat().st_mode & 0o777 for path in shipped.iterdir()}]
     assert readable == [0o755, 0o644], "an image may be made by one user and run by another"
 
-    compiled = fresh_python("-c", CALL, "yes", env=env | {"FLEXATTN_KERNELS": str(own)})
+    compiled = forked_python("-c", CALL, "yes", env=env | {"FLEXATTN_KERNELS": str(own)})
     assert compiled.returncode == 0, compiled.stderr
     assert {path.name: path.read_bytes() for path in own.iterdir()} == {path.name: path.read_bytes() for path in shipped.iterdir()}
 
@@ -78,19 +78,19 @@ flexattn.attention(**calls[0])
 
 
 @needs_compiler
-def test_warmup_compiles_several_at_a_time(fresh_python, tmp_path: Path) -> None:
+def test_warmup_compiles_several_at_a_time(forked_python, tmp_path: Path) -> None:
     env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_KERNELS": str(tmp_path / "kernels")}
-    ran = fresh_python("-c", WARM, env=env)
+    ran = forked_python("-c", WARM, env=env)
     assert ran.stdout == "['triton', 'triton']\n", ran.stdout + ran.stderr
     assert "flexattn.warmup" in ran.stderr
     assert len([*(tmp_path / "kernels").iterdir()]) == 2
 
 
-def test_build_says_what_it_cannot(fresh_python, tmp_path: Path) -> None:
-    ran = fresh_python("-m", "flexattn", "build", "--q", "1,64,4,60", "--capability", "9.0", "--out", str(tmp_path))
+def test_build_says_what_it_cannot(forked_python, tmp_path: Path) -> None:
+    ran = forked_python("-m", "flexattn", "build", "--q", "1,64,4,60", "--capability", "9.0", "--out", str(tmp_path))
     assert ran.returncode == 2
     assert "head dim" in ran.stderr
-    ran = fresh_python(*("-m", "flexattn", "build", "--q", "1,64,4,64", "--out", str(tmp_path)), env={"CUDA_VISIBLE_DEVICES": ""})
+    ran = forked_python(*("-m", "flexattn", "build", "--q", "1,64,4,64", "--out", str(tmp_path)), env={"CUDA_VISIBLE_DEVICES": ""})
     assert "--capability" in ran.stderr
 
 

@@ -155,16 +155,16 @@ for hopper in ("never", "always"):
 
 
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
-def test_a_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
-    done = fresh_python("-c", COMPARE, "thd")
+def test_a_launch_has_the_same_arguments_whoever_makes_it(forked_python) -> None:
+    done = forked_python("-c", COMPARE, "thd")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [["never", "thd"], ["always", "thd"]]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
-def test_every_launch_has_the_same_arguments_whoever_makes_it(fresh_python) -> None:
-    done = fresh_python("-c", COMPARE)
+def test_every_launch_has_the_same_arguments_whoever_makes_it(forked_python) -> None:
+    done = forked_python("-c", COMPARE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("_kernel") > 20
     assert done.stdout.count("_mask_blocks_kernel") == 5  # a forward has one, a backward two, and one in one pass

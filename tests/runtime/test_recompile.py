@@ -67,6 +67,6 @@ for fmt in ("bhsd", "thd"):
 
 
 @pytest.mark.slow
-def test_nothing_that_varies_compiles_again(fresh_python) -> None:
-    done = fresh_python("-c", COUNT_COMPILATIONS)
+def test_nothing_that_varies_compiles_again(forked_python) -> None:
+    done = forked_python("-c", COUNT_COMPILATIONS)
     assert done.returncode == 0, done.stdout + done.stderr

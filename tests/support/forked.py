@@ -8,14 +8,19 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
+from typing import Any, cast
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["numpy", "torch"])
 
 
 def run(arguments: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """`python FILE ...` or `python -m MODULE ...` in this environment; what torch reads as it is imported is that of the server."""
+    """Runs `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...`, in this environment.
+
+    What torch reads as it is imported is that of the server. "-W ACTION" may stand before the others.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [Path(scratch, name) for name in ("stdout", "stderr")]
         process = _SERVER.Process(target=_main, args=(arguments, environment, folder, outputs))
@@ -33,12 +38,18 @@ def _main(arguments: list[str], environment: dict[str, str], folder: Path, outpu
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    is_module = arguments[0] == "-m"
-    sys.argv = arguments[is_module:]
-    own = str(folder if is_module else Path(arguments[0]).parent)
+    if arguments[0] == "-W":
+        warnings.simplefilter(cast("Any", arguments[1]))
+        arguments = arguments[2:]
+    is_file = arguments[0] not in ("-m", "-c")
+    sys.argv = arguments if is_file else arguments[1:]
+    own = str(Path(arguments[0]).parent if is_file else folder)
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [own, *environment["PYTHONPATH"].split(os.pathsep), *installed]
-    if is_module:
+    if arguments[0] == "-m":
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         runpy.run_path(arguments[0], run_name="__main__")
