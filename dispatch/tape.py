@@ -9,7 +9,7 @@ see, the address is enough: views are not made again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flexattn.dispatch.select import Backend
 
 R = TypeVar("R")
-_NO_OPS: Mapping[Any, Callable[..., Any]] = {}
 _aten = torch.ops.aten
 _ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
 _ALLOCATIONS = frozenset(
@@ -63,9 +62,8 @@ class _Slot(int):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, inputs: Sequence[Tensor | None], inlined: Mapping[Any, Callable[..., Any]] = _NO_OPS) -> None:
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inlined = inlined
         self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
         self.also: list[Tensor] = []  # those that stand for another
         self.slot_of: dict[int, int] = {}
@@ -82,9 +80,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.inlined:
-            with self:
-                return self.inlined[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
         if func is _aten.detach.default and self.slot(args[0]) in self.made:  # the same tensor, as nothing here has a graph
@@ -239,7 +234,6 @@ def record(
     results_of: Callable[[R], Sequence[Tensor | None]],
     device: torch.device,
     also: Backend | None = None,
-    inlined: Mapping[Any, Callable[..., Any]] = _NO_OPS,
 ) -> tuple[R, Tape | None]:
     """What `call`, a run of the backend, gives, and a tape of it, or None where it did what no tape can hold.
 
@@ -247,9 +241,8 @@ def record(
     are the same here.
     results_of: the tensors of what it gives, in an order.
     also: another backend that runs a part of it.
-    inlined: operators of which not the call is taken down but what these functions do, which are their kernels.
     """
-    recorder = _Recorder(inputs, inlined)
+    recorder = _Recorder(inputs)
     with recorder, backend.watched(recorder.told), contextlib.nullcontext() if also is None else also.watched(recorder.told):
         result = call()
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]

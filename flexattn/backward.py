@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import call_cache, ops, validation
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands
 from flexattn.first_order import guarded
-from flexattn.functional import prepare
+from flexattn.prepare import prepare
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -164,11 +164,11 @@ def attention_backward(
     with torch.no_grad():
         if key is not None and call is not None:
             inputs, settings = call.inputs(key), call.settings
-            found, x = call.backward(inputs, out, lse, dout, dlse), call.operands(inputs)
+            found, x = call.backward((*inputs, out, lse, dout, dlse)), call.operands(inputs)
             if is_new:
                 call_cache.remember(key, call)
         else:
-            found = ops.gradients(x, settings, out, lse, dout, dlse)
+            found = ops.gradients(x, settings, ops.Incoming(out, lse, dout, dlse))
     flags = ops.captures_with_gradients(settings.mods)
     captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
     gradients: Sequence[Tensor | None] = (*found[:-1], *(found.dmod_tensors or ()))

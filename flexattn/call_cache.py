@@ -19,7 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,15 +27,19 @@ from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
 from torch.utils._device import DeviceContext
 
-from flexattn import ops
+from flexattn import fp8_ops, ops
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import context, options
 from flexattn.dispatch.refusals import Refused
-from flexattn.dispatch.select import select
-from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size
+from flexattn.dispatch.select import Backend, select
+from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size
 from flexattn.dispatch.tape import Tape, record
 from flexattn.first_order import first_order
+from flexattn.fp8_ops import Passes
 from flexattn.mods.captures import find_captures
+
+if TYPE_CHECKING:
+    from flexattn.fp8_steps import Fp8Steps
 
 MOST_CALLS = 1024
 _MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
@@ -214,14 +218,14 @@ def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) 
 
 
 def new_call(
-    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, kind: Callable[..., CachedCall] | None = None
+    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, of_fp8: Fp8Steps | None = None
 ) -> CachedCall | None:
-    """A call to be kept; None where its operands are not the arguments as they were.
+    """Returns a call to be kept; None where its operands are not the arguments as they were.
 
-    alibi_slopes: the argument; the slopes that stand in for None are the same each time. kind: what is made of it, where that is no
-    plain `CachedCall`; it sees to the descales itself.
+    alibi_slopes: the argument; the slopes that stand in for None are the same each time. of_fp8: FP8's part of the call, which has
+    the descales.
     """
-    known = {*_TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if kind is not None else set())
+    known = {*_TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if of_fp8 is not None else set())
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
         return None  # a tensor that `CachedCall.operands` would not put in its place
@@ -240,7 +244,7 @@ def new_call(
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    return (kind or CachedCall)(x, settings, names, sources)
+    return CachedCall(x, settings, names, sources, of_fp8)
 
 
 def remember(key: CallKey, call: CachedCall) -> None:
@@ -258,11 +262,24 @@ def remember(key: CallKey, call: CachedCall) -> None:
 
 
 class CachedCall:
-    """A call as its key has it: the spec, and per direction a tape once there is one."""
+    """A call as its key has it: the spec, and per direction a tape once there is one.
 
-    def __init__(self, x: Operands, settings: ops.Settings, names: Sequence[str], sources: Sequence[int | Tensor | None]) -> None:
+    The inputs of its forward are its operands' tensors, then those of FP8's part; those of its backward are the saved ones of both,
+    then out, lse, dout and dlse.
+    """
+
+    def __init__(
+        self,
+        x: Operands,
+        settings: ops.Settings,
+        names: Sequence[str],
+        sources: Sequence[int | Tensor | None],
+        of_fp8: Fp8Steps | None,
+    ) -> None:
         """names: of the operands' tensors that it has or may have, the first so many of them."""
-        self.spec = ops.spec_to_run(x, settings)
+        config = None if of_fp8 is None else of_fp8.config
+        self.spec = ops.spec_to_run(x if config is None else fp8_ops.planned(x, settings, config), settings)
+        self.of_fp8 = of_fp8
         self.settings = settings
         self.backend = settings.backend
         self.device = x.q.device
@@ -272,7 +289,7 @@ class CachedCall:
         self.num_mods = len(x.mod_tensors)
         # All but tensors, so that nothing of a user's is kept alive.
         nothing: dict[str, Any] = dict.fromkeys(_TENSOR_FIELDS)
-        self.template = x._replace(**nothing, mod_tensors=(), block_mask=())
+        self.template = x._replace(**nothing, mod_tensors=(), block_mask=(), descales=x.descales if of_fp8 is None else ())
         self.sources = tuple(sources)
         self.has_dropout = x.dropout_p > 0.0
         # Whether the arguments, and what is captured, are the inputs as they come.
@@ -292,27 +309,36 @@ class CachedCall:
         is_given = [getattr(x, name) is not None for name in names] + [True] * (self.num_mods + blocks)
         if self.has_dropout:
             is_given[_RNG_STATE] = True  # drawn for each call where it is not an argument
-        self.num_saved = self.num_inputs
-        self.given = [i for i, is_there in enumerate(is_given) if is_there]
-        self.saved = itemgetter(*self.given)
+        num_results = 3 if of_fp8 is None else of_fp8.num_results
+        places = [num_results + i if is_there else None for i, is_there in enumerate(is_given)]
+        self.history_place = None
         self.is_tapeable = True  # as far as more than its backends is concerned
+        if of_fp8 is not None:
+            self.history_place = of_fp8.history_place(self.num_inputs)
+            self.is_tapeable = of_fp8.can_be_taped
+            places = of_fp8.saved_places(places, num_results + self.num_inputs)
+        self.num_saved = len(places)
+        self.given = [i for i, place in enumerate(places) if place is not None]
+        # Of (*results, *inputs) out, lse and what else a backward needs.
+        self.saved = itemgetter(0, 1, *(place for place in places if place is not None))
         self.tape: Tape | None = None
         self.is_final = False  # whether there is or will be no tape
         self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
-        """out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
+        """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
         tensors, addresses = key.tensors, key.addresses
         if not self.is_as_given:
             tensors, addresses = self._inputs(key)
         if self.spec.needs_grad:
             if returns_lse or self.spec.return_max_logit:
-                return _record((self, tensors, addresses, returns_lse), *self.leaves(tensors))
-            return _record_out((self, tensors, addresses), *self.leaves(tensors)), None, None
-        return self.forward(tensors, addresses)
+                return _apply((self, tensors, addresses, returns_lse), *self.leaves(tensors))
+            return _apply((self, tensors, addresses, None), *self.leaves(tensors)), None, None
+        results = self.forward(tensors, addresses)
+        return results if self.of_fp8 is None else self.of_fp8.outputs(results)
 
     def inputs(self, key: CallKey) -> Sequence[Tensor | None]:
-        """What `backward` gets first of a call with this key, where nothing else of its kind is saved for it."""
+        """Returns what `backward` takes first for a call with this key, where no forward saved it."""
         return (key.tensors if self.is_as_given else self._inputs(key)[0])[: self.num_inputs]
 
     def _inputs(self, key: CallKey) -> tuple[tuple[Tensor | None, ...], list[int]]:
@@ -333,7 +359,7 @@ class CachedCall:
         return self.template._replace(**named)
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
-        """out, lse, max_logit, and then what else a kind of call gives."""
+        """Returns out, lse, max_logit, and then what FP8's part gives."""
         if _is_profiled():  # by a profiler, which then sees it as the operator that it is not
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
@@ -348,16 +374,16 @@ class CachedCall:
             return tape.play(tensors, addresses)
         if tape is None and self.has_run and not self.is_final:
             self.is_final = True
-            if self._can_be_taped(self.spec, "forward", tensors):
+            if self.is_tapeable and self._forward_backend(tensors).can_be_taped():
                 with contextlib.suppress(Refused):  # then the ordinary way asks another backend
-                    results, self.tape = self.take_down(tensors)
+                    results, self.tape = self._take_down(tensors)
                     _counts["tapes"] += self.tape is not None
                     return results
         self.has_run = True
-        return self.compute(tensors)
+        return self._results(tensors, lambda x: ops.run_forward(self.spec, self.backend, x))
 
-    def backward(self, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        inputs = (*tensors, out, lse, dout, dlse)
+    def backward(self, inputs: Sequence[Any]) -> Gradients:
+        """Returns the gradients, by the tape where there is one; inputs: what is saved, and then out, lse, dout and dlse."""
         # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
         # the call's, and autograd sees to it that dout's and dlse's are.
         parts: list[Any] = [select.generation, options.snapshot()]
@@ -381,42 +407,102 @@ class CachedCall:
         if isinstance(found, Tape) and found.can_play():
             dq, dk, dv, dbias, doffset, *dmod_tensors = found.play(inputs, addresses)
             return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
-        spec = self.spec.of_backward()._replace(needs_lse_grad=dlse is not None)
-        if found is _SEEN and self._can_be_taped(spec, "backward", inputs):
+        spec = self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
+        if found is _SEEN and self.is_tapeable and self._backward_backend(inputs, spec).can_be_taped():
             with contextlib.suppress(Refused):
-                gradients, tape = self.take_down_backward(inputs, spec)
+                gradients, tape = self._take_down_backward(inputs, spec)
                 self._keep(key, _NEVER if tape is None else tape)
                 _counts["tapes"] += tape is not None
                 return gradients
         if found is None:
             self._keep(key, _SEEN)
-        return self.compute_backward(inputs, spec)
+        incoming = ops.Incoming(*inputs[-4:])
+        return self._gradients(inputs, lambda x, dout: ops.run_backward(spec, self.backend, x, incoming._replace(dout=dout)))
 
-    # What of a call depends on its kind. Tensors are its inputs, and for a backward then out, lse, dout and dlse.
-
-    def compute(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-        return ops.run_forward(self.spec, self.backend, self.operands(tensors))
-
-    def take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
+    def _results(self, tensors: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Returns what `forward` does, from `attend` on the operands that a backend takes."""
         x = self.operands(tensors)
-        backend = ops.backend_of(self.spec, "forward", self.backend, x)
-        wanted = 3 if self.spec.return_max_logit else 2
-        return record(backend, lambda: backend.forward(self.spec, x), tensors, lambda r: (*r[:wanted], None)[:3], self.device)
+        of_fp8 = self.of_fp8
+        out, lse, max_logit, *more = attend(x) if of_fp8 is None else of_fp8.forward(x, tensors[self.num_inputs :], attend)
+        return out, lse, max_logit if self.spec.return_max_logit else None, *more
 
-    def compute_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
-        return ops.run_backward(spec, self.backend, self.operands(inputs), *inputs[-4:])
+    def _take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
+        backend = self._forward_backend(tensors)
+        also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
+        return record(
+            backend, lambda: self._results(tensors, lambda x: backend.forward(self.spec, x)), tensors, tuple, self.device, also
+        )
 
-    def take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
+    def _gradients(
+        self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], passes: Passes = fp8_ops.FUNCTIONS
+    ) -> Gradients:
+        """Returns what `backward` does, from `attend` on the operands and the dout that a backend takes."""
+        x, dout = self.operands(inputs), inputs[-2]
+        return (
+            attend(x, dout) if self.of_fp8 is None else self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, passes, attend)
+        )
+
+    def _take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
+        backend = self._backward_backend(inputs, spec)
+        also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
+        out, lse, _, dlse = inputs[-4:]
+
+        def run() -> Gradients:
+            return self._gradients(inputs, lambda x, dout: backend.backward(spec, x, out, lse, dout, dlse))
+
+        return record(backend, run, inputs, _flat_gradients, self.device, also)
+
+    def _operator_gradients(self, inputs: Sequence[Any]) -> Gradients:
+        """Returns the gradients by the operators, for modes and traces to see."""
+        incoming, settings = ops.Incoming(*inputs[-4:]), ops.settings_of_backward(self.settings)
+
+        def attend(x: Operands, dout: Tensor) -> Gradients:
+            return ops.gradients(x, settings, incoming._replace(dout=dout))
+
+        return self._gradients(inputs, attend, fp8_ops.OPERATORS)
+
+    def leaf_gradients(
+        self, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None, history: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of a Function's arguments, the leaves behind the first. history: dout's, of delayed scaling."""
+        out, lse, *tensors = saved
+        if len(tensors) < self.num_saved:
+            given: list[Any] = tensors
+            tensors = [None] * self.num_saved
+            for i, t in zip(self.given, given, strict=True):
+                tensors[i] = t
+        if history is not None:
+            tensors[-1] = history
+        if dout is None:  # only lse was used
+            dout = torch.zeros_like(out)
+        inputs = (*tensors, out, lse, dout, dlse)
+        is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
+        if not is_played or type(dout) not in _PLAIN or dout.is_neg():
+            gradients = self._operator_gradients(inputs)
+        elif _is_profiled():
+            with record_function("flexattn::attention_backward"):
+                gradients = self.backward(inputs)
+        else:
+            gradients = self.backward(inputs)
+        dense: tuple[Any, ...] = gradients
+        if not self.captured_leaves:
+            return (None, *[dense[i] for i in self.gradients])
+        of_captures = iter(gradients.dmod_tensors or ())
+        flags = self.spec.mods.tensor_needs_grad if self.spec.mods else ()
+        of_mods = [next(of_captures) if needs_grad else None for needs_grad in flags]
+        return (None, *[dense[i] for i in self.gradients], *[of_mods[i] for i in self.captured_leaves])
+
+    def _forward_backend(self, tensors: Sequence[Any]) -> Backend:
+        x = self.operands(tensors)
+        if self.of_fp8 is not None:
+            x = self.of_fp8.as_run(x, tensors[self.num_inputs :])
+        return ops.backend_of(self.spec, "forward", self.backend, x)
+
+    def _backward_backend(self, inputs: Sequence[Any], spec: AttentionSpec) -> Backend:
         x = self.operands(inputs)
-        backend = ops.backend_of(spec, "backward", self.backend, x)
-        return record(backend, lambda: backend.backward(spec, x, *inputs[-4:]), inputs, flat_gradients, self.device)
-
-    def operator_backward(self, inputs: Sequence[Any]) -> Gradients:
-        """By the operators, for who wants to see them."""
-        return ops.gradients(self.operands(inputs), self.settings, *inputs[-4:])
-
-    def _can_be_taped(self, spec: AttentionSpec, direction: Direction, tensors: Sequence[Tensor | None]) -> bool:
-        return self.is_tapeable and ops.backend_of(spec, direction, self.backend, self.operands(tensors)).can_be_taped()
+        if self.of_fp8 is not None:
+            x = self.of_fp8.backward_as_run(x, inputs[self.num_inputs : -4], inputs[-2])
+        return ops.backend_of(spec, "backward", self.backend, x)
 
     def _keep(self, key: Hashable, found: Tape | str) -> None:
         with _lock:
@@ -428,7 +514,7 @@ class CachedCall:
 _SEEN, _NEVER = "seen", "never"  # of a backward that has no tape: the next one is taken down, or none can be
 
 
-def flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
+def _flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
     return (*gradients[:-1], *(gradients.dmod_tensors or ()))
 
 
@@ -436,76 +522,37 @@ def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, i
     return batch_size(spec, x), spec.num_heads, x.max_seqlen_q, x.max_seqlen_kv
 
 
-class _Attention(torch.autograd.Function):
-    """One object carries all that is not differentiable: each argument of a Function costs, and these are read by nobody else.
+class CachedAttention(torch.autograd.Function):
+    """Attention by a cached call, which no operator sees.
 
-    It gives the three results, of which None and an lse that nobody asked for are no outputs to autograd.
+    One object carries all that is not differentiable: each argument of a Function costs, and these are read by nobody else. Results
+    cost too: with returns_lse None out is the only one; None and an lse that nobody asked for are no outputs to autograd.
     """
 
     @staticmethod
-    def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool], *leaves: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool | None], *leaves: Tensor) -> Any:
         call, tensors, addresses, returns_lse = made
-        out, lse, max_logit = call.forward(tensors, addresses)
+        results = call.forward(tensors, addresses)
         ctx.call = call
+        ctx.save_for_backward(*call.saved((*results, *tensors)))
+        if call.history_place is not None:
+            ctx.history = tensors[call.history_place]  # which is not saved, as it changes
+        if returns_lse is None:
+            return results[0]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *call.saved(tensors))
+        out, lse, max_logit = results[:3]
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
         return out, lse if returns_lse else None, max_logit
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return run_backward(ctx, dout, dlse)
+    @first_order
+    def backward(
+        ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
+    ) -> tuple[Tensor | None, ...]:
+        call: CachedCall = ctx.call
+        return call.leaf_gradients(saved, dout, dlse, None if call.history_place is None else ctx.history)
 
 
-class _Out(torch.autograd.Function):
-    """`_Attention` of a call that returns no more than out: each result costs, and so does what says that gradients may lack."""
-
-    @staticmethod
-    def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int]], *leaves: Tensor) -> Tensor:
-        call, tensors, addresses = made
-        out, lse, _ = call.forward(tensors, addresses)
-        ctx.call = call
-        ctx.save_for_backward(out, lse, *call.saved(tensors))
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return run_backward(ctx, dout, None)
-
-
-# As their `apply`, without what that does for torch.func's transforms, under which no call has a key.
-_record: Any = super(torch.autograd.Function, _Attention).apply
-_record_out: Any = super(torch.autograd.Function, _Out).apply
-
-
-@first_order
-def run_backward(
-    ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None, *more: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """A Function's backward; more: inputs of it that are not saved."""
-    out, lse, *tensors = saved
-    call: CachedCall = ctx.call
-    if len(tensors) < call.num_saved:
-        given: list[Any] = tensors
-        tensors = [None] * call.num_saved
-        for i, t in zip(call.given, given, strict=True):
-            tensors[i] = t
-    tensors += more
-    if dout is None:  # only lse was used
-        dout = torch.zeros_like(out)
-    is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
-    if not is_played or type(dout) not in _PLAIN or dout.is_neg():
-        gradients = call.operator_backward((*tensors, out, lse, dout, dlse))
-    elif _is_profiled():
-        with record_function("flexattn::attention_backward"):
-            gradients = call.backward(tensors, out, lse, dout, dlse)
-    else:
-        gradients = call.backward(tensors, out, lse, dout, dlse)
-    dense: tuple[Any, ...] = gradients
-    if not call.captured_leaves:
-        return (None, *[dense[i] for i in call.gradients])
-    of_captures = iter(gradients.dmod_tensors or ())
-    flags = call.spec.mods.tensor_needs_grad if call.spec.mods else ()
-    of_mods = [next(of_captures) if needs_grad else None for needs_grad in flags]
-    return (None, *[dense[i] for i in call.gradients], *[of_mods[i] for i in call.captured_leaves])
+# As its `apply`, without what that does for torch.func's transforms, under which no call has a key.
+_apply: Any = super(torch.autograd.Function, CachedAttention).apply

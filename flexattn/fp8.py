@@ -402,7 +402,7 @@ def check_recipe(recipe: Any, state: Any) -> None:
         )
 
 
-def make_plan(
+def quantize_config(
     recipe: Recipe | None,
     state: DelayedScaling | None,
     q: Tensor,
@@ -494,16 +494,26 @@ def _shapes(recipe: Recipe, name: str, heads: tuple[int, int]) -> dict[str, tupl
     return {"amax_history": (recipe.amax_history_len or 16, count), "scale": (count,)}
 
 
-def quantize_out(out: Tensor, x: Operands, settings: Settings, recipe: Recipe, state: fp8_ops.State | None) -> QuantizedTensor:
-    """out in the FP8 dtype that the recipe asks for, by its scaling.
+def state_tensors(state: DelayedScaling | None) -> tuple[Tensor, ...] | None:
+    """Returns what a call reads and writes of a state, in the order of BUFFERS; None where that may not be all."""
+    if state is None:
+        return ()
+    if type(state) is not DelayedScaling or not all(name in state._buffers for name in BUFFERS):
+        return None
+    return tuple(state._buffers[name] for name in BUFFERS)  # type: ignore[misc]  # none is None
+
+
+def quantize_out(
+    out: Tensor, x: Operands, settings: Settings, recipe: Recipe, delayed: fp8_ops.Delayed, passes: fp8_ops.Passes
+) -> QuantizedTensor:
+    """Returns out in the FP8 dtype that the recipe asks for, by its scaling.
 
     The 16-bit out stays beside it in training: the backward has it anyway, for its sums with dout, and FP8's rounding would spoil
     those.
     """
     fmt, _ = parse_format(settings.qkv_format)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-    scale, history = (None, None) if state is None else (state.scale("out"), state.history("out"))
     dtype = str(recipe.out_dtype).removeprefix("torch.")
     kind = (fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
-    data, descale, amax = fp8_ops.quantize(out.detach(), *lengths, scale, history, *kind)
+    data, descale, amax = passes.quantize(out.detach(), *lengths, delayed.scale_out, delayed.history_out, *kind)
     return QuantizedTensor(data, descale, amax, out if out.requires_grad else None, recipe.rows)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from flexattn import call_cache, fp8, fp8_calls, fp8_ops, ops, validation
-from flexattn.block_mask import block_lists
+from flexattn import autograd, call_cache, fp8, fp8_ops, ops, validation
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import (
-    BIAS_TYPES,
-    OPEN_WINDOW,
-    SOFTMAX_TYPES,
-    AttentionSpec,
-    Band,
-    Operands,
-    from_bshd,
-    make_band,
-    parse_format,
-)
+from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, from_bshd
+from flexattn.prepare import default_alibi_slopes, prepare
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
-    from flexattn.mods.dynamo import Recorded
-    from flexattn.mods.trace import Mod, Traced
+    from flexattn.mods.trace import Mod
 
 
 NO_TENSORS: tuple[Tensor, ...] = ()  # what a call's score_mod_tensors is where none are given
@@ -292,7 +279,7 @@ def attention(
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
-        of_state = fp8_calls.state_tensors(fp8_state) if is_fp8 else ()
+        of_state = fp8.state_tensors(fp8_state) if is_fp8 else ()
         if is_fp8 and of_state is not None:
             tensors += (descale_q, descale_k, descale_v, *of_state)
             others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
@@ -335,8 +322,8 @@ def attention(
             "return_max_logit": return_max_logit,
             "backend": backend,
         }
-        return attend_sharded(attention, q, k, v, arguments, _default_alibi_slopes)
-    x, settings, plan = prepare(
+        return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
+    x, settings, config = prepare(
         q,
         k,
         v,
@@ -375,25 +362,27 @@ def attention(
     )
     to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
     if key is not None and not (to_fp8 and settings.needs_grad):
-        kind = functools.partial(fp8_calls.Fp8Call, plan=plan, recipe=fp8_recipe) if is_fp8 else None
-        call = call_cache.new_call(key, x, settings, alibi_slopes, kind)
+        of_fp8 = None
+        if is_fp8:
+            from flexattn.fp8_steps import Fp8Steps  # here, as few calls need it
+
+            of_fp8 = Fp8Steps(config, fp8_recipe, settings, x.q.device)
+        call = call_cache.new_call(key, x, settings, alibi_slopes, of_fp8)
         if call is not None:
             out, lse, max_logit = call.run(key, return_lse)
             call_cache.remember(key, call)
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)
     if x.dropout_p > 0.0 and rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(q.device))
-    if plan is None:
-        out, lse, max_logit = ops.attention(x, settings)
-    else:
-        out, lse, max_logit = fp8_ops.attention(x, settings, plan, fp8_state)
+    delayed = fp8_ops.delayed_of(fp8_state)
+    out, lse, max_logit = autograd.attention(x, settings, config, delayed)
     if fp8_recipe is not None and to_fp8:
-        out = fp8.quantize_out(out, x, settings, fp8_recipe, fp8_state)
+        out = fp8.quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS)
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
 
 
 def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:
-    """What was asked for; max_logit is None only where it was not."""
+    """Returns the outputs that the caller asked for; max_logit is None only where it was not."""
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)
     return (out, lse) if return_lse else out
@@ -458,207 +447,10 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
     """The arguments of `attention`, checked and sorted as it does, with nothing run; raises what it raises for them."""
     call = inspect.signature(attention).bind(*arguments, **named)
     call.apply_defaults()
-    x, settings, plan = prepare(**call.arguments)
-    return (x if plan is None else fp8_ops.planned(x, settings, plan)), settings
-
-
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    qkv_format: str,
-    attn_mask_type: str,
-    window_size: tuple[int, int],
-    bottom_right_diagonal: bool | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_kv: int | None,
-    bias_type: str,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softmax_type: str,
-    softmax_offset: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    score_mod: Mod | None,
-    mask_mod: Mod | None,
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
-    block_mask: BlockMask | None,
-    fp8_recipe: fp8.Recipe | None,
-    fp8_state: fp8.DelayedScaling | None,
-    descale_q: Tensor | None,
-    descale_k: Tensor | None,
-    descale_v: Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    return_max_logit: bool,
-    backend: str | None,
-    is_backward: bool = False,
-) -> tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None]:
-    """The arguments, checked and sorted into what varies from call to call and what does not, for whoever makes a call of them.
-
-    Last: how q, k and v are to be quantised, or None. is_backward: whether a backward is all that will run, which wants gradients
-    of q, k and v whatever they require; call it with grad mode on.
-    """
-    q_format, kv_format = parse_format(str(qkv_format))
-    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
-        bias = _autocast(bias, dtype, torch.float32)  # which is accepted beside any dtype of q, and is the better one
-    validation.check_name("bias_type", bias_type, BIAS_TYPES)
-    validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
-    validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
-    validation.check_flag("deterministic", deterministic, optional=True)
-    validation.check_flag("return_lse", return_lse)
-    validation.check_flag("return_max_logit", return_max_logit)
-    softmax_scale, softcap, dropout_p = validation.check_scalars(softmax_scale, softcap, dropout_p)
-    band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
-    fp8.check_unpacked(q, k, v)
-    fp8.check_recipe(fp8_recipe, fp8_state)
-    validation.check_qkv(q, k, v, q_format, kv_format)
-    heads = q.shape[q_format.index("h")]
-    batch = validation.check_cu_seqlens(
-        q, k, q_format, kv_format, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
-    )
-    max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
-    max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
-    validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
-    validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
-    validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)
-    validation.check_rng_state(rng_state, q)
-    if bias_type == "alibi" and alibi_slopes is None:
-        alibi_slopes = _default_alibi_slopes(heads, q)
-    needs_grad = is_backward or (
-        torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
-    )
-    mods, blocks = None, None
-    if block_mask is not None:
-        if mask_mod is not None:
-            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
-        blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
-        mask_mod = block_mask.mask_mod
-    validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
-    if score_mod is not None or mask_mod is not None:
-        # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
-        # and a block mask's full blocks are not masked.
-        is_open = band.left is None and band.right is None
-        find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
-        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band, q)
-        if mods.left is not None or mods.right is not None:
-            band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
-        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
-        needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
-    x = Operands(
-        q=q,
-        k=k,
-        v=v,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softmax_offset=softmax_offset,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        rng_state=rng_state if dropout_p > 0.0 else None,
-        max_seqlen_q=max_q,
-        max_seqlen_kv=max_kv,
-        softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-        mod_tensors=() if mods is None else mods.tensors,
-        mod_numbers=() if mods is None else mods.numbers,
-        block_mask=() if blocks is None else blocks.tensors,
-        descales=validation.check_fp8(
-            q,
-            k,
-            q_format,
-            kv_format,
-            batch,
-            ((max_q, max_seqlen_q), (max_kv, max_seqlen_kv)),
-            0 if fp8_recipe is None else fp8_recipe.rows,
-            (descale_q, descale_k, descale_v),
-        ),
-    )
-    request = requested_backend(backend)
-    of_heads = (heads, k.shape[kv_format.index("h")])
-    plan, fp8_settings = fp8.make_plan(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
-    settings = ops.Settings(
-        qkv_format=qkv_format,
-        padding="padding" in attn_mask_type,
-        window_left=-1 if band.left is None else band.left,
-        window_right=-1 if band.right is None else band.right,
-        bottom_right=band.bottom_right,
-        bias_type=bias_type,
-        softmax_type=softmax_type,
-        return_max_logit=return_max_logit,
-        needs_grad=needs_grad,
-        needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        backend=request,
-        is_part=is_backward,
-        mods="" if mods is None or mods.program.is_empty else mods.program.text,
-        block_size_q=0 if blocks is None else blocks.block_size[0],
-        block_size_kv=0 if blocks is None else blocks.block_size[1],
-        **fp8_settings,
-    )
-    return x, settings, plan
+    x, settings, config = prepare(**call.arguments)
+    return (x if config is None else fp8_ops.planned(x, settings, config)), settings
 
 
 def _is_dtensor(x: Any) -> bool:
-    """By name, as torch.distributed.tensor takes long to import and only who has a DTensor has imported it."""
+    """Returns whether x is a DTensor, by its class's name: importing torch.distributed.tensor takes long."""
     return type(x) is not Tensor and type(x).__name__ == "DTensor"
-
-
-def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
-    """x as autocast gives it to a matrix product: in its dtype, unless it is float64, FP8 or no floating point tensor."""
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *validation.FP8_DTYPES, *kept):
-        return x.to(dtype)
-    return x
-
-
-def _narrower(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return min(a, b)
-
-
-def _trace_mods(
-    score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, find_band: bool, q: Tensor
-) -> Traced | Recorded:
-    if torch.compiler.is_dynamo_compiling():
-        from flexattn.mods.dynamo import record_mods
-
-        return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
-    from flexattn.mods.trace import trace_mods  # here, as who has no mods should not wait for its import
-
-    return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
-
-
-def _default_alibi_slopes(heads: int, q: Tensor) -> Tensor:
-    """The slopes of Press et al. (2022), cached except where the tensor belongs to a trace or to a CUDA graph's memory."""
-    transient = (
-        torch.compiler.is_compiling()
-        or type(q) not in (Tensor, torch.nn.Parameter)
-        or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    )
-    return _alibi_slopes(heads, q.device) if transient else _cached_alibi_slopes(heads, q.device)
-
-
-def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """2**(-8 i / n) for head i = 1..n where n is a power of two; else the n' < n below it, then every other one of 2 n'."""
-    power = 2 ** (heads.bit_length() - 1)
-    head = torch.arange(heads, dtype=torch.float32, device=device)
-    exponent = torch.where(head < power, (head + 1) * 8 / power, (2 * (head - power) + 1) * 4 / power)
-    return torch.exp2(-exponent)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward
-        return _alibi_slopes(heads, device)

@@ -1,4 +1,4 @@
-"""The two operators, `flexattn::attention_forward` and `flexattn::attention_backward`, and autograd around them.
+"""The two operators, `flexattn::attention_forward` and `flexattn::attention_backward`.
 
 They are registered when flexattn is imported, with torch alone. What a call carries is flat in their schemas: first the
 `Operands`, then the `Settings`. Each runs the backend that `select` gives for its own direction.
@@ -31,7 +31,6 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
-from flexattn.first_order import first_order
 from flexattn.validation import check_cu_seqlens_values, check_descale_values
 from flexattn.warn import warn_once
 
@@ -82,28 +81,26 @@ _forward_op = torch.ops.flexattn.attention_forward.default
 _backward_op = torch.ops.flexattn.attention_backward.default
 
 
-def attention(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logit) of a call that is already checked; out and lse are differentiable."""
-    refuse_transforms(x)
-    if not settings.needs_grad:
-        return _forward_op(*x, *settings)  # type: ignore[no-any-return]
-    return _Attention.apply(*_flat(distinct(x), settings))  # type: ignore[no-any-return, no-untyped-call]
+class Incoming(NamedTuple):
+    """What comes to a backward: the forward's results, and their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
 
 
-def distinct(x: Operands) -> Operands:
-    """The call for a Function: Dynamo refuses one that gets a tensor twice, as self-attention's cu_seqlens; a view is another."""
-    if not torch.compiler.is_compiling():
-        return x
-    fields = (t.view_as(t) if isinstance(t, Tensor) else t for t in x)
-    lists = {name: [t.view_as(t) for t in getattr(x, name)] for name in ("mod_tensors", "block_mask")}
-    return Operands(*fields)._replace(**lists)  # type: ignore[arg-type]
-
-
-def gradients(x: Operands, settings: Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """Of a call whose forward gave out and lse, by the backward operator."""
+def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
+    """Returns the gradients of a call by the backward operator."""
+    out, lse, dout, dlse = incoming
     dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *x, *settings)
     bias, offset = dbias if settings.needs_bias_grad else None, None if x.softmax_offset is None else doffset
     return Gradients(dq, dk, dv, bias, offset, tuple(dmods) or None)
+
+
+def settings_of_backward(settings: Settings) -> Settings:
+    """Returns the settings that the backward runs by: those of a call without FP8 where it multiplies in 16 bits."""
+    return settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False) if settings.bf16_backward else settings
 
 
 def new_rng_state(device: torch.device) -> Tensor:
@@ -185,19 +182,6 @@ def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     return Operands(*call[:fields]), Settings(*call[fields:])
 
 
-def _flat(x: Operands, settings: Settings) -> tuple[Any, ...]:
-    """The call with the tensors of its lists at its end, each an argument of its own, as autograd wants them."""
-    sizes = (len(x.mod_tensors), len(x.block_mask))
-    return (*x._replace(mod_tensors=(), block_mask=()), *settings, *sizes, *x.mod_tensors, *x.block_mask)
-
-
-def _unflat(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
-    fields = len(Operands._fields) + len(Settings._fields)
-    x, settings = _split(call[:fields])
-    end = fields + 2 + call[fields]
-    return x._replace(mod_tensors=call[fields + 2 : end], block_mask=call[end:]), settings
-
-
 def run(
     spec: AttentionSpec, direction: Direction, request: str, x: Operands, call: Callable[[Backend], T], warns: bool = True
 ) -> T:
@@ -238,7 +222,7 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
 
 
 def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward operator runs."""
+    """Runs the forward on the backend that is selected: the implementation of the forward operator."""
     if spec.padding and options.check_values():
         check_cu_seqlens_values(spec, x)
     if spec.fp8 is not None and options.check_values():
@@ -250,13 +234,11 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     return run(spec, "forward", request, x, lambda backend: backend.forward(spec, x))
 
 
-def run_backward(
-    spec: AttentionSpec, request: str, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> Gradients:
-    """What the backward operator runs."""
+def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incoming) -> Gradients:
+    """Runs the backward on the backend that is selected: the implementation of the backward operator."""
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        return run(spec, "backward", request, x, lambda backend: backend.backward(spec, x, out, lse, dout, dlse))
+        return run(spec, "backward", request, x, lambda backend: backend.backward(spec, x, *incoming))
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,7 +249,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
-    gradients = run_backward(spec, settings.backend, x, out, lse, dout, dlse)
+    gradients = run_backward(spec, settings.backend, x, Incoming(out, lse, dout, dlse))
     dense = (x.q.new_empty(0, dtype=spec.out_dtype) if gradient is None else gradient for gradient in gradients[:-1])
     return (*dense, list(gradients.dmod_tensors or ()))
 
@@ -303,39 +285,6 @@ def captures_with_gradients(mods: str) -> tuple[bool, ...]:
 
 # What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
 captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, settings = _unflat(call)
-        out, lse, max_logit = _forward_op(*x, *settings)
-        ctx.mark_non_differentiable(max_logit)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *call[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask)
-        ctx.constants = call[_NUM_TENSORS : len(call) - len(x.mod_tensors) - len(x.block_mask)]
-        return out, lse, max_logit
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = saved
-        if dout is None:  # only lse was used
-            dout = torch.zeros_like(out)
-        x, settings = _unflat((*tensors[:_NUM_TENSORS], *ctx.constants, *tensors[_NUM_TENSORS:]))
-        dq, dk, dv, dbias, dsoftmax_offset, dmod_tensors = _backward_op(dout, dlse, out, lse, *x, *settings)
-        gradients = {
-            "q": dq,
-            "k": dk,
-            "v": dv,
-            "bias": dbias if settings.needs_bias_grad else None,
-            "softmax_offset": None if x.softmax_offset is None else dsoftmax_offset,
-        }
-        flags, left = captures_with_gradients(settings.mods), iter(dmod_tensors)
-        of_mods = (next(left) if needs_grad else None for needs_grad in flags)
-        sizes = (None, None)
-        of_fields = (gradients.get(name) for name in (*Operands._fields, *Settings._fields))
-        return (*of_fields, *sizes, *of_mods, *(None for _ in x.block_mask))
 
 
 _NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # the tensors come first

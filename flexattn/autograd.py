@@ -1,0 +1,125 @@
+"""Autograd around the operators, for calls that a mode, a trace or a tensor subclass sees; `call_cache` has that of cached calls.
+
+FP8 is composed into it: q, k and v are quantised, attention runs, and what a backward in FP8 needs is saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import fp8_ops, ops
+from flexattn.dispatch.spec import Gradients, Operands
+from flexattn.first_order import first_order
+from flexattn.fp8_ops import Delayed, QuantizeConfig
+
+_NUM_OPERANDS = len(Operands._fields)
+_NUM_TENSORS = Operands._fields.index("max_seqlen_q")  # they come first
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")  # in the order of Gradients
+
+
+def attention(
+    x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (out, lse, max_logit) of a checked call by the operators; out and lse are differentiable.
+
+    config: how q, k and v are quantised first, or None.
+    """
+    ops.refuse_transforms(x)
+    if settings.needs_grad:
+        return Attention.apply(*_flat(_distinct(x), settings, config, delayed))  # type: ignore[no-any-return, no-untyped-call]
+    return ops._forward_op(*_quantized(x, settings, config, delayed), *settings)  # type: ignore[no-any-return]
+
+
+def gradients(
+    x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed, incoming: ops.Incoming
+) -> Gradients:
+    """Returns the gradients of a call by the operators.
+
+    x: for a backward in FP8 with q, k and v in FP8, and with q and k in 16 bits too where they were kept. delayed: dout's.
+    """
+    if config is None or settings.bf16_backward:
+        return ops.gradients(x, ops.settings_of_backward(settings), incoming)
+
+    def attend(x: Operands, dout: Tensor) -> Gradients:
+        return ops.gradients(x, settings, incoming._replace(dout=dout))
+
+    return fp8_ops.gradients(x, settings.qkv_format, config, delayed, incoming.dout, fp8_ops.OPERATORS, attend)
+
+
+def _quantized(x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed) -> Operands:
+    if config is None:
+        return x
+    return fp8_ops.quantize_inputs(x, settings.qkv_format, config, delayed, fp8_ops.OPERATORS)
+
+
+def _distinct(x: Operands) -> Operands:
+    """Replaces tensors by views under Dynamo, which refuses a Function that gets one twice, as self-attention's cu_seqlens."""
+    if not torch.compiler.is_compiling():
+        return x
+    fields = (t.view_as(t) if isinstance(t, Tensor) else t for t in x)
+    lists = {name: [t.view_as(t) for t in getattr(x, name)] for name in ("mod_tensors", "block_mask")}
+    return Operands(*fields)._replace(**lists)  # type: ignore[arg-type]
+
+
+def _flat(x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed) -> tuple[Any, ...]:
+    """Returns the call with each tensor of its lists as an argument of its own, as autograd wants them."""
+    call = (*x._replace(mod_tensors=(), block_mask=()), *settings, len(x.mod_tensors), len(x.block_mask))
+    of_fp8 = () if config is None else (*config, *delayed._replace(scale_out=None, history_out=None))
+    return (*call, *x.mod_tensors, *x.block_mask, *of_fp8)
+
+
+def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, QuantizeConfig | None, Delayed]:
+    sizes = _NUM_OPERANDS + len(ops.Settings._fields)
+    x, settings = Operands(*call[:_NUM_OPERANDS]), ops.Settings(*call[_NUM_OPERANDS:sizes])
+    mods = sizes + 2 + call[sizes]
+    blocks = mods + call[sizes + 1]
+    x = x._replace(mod_tensors=call[sizes + 2 : mods], block_mask=call[mods:blocks])
+    if len(call) == blocks:
+        return x, settings, None, Delayed()
+    end = blocks + len(QuantizeConfig._fields)
+    return x, settings, QuantizeConfig(*call[blocks:end]), Delayed(*call[end:])
+
+
+class Attention(torch.autograd.Function):
+    """Attention by the operators; its arguments are those of `_flat`."""
+
+    @staticmethod
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, settings, config, delayed = _unflat(call)
+        quantized = _quantized(x, settings, config, delayed)
+        out, lse, max_logit = ops._forward_op(*quantized, *settings)
+        ctx.mark_non_differentiable(max_logit)
+        ctx.set_materialize_grads(False)
+        kept = x if settings.bf16_backward else quantized
+        in_16_bits = (x.q, x.k) if config is not None and config.keeps_16_bit else ()
+        lists = (x.mod_tensors, x.block_mask, kept.descales, in_16_bits)
+        scale_dout = None if settings.bf16_backward else delayed.scale_dout
+        ctx.save_for_backward(out, lse, scale_dout, *kept[:_NUM_TENSORS], *itertools.chain(*lists))
+        ctx.ends = list(itertools.accumulate(map(len, lists)))
+        ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, config
+        ctx.history = delayed.history_dout  # which is not saved, as it changes
+        ctx.num_arguments = len(call)
+        return out, lse, max_logit
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+        out, lse, scale_dout, *tensors = saved
+        values, settings, config = ctx.rest
+        if dout is None:  # only lse was used
+            dout = torch.zeros_like(out)
+        lists, (a, b, c, d) = tensors[_NUM_TENSORS:], ctx.ends
+        x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
+            mod_tensors=lists[:a], block_mask=lists[a:b], descales=lists[b:c], halves=lists[c:d]
+        )
+        delayed = Delayed(scale_dout=scale_dout, history_dout=ctx.history)
+        found = gradients(x, settings, config, delayed, ops.Incoming(out, lse, dout, dlse))
+        named = dict(zip(_DIFFERENTIABLE, found[:-1], strict=True))
+        flags, left = ops.captures_with_gradients(settings.mods), iter(found.dmod_tensors or ())
+        of_mods = [next(left) if needs_grad else None for needs_grad in flags]
+        first = (*(named.get(name) for name in Operands._fields), *(None,) * (len(ops.Settings._fields) + 2), *of_mods)
+        return (*first, *(None,) * (ctx.num_arguments - len(first)))

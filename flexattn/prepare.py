@@ -1,0 +1,220 @@
+"""From the arguments of a call to its tensors and settings: checked, cast under autocast, with mods traced."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn import fp8, fp8_ops, ops, validation
+from flexattn.block_mask import block_lists
+from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, make_band, parse_format
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn.mods.dynamo import Recorded
+    from flexattn.mods.trace import Mod, Traced
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qkv_format: str,
+    attn_mask_type: str,
+    window_size: tuple[int, int],
+    bottom_right_diagonal: bool | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+    bias_type: str,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softmax_type: str,
+    softmax_offset: Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
+    block_mask: BlockMask | None,
+    fp8_recipe: fp8.Recipe | None,
+    fp8_state: fp8.DelayedScaling | None,
+    descale_q: Tensor | None,
+    descale_k: Tensor | None,
+    descale_v: Tensor | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    return_max_logit: bool,
+    backend: str | None,
+    is_backward: bool = False,
+) -> tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None]:
+    """Returns a call's tensors and settings, checked, and how q, k and v are to be quantised, or None.
+
+    is_backward: True where a backward is all that will run, which wants gradients of q, k and v whatever they require; then call it
+    with grad mode on.
+    """
+    q_format, kv_format = parse_format(str(qkv_format))
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
+        bias = _autocast(bias, dtype, torch.float32)  # which is accepted beside any dtype of q, and is the better one
+    validation.check_name("bias_type", bias_type, BIAS_TYPES)
+    validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
+    validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
+    validation.check_flag("deterministic", deterministic, optional=True)
+    validation.check_flag("return_lse", return_lse)
+    validation.check_flag("return_max_logit", return_max_logit)
+    softmax_scale, softcap, dropout_p = validation.check_scalars(softmax_scale, softcap, dropout_p)
+    band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    fp8.check_unpacked(q, k, v)
+    fp8.check_recipe(fp8_recipe, fp8_state)
+    validation.check_qkv(q, k, v, q_format, kv_format)
+    heads = q.shape[q_format.index("h")]
+    batch = validation.check_cu_seqlens(
+        q, k, q_format, kv_format, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
+    )
+    max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
+    max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
+    validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
+    validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
+    validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)
+    validation.check_rng_state(rng_state, q)
+    if bias_type == "alibi" and alibi_slopes is None:
+        alibi_slopes = default_alibi_slopes(heads, q)
+    needs_grad = is_backward or (
+        torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
+    )
+    mods, blocks = None, None
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+        blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
+        mask_mod = block_mask.mask_mod
+    validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
+    if score_mod is not None or mask_mod is not None:
+        # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
+        # and a block mask's full blocks are not masked.
+        is_open = band.left is None and band.right is None
+        find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
+        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band, q)
+        if mods.left is not None or mods.right is not None:
+            band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
+        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
+        needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
+    x = Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softmax_offset=softmax_offset,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        rng_state=rng_state if dropout_p > 0.0 else None,
+        max_seqlen_q=max_q,
+        max_seqlen_kv=max_kv,
+        softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        mod_tensors=() if mods is None else mods.tensors,
+        mod_numbers=() if mods is None else mods.numbers,
+        block_mask=() if blocks is None else blocks.tensors,
+        descales=validation.check_fp8(
+            q,
+            k,
+            q_format,
+            kv_format,
+            batch,
+            ((max_q, max_seqlen_q), (max_kv, max_seqlen_kv)),
+            0 if fp8_recipe is None else fp8_recipe.rows,
+            (descale_q, descale_k, descale_v),
+        ),
+    )
+    request = requested_backend(backend)
+    of_heads = (heads, k.shape[kv_format.index("h")])
+    config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
+    settings = ops.Settings(
+        qkv_format=qkv_format,
+        padding="padding" in attn_mask_type,
+        window_left=-1 if band.left is None else band.left,
+        window_right=-1 if band.right is None else band.right,
+        bottom_right=band.bottom_right,
+        bias_type=bias_type,
+        softmax_type=softmax_type,
+        return_max_logit=return_max_logit,
+        needs_grad=needs_grad,
+        needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        backend=request,
+        is_part=is_backward,
+        mods="" if mods is None or mods.program.is_empty else mods.program.text,
+        block_size_q=0 if blocks is None else blocks.block_size[0],
+        block_size_kv=0 if blocks is None else blocks.block_size[1],
+        **fp8_settings,
+    )
+    return x, settings, config
+
+
+def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:
+    """Returns x as autocast gives it to a matrix product: in its dtype, unless it is float64, FP8 or no floating point tensor."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, *validation.FP8_DTYPES, *kept):
+        return x.to(dtype)
+    return x
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _trace_mods(
+    score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, find_band: bool, q: Tensor
+) -> Traced | Recorded:
+    if torch.compiler.is_dynamo_compiling():
+        from flexattn.mods.dynamo import record_mods
+
+        return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
+    from flexattn.mods.trace import trace_mods  # here, as who has no mods should not wait for its import
+
+    return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
+
+
+def default_alibi_slopes(heads: int, q: Tensor) -> Tensor:
+    """Returns the slopes of Press et al. (2022), cached except where the tensor belongs to a trace or to a CUDA graph's memory."""
+    transient = (
+        torch.compiler.is_compiling()
+        or type(q) not in (Tensor, torch.nn.Parameter)
+        or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
+    return _alibi_slopes(heads, q.device) if transient else _cached_alibi_slopes(heads, q.device)
+
+
+def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """Returns 2**(-8 i / n) for head i = 1..n where n is a power of two; else the n' < n below it, then every other one of 2 n'."""
+    power = 2 ** (heads.bit_length() - 1)
+    head = torch.arange(heads, dtype=torch.float32, device=device)
+    exponent = torch.where(head < power, (head + 1) * 8 / power, (2 * (head - power) + 1) * 4 / power)
+    return torch.exp2(-exponent)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward
+        return _alibi_slopes(heads, device)
