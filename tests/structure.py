@@ -19,6 +19,7 @@ KERNELS = ("kernel", "hopper_kernel")  # decorators of what is launched
 DEVICE = ("jit", *KERNELS)
 MOST_PARAMETERS = 8
 FEW_UNDERSCORES = 3
+UNCLEAR = ("What ", "Of ", "Whether ", "As that of ", "That ", "Those ", "Where ", "How ")
 
 
 class Module(NamedTuple):
@@ -75,6 +76,15 @@ def unpackings(function: ast.FunctionDef) -> Iterator[ast.Assign]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Name):
             yield from [node] * (len(node.targets[0].elts) >= FEW_UNDERSCORES)
+
+
+def unclear_docstrings(module: Module) -> Iterator[str]:
+    """The first lines of docstrings that begin with neither a verb nor a noun that names their subject."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            text = ast.get_docstring(node) or ""
+            if text.startswith(UNCLEAR):
+                yield text.partition("\n")[0]
 
 
 def imports(found: list[Module]) -> dict[str, set[str]]:
@@ -165,6 +175,7 @@ def measured(checkout: Path) -> dict[str, Any]:
         "files of kernels that import files of kernels": sum(bool(graph[name] & with_kernels) for name in with_kernels),
         "modules on the longest way of imports in kernels_triton": depth(graph, "flexattn.kernels_triton"),
         "tuples taken apart by position in device functions": len(positional),
+        "docstrings that do not name their subject": sum(len([*unclear_docstrings(module)]) for module in found),
         "circles of imports": [" <-> ".join(group) for group in circles(graph)],
     }
 

@@ -25,7 +25,7 @@ _DONE = "built"  # what the compiling process prints for each kernel, and then a
 
 
 def missing(launches: Sequence[Launch], architecture: int, directory: Path | None = None) -> list[Launch]:
-    """Those whose kernels are not in the directory (by default where launches look), each kernel once."""
+    """Returns the launches whose kernels are not in the directory (by default where launches look), each kernel once."""
     where = directory or store.default_directory()
     found = {description_of(launch, architecture): launch for launch in launches}
     return [launch for text, launch in found.items() if store.find(where, text) is None]
@@ -73,7 +73,7 @@ def main(job: str) -> None:
 
 
 def _build(request: CompileRequest, text: str, directory: Path) -> str:
-    """What went wrong, if anything."""
+    """Returns the message of what went wrong, or None."""
     try:
         binary = store.binary_of(compiled_from(request))
         if binary is None:

@@ -98,7 +98,7 @@ class CompileRequest:
 
 
 def request_for(launch: Launch, sm: int) -> CompileRequest:
-    """What compiles the kernel of a recorded launch for `sm`, specialised as the launch is for tensors at multiples of 16 bytes."""
+    """Returns the request for a recorded launch's kernel on `sm`, specialised as for tensors at multiples of 16 bytes."""
     function = launch.kernel.fn
     signature, constexprs = {}, {}
     parameters = inspect.signature(function).parameters
@@ -149,7 +149,7 @@ def _picklable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler made of one kernel.
+    """Figures of one compiled kernel.
 
     registers: 32-bit registers per thread at entry (a warp-specialised kernel moves them later), from the cubin.
     stack_bytes: local memory per thread for spills and for arrays that found no registers, from the cubin.
@@ -268,7 +268,7 @@ def _without_debug_lines(ptx: str) -> str:
 
 
 def _idle_barriers(ttgir: str) -> int:
-    """How many allocations have no use, themselves or by an index, but initialisations of barriers."""
+    """Number of allocations that nothing uses, themselves or by an index, but initialisations of barriers."""
     if "ttng.init_barrier" not in ttgir:
         return 0
     lines = ttgir.splitlines()
@@ -319,7 +319,7 @@ def _spills(instructions: Mapping[str, int]) -> int:
 
 
 def _innermost_loop_lines(sass: str) -> list[list[str]]:
-    """What stands between each branch back and the label it goes to, where no other such stretch lies inside."""
+    """Returns the lines between each branch back and the label it goes to, where no other such stretch lies inside."""
     lines = sass.splitlines()
     labels = {found[1]: n for n, line in enumerate(lines) if (found := SASS_LABEL.match(line))}
     branches = ((n, SASS_BRANCH.search(line)) for n, line in enumerate(lines))

@@ -66,7 +66,7 @@ class Alibi(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How the product of a query and a key becomes a logit."""
+    """Arguments that turn the product of a query and a key into a logit."""
 
     scale: float
     softcap: float
@@ -76,7 +76,7 @@ class Scores(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The same for one head of one sequence, inside a kernel: `primitives.head_of` makes it."""
+    """`Scores` of one head of one sequence, inside a kernel: `primitives.head_of` makes it."""
 
     b: Any
     h: Any
@@ -156,7 +156,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward reads of the forward's results."""
+    """The forward's results that a backward reads, and the gradient of lse."""
 
     out: Rows
     lse_ptr: Pointer  # of unbounded logits what `large_rows` leaves of it
@@ -164,7 +164,7 @@ class Saved(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What the portable backward kernels read of the queries: fp32, from `primitives.statistics_row` on."""
+    """Numbers of each query that the portable backward kernels read: fp32, from `primitives.statistics_row` on."""
 
     lse_log2_ptr: Pointer  # lse in units of log2, +inf for a row that sees nothing
     delta_ptr: Pointer  # sum(out * dout) - dlse

@@ -1,4 +1,4 @@
-"""How kernels walk the lists of a block mask (`problem.BlockLists`): which tiles a block sees."""
+"""Walking the lists of a block mask (`problem.BlockLists`) inside kernels: the tiles that a block sees."""
 
 from __future__ import annotations
 

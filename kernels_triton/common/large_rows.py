@@ -39,7 +39,7 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
 class LargeRows(NamedTuple):
-    """What a backward reads of its lse; of logits that are not unbounded lse itself is all there is."""
+    """lse as a backward reads it; where logits are bounded, lse itself is all there is."""
 
     rest: Tensor  # as lse: lse, but in a row where it is large what is left of it once it was taken off the logits
     is_any: Tensor | None  # int32 [1]: 1 if there are such rows
@@ -132,7 +132,7 @@ def _attn_bwd_large_rows_kernel(args: Arguments, IS_PART: tl.constexpr, MODS: tl
 
 
 def large_rows(problem: Problem, lse: Tensor) -> LargeRows:
-    """What the backward of `problem` reads of lse. Of a part of the keys (`Problem.is_part`) nothing is left of a large lse."""
+    """Returns lse as a backward reads it. Of a part of the keys (`Problem.is_part`) nothing is left of a large lse."""
     x = problem
     if not x.is_unbounded:
         return LargeRows(lse, None, None)

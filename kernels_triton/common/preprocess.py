@@ -1,4 +1,4 @@
-"""What the backward knows of each query before it computes a score, lse in units of log2 and delta, by one small kernel.
+"""The kernel before a backward: lse in units of log2, and delta, of each query.
 
 It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bits.
 """
@@ -56,7 +56,7 @@ def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
 
 
 class TiledStatistics(NamedTuple):
-    """Where statistics are left in tiles of SIZE queries: [tiles, 2, SIZE], -lse in units of log2 and -delta.
+    """Memory for the statistics in tiles of SIZE queries: [tiles, 2, SIZE], -lse in units of log2 and -delta.
 
     For a row that is none, and one that sees nothing, the former is -inf.
     """
@@ -172,7 +172,7 @@ def _attn_bwd_statistics_kernel(
 
 
 def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
-    """(room for `row_statistics`, or the dq kernel, to fill, what is left of lse)."""
+    """Returns (memory that `row_statistics` or the dq kernel fills, lse as `large_rows` leaves it)."""
     x = problem
     num_tokens_q = x.q.shape[-3]
     rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * cdiv(num_tokens_q, 4) * 4)
@@ -183,9 +183,9 @@ def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
 
 
 def row_statistics(call: Backward) -> Statistics:
-    """`new_statistics` with lse_log2 and delta written; and the gradient of softmax_offset, unless that is None.
+    """Returns `new_statistics` with lse_log2 and delta written; writes the gradient of softmax_offset, unless that is None.
 
-    What the kernels for the gradients of a bias and of captures read, where no dq kernel of `backward` runs; half types only.
+    The kernels for the gradients of a bias and of captures read it where no dq kernel of `backward` runs; half types only.
     """
     statistics, rest = new_statistics(call.problem, call.lse)
     large = LargeRows(rest=rest, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
@@ -194,10 +194,10 @@ def row_statistics(call: Backward) -> Statistics:
 
 
 def tiled_statistics(call: Backward, size: int) -> tuple[Tensor, int, LargeRows]:
-    """The same, negated, in tiles of `size` queries: (fp32 [all tiles * 2 * size], the tiles of a head, `large_rows`)."""
+    """Returns (statistics, negated, in tiles of `size` queries: fp32 [all tiles * 2 * size], tiles of a head, `large_rows`)."""
     x = call.problem
     num_tokens_q = x.q.shape[-3]
-    # Of a head: the tiles of all sequences of a packed batch, or of one sequence.
+    # of a head: those of all sequences of a packed batch, or of one sequence
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)

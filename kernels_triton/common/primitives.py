@@ -1,7 +1,7 @@
-"""What every kernel shares, once: addressing, the band, the logits and their derivative, dropout.
+"""Device functions that every kernel shares: addressing, the band, the logits and their derivative, dropout.
 
-Tiles are either [queries, keys] or [keys, queries]; what takes `i` and `j` (positions within their sequence, shaped to broadcast
-against the tile) works for both.
+Tiles are either [queries, keys] or [keys, queries]; functions that take `i` and `j` (positions within their sequence, shaped to
+broadcast against the tile) work for both.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def load_head(bias, alibi, b, h, META: tl.constexpr):
 
 @triton.jit
 def head_values(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
-    # What the mods' functions find behind the captures.
+    # The values of a head that the mods' functions find behind the captures.
     values = ()
     if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:  # noqa: SIM102  # else MODS is None
         if MODS.of_head is not None:
@@ -203,13 +203,13 @@ def lse_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
 
 @triton.jit
 def large_part(lse):
-    # What of lse is taken off the logits before exp2: all where it is large, else 0. See `large_rows`.
+    # The part of lse that is taken off the logits before exp2: all where it is large, else 0. See `large_rows`.
     size = tl.abs(lse)
     return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
 
 
 class Large(NamedTuple):
-    """What `relative_to_lse` reads of a sequence whose logits are unbounded, inside a kernel."""
+    """A sequence whose logits are unbounded, as `relative_to_lse` reads it inside a kernel."""
 
     is_any: Any  # whether any lse of the call is large
     lse_ptr: Any
@@ -273,7 +273,7 @@ def statistics_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
 
 
 class RowStatistics(NamedTuple):
-    """What the backward knows of the rows of a tile, inside a kernel."""
+    """The statistics of a tile's queries, inside a kernel."""
 
     lse_log2: Any  # in units of log2; +inf makes every probability of a row exactly 0
     delta: Any
@@ -282,7 +282,7 @@ class RowStatistics(NamedTuple):
 
 @triton.jit
 def load_row_statistics(statistics, row, num_rows, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, META: tl.constexpr):
-    # Of ROWS rows from `row` on, num_rows of which there are.
+    # Loads the statistics of ROWS rows from `row` on, of which num_rows exist.
     rows = tl.arange(0, ROWS)
     lse_log2_ptr = statistics.lse_log2_ptr + row
     delta_ptr = statistics.delta_ptr + row
@@ -409,7 +409,7 @@ def read_size(encoded):
 
 @triton.jit
 def load_descale(scale, b, h, row, META: tl.constexpr):
-    # What the rows around `row` are to be multiplied with.
+    # The factor of the block of rows in which `row` lies.
     offset = b * scale.stride_b + h * scale.stride_h
     if META.HAS_BLOCK_SCALES:
         offset += row // META.SCALE_ROWS * scale.stride_block
@@ -516,7 +516,7 @@ class Padding(NamedTuple):
 
 @triton.jit
 def padding_rows(lengths, b, start, length, first, is_last, BLOCK: tl.constexpr, IS_RAGGED: tl.constexpr):
-    # Those of a block that begins at `first`.
+    # The padding of a block that begins at `first`.
     front = b * 0 - start
     slot = b * 0 + length
     if (first + BLOCK > length) | is_last | ((b == 0) & (first == 0)):
@@ -655,17 +655,17 @@ def positive_factor(factor):
 
 @triton.jit
 def exponent_factor(row_max):
-    # What a row's logits are multiplied with in exp2: log2(e), but 1 where the row's largest is so far from 0 that the next smaller
-    # number has no weight beside it. row_max * 1 is exact and never overflows; row_max * log2(e) would be rounded by more than
+    # The factor of a row's logits in exp2: log2(e), but 1 where the row's largest is so far from 0 that the next smaller number
+    # has no weight beside it. row_max * 1 is exact and never overflows; row_max * log2(e) would be rounded by more than
     # exp2 has room for.
     return tl.where(tl.abs(row_max) < FAR, LOG2E, 1.0)
 
 
 @triton.jit
 def exponent_origin(row_max, factor, OFFSET: tl.constexpr):
-    # What is taken off the product, finite for -inf too: exp2(-inf - origin) is 0. Products of equal numbers are rounded alike, so
-    # that weights relative to two origins differ by a factor of exp2(the one - the other), however coarse the rounding is. With an
-    # OFFSET weights are up to 2**OFFSET, but where the rounding would take them past what FP8 holds.
+    # The number that is taken off the product, finite for -inf too: exp2(-inf - origin) is 0. Products of equal numbers are rounded
+    # alike, so that weights relative to two origins differ by a factor of exp2(the one - the other), however coarse the
+    # rounding is. With an OFFSET weights are up to 2**OFFSET, but where the rounding would take them past what FP8 holds.
     origin = tl.maximum(row_max * factor, LOWEST)
     if OFFSET > 0.0:
         origin -= tl.where(tl.abs(row_max) < NEAR, OFFSET, 0.0)
@@ -710,7 +710,7 @@ class ScoreTile(NamedTuple):
 
 
 class ScoreGradient(NamedTuple):
-    """What a tile's gradient is made of, inside a kernel."""
+    """The derivatives of a tile of scores, and the factors of the products that follow, inside a kernel."""
 
     p: Any  # probabilities
     p_dropped: Any  # the same as they multiplied v

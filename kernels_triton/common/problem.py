@@ -1,4 +1,4 @@
-"""One attention problem as the kernels see it: tensors in, a band, lengths; and what of it a kernel is compiled for."""
+"""One attention problem as the kernels see it: its tensors, band and lengths, and the constants that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class BlockLists(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """That have lists of their own, or 1."""
+        """Number of heads that have lists of their own, or 1."""
         counts = self.q_num_blocks if self.kv_num_blocks is None else self.kv_num_blocks
         assert counts is not None
         return counts.shape[1]
@@ -108,7 +108,7 @@ class BlockLists(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What every attention kernel is compiled for of a call; `with_features` puts it in front of a kernel's own constants."""
+    """Constants of a call that every attention kernel is compiled for; `with_features` puts them in front of a kernel's own."""
 
     IS_RAGGED_Q: bool  # q is [total, h, d]
     IS_RAGGED_KV: bool
@@ -142,7 +142,7 @@ def with_features(own: Any) -> Any:
 
 @with_features
 class Meta(NamedTuple):
-    """What a portable kernel is compiled for.
+    """Constants that a portable kernel is compiled for.
 
     A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it.
     """
@@ -202,7 +202,7 @@ class Problem:
     mods_of_tables: Mods | None = None  # the same mods, reading tables; None: there is nothing to tabulate
     captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
     block_mask: BlockLists | None = None
-    # Of q, k and v, and for a backward dout, in FP8: what they are to be multiplied with, fp32 [b | 1, h | 1, blocks | 1].
+    # Factors of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # of a block; 0: there is one
     halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
@@ -242,18 +242,18 @@ class Problem:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether more tiles than the scores' lie beside them."""
+        """True where other tiles lie beside those of scores: a bias, random numbers, captures."""
         return self.bias is not None or self.dropout_p > 0 or (self.mods is not None and self.mods.reads_tiles)
 
     @property
     def is_modified(self) -> bool:
-        """Whether a logit is more than a scaled score in a band."""
+        """True where a logit is more than a scaled score in a band."""
         given = (self.bias, self.alibi_slopes, self.mods, self.block_mask)
         return self.softcap > 0 or any(x is not None for x in given)
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether logits may be of any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
+        """True where logits may be of any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
         return self.bias is not None or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)
 
     @property
@@ -261,7 +261,7 @@ class Problem:
         return self.q.device
 
     def without_block_mask(self) -> Problem:
-        """Where that only leaves out what the mask_mod hides, it means the same."""
+        """Returns the problem without it: the same one, where the block mask only leaves out what the mask_mod hides."""
         return dataclasses.replace(self, block_mask=None)
 
     @property
@@ -295,7 +295,7 @@ class Problem:
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
-        """What a kernel with this tile is compiled for, when it also touches the tensors `others`."""
+        """Returns the constants of a kernel with this tile that also touches the tensors `others`."""
         qk0, qk1 = self._parts(self.q)
         v0, v1 = self._parts(self.v)
         tensors = (self.q, self.k, self.v, *others)
@@ -430,7 +430,7 @@ class Problem:
         )
 
     def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists | None:
-        """Those of the block mask, of blocks of keys or of queries."""
+        """Returns the block mask's lists, of blocks of keys or of queries; None without a block mask."""
         return None if self.block_mask is None else self.block_mask.lists(blocks)
 
     def kinds(self) -> BlockKinds | None:
@@ -512,7 +512,7 @@ def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
 
 
 def is_loadable(x: Tensor) -> bool:
-    """Whether kernels take the rows of x: contiguous ones that, on a GPU, begin at multiples of 8 elements and of 16 bytes.
+    """Returns whether kernels take the rows of x: contiguous ones that, on a GPU, begin at multiples of 8 elements and of 16 bytes.
 
     From others the compiler makes loads that it cannot pipeline, and ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the
     matrix products of some of these kernels for sm_90 (`sass_registers`). Triton's interpreter, on a CPU, takes any strides.

@@ -39,7 +39,7 @@ _COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition take
 
 
 class _Meta(NamedTuple):
-    """What the pass over a tensor is compiled for; the names that `primitives` read are `Meta`'s."""
+    """Constants that a pass over a tensor is compiled for; names that `primitives` read are those of `Meta`."""
 
     IS_RAGGED: bool
     HAS_GAPS: bool
@@ -82,7 +82,7 @@ class QuantizeArguments(NamedTuple):
 
 
 class _TileRows(NamedTuple):
-    """Where the rows of a tile lie, inside a kernel."""
+    """Places of the rows of a tile, inside a kernel."""
 
     pointer: Any
     offsets: Any  # of each row from there
@@ -91,7 +91,7 @@ class _TileRows(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What belongs to each part of the head dim, inside a kernel; anything for a part that is not there."""
+    """A value for each part of the head dim, inside a kernel; anything for a part that is not there."""
 
     x0: Any
     x1: Any
@@ -114,14 +114,14 @@ def hadamard_tile(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def rotation_signs(FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    # Of channels FIRST .. FIRST + WIDTH: a fixed hash, for without them a constant row would become one outlier.
+    # Signs of channels FIRST .. FIRST + WIDTH: a fixed hash, for without them a constant row would become one outlier.
     i = FIRST + tl.arange(0, WIDTH)
     return tl.where((((i.to(tl.int64) * GOLDEN) >> 15) & 1) == 1, -1.0, 1.0)
 
 
 @triton.jit
 def _mix_parts(parts, SIZE: tl.constexpr):
-    # What is left of a Hadamard matrix of SIZE when each part of 64 channels has been multiplied with one.
+    # Multiplies with the rest of a Hadamard matrix of SIZE, once each part of 64 channels has been multiplied with one.
     x0, x1, x2, x3 = parts.x0, parts.x1, parts.x2, parts.x3
     if SIZE > 64:
         x0, x1 = x0 + x1, x0 - x1
@@ -134,7 +134,7 @@ def _mix_parts(parts, SIZE: tl.constexpr):
 
 @triton.jit
 def _rotation(FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, META: tl.constexpr):
-    # What a part is multiplied with, where it is rotated; else anything. Signs are exact in every dtype, so the products are too.
+    # The factor of a part that is rotated; else anything. Signs are exact in every dtype, so the products are too.
     if META.ROTATION > 0 and WIDTH > 0:
         matrix = hadamard_tile(WIDTH, min(META.ROTATION, WIDTH))
         return (rotation_signs(FIRST, WIDTH)[:, None] * matrix).to(DTYPE)
@@ -187,7 +187,7 @@ def _load_parts(rows, matrices, META: tl.constexpr):
 
 @triton.jit
 def largest_of_rows(x):
-    # Of the finite magnitudes in each row.
+    # The largest of the finite magnitudes in each row.
     x = tl.abs(x)
     return tl.max(tl.where(x < float("inf"), x, 0.0), 1)
 
@@ -206,7 +206,7 @@ def _largest_of_parts(largest, parts, META: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, scale, DTYPE: tl.constexpr):
-    # Of fp32; what is not finite becomes NaN, the rest saturates.
+    # From fp32; what is not finite becomes NaN, the rest saturates.
     return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(DTYPE)
 
 
@@ -476,7 +476,7 @@ def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:
 
 
 def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Of batch and head in a contiguous tensor of these sizes, 0 where it has one."""
+    """Strides of batch and head in a contiguous tensor of these sizes, 0 where it has one."""
     return (sizes[1] * sizes[2] if sizes[0] > 1 else 0, sizes[2] if sizes[1] > 1 else 0)
 
 

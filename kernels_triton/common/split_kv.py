@@ -25,14 +25,14 @@ _TILE = Tile(16, 128, 4, 1)  # splits at a time
 
 
 class Splits(NamedTuple):
-    """In how many parts the keys of a tile are taken, and why: "" for more queries than are ever split."""
+    """The number of KV splits, and why: "" for more queries than are ever split."""
 
     count: int
     why: str
 
 
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
-    """Of a problem with so many tiles, on a device with room for `programs` programs."""
+    """Returns the number of KV splits for `tiles` tiles of queries, on a device that runs `programs` programs at once."""
     keys = most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
         return 1
@@ -40,7 +40,7 @@ def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
 
 
 def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
-    """What `number_of_splits` says, with the reason."""
+    """Returns `number_of_splits`, with the reason."""
     count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES:
         return Splits(count, "")
@@ -52,7 +52,7 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
 
 
 def most_keys(problem: Problem) -> int:
-    """That a tile of all queries may see, by the band."""
+    """Returns the number of keys that a tile of all queries may see, by the band."""
     x = problem
     keys = x.longest_kv
     if x.window_right is not None:
@@ -64,7 +64,7 @@ def most_keys(problem: Problem) -> int:
 
 
 class Parts(NamedTuple):
-    """What the splits leave, with rows in the order of lse."""
+    """Partial results of the splits, with rows in the order of lse."""
 
     out: Tensor  # fp32 [splits, rows, width], of which the first columns are v's
     lse: Tensor  # fp32 [1 or 2, splits, rows]: of unbounded logits what its rounding lost comes second (`primitives.log_of_sum`)
@@ -81,7 +81,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def share_of_split(count, split, num_splits):
-    # Of `count` blocks a split's first, and the next split's first. The last splits may have none.
+    # (a split's first block of `count`, the next split's first). The last splits may have none.
     share = tl.cdiv(count, num_splits)
     first = tl.minimum(split * share, count)
     return first, tl.minimum(first + share, count)
@@ -123,7 +123,7 @@ class CombineArguments(NamedTuple):
 
 
 class CombineMeta(NamedTuple):
-    """What the kernel is compiled for; the names that `primitives` read are `Meta`'s."""
+    """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
 
     HEAD_DIM: int
     WIDTH: int  # of a part's row

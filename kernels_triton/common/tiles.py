@@ -326,7 +326,7 @@ def select_hopper_tile(
     length: int = NEVER - 1,
     rows: int = NEVER,
 ) -> HopperTile:
-    """Of the narrowest rows that serve the head dims, at most 256, the first that `length` tokens are enough for, or else the last.
+    """Returns the first of the narrowest rows for the head dims (at most 256) that `length` tokens are enough for, or the last.
 
     Scores that are modified need a row with registers. Head dim 64 has a row for what is long, one for what is not, and a tile for
     few `rows` of queries.
@@ -360,7 +360,7 @@ class HopperBackwardTile(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Of a program of dk and dv."""
+        """Keys of a program of dk and dv."""
         return 64 if self.splits_columns else 128
 
 
@@ -385,15 +385,15 @@ class HopperOnePassTile(NamedTuple):
     """
 
     head_dim: int
-    # Of a turn. With 128 instead of 64 it is 22 % faster at head dim 64; modified scores and dropout lack registers for that.
+    # Queries of an iteration. 128 are 22 % faster than 64 at head dim 64; modified scores and dropout lack registers for that.
     queries: int
-    # Whether the first product of a turn is dp and the last dq of the turn before, so that a warpgroup may be half a turn ahead of
+    # True: the first product of a turn is dp and the last dq of the turn before, so that a warpgroup may be half a turn ahead of
     # the other; else dq is the first, and dp comes behind dv. At 128 5 % faster without a mask, and 6 % slower with a causal one.
     dp_first: bool
-    # Whether scores are begun in the turn before, under its last products: 5 % faster at 64 with a causal mask, and 5 to 13 %
+    # True: scores are begun in the turn before, under its last products: 5 % faster at 64 with a causal mask, and 5 to 13 %
     # slower at 128 with dp first.
     is_ahead: bool
-    # Whether the warpgroups take turns with what is between scores and p: 1 to 8 % faster at 64, 2 to 3 % at 128.
+    # True: the warpgroups take turns with what is between scores and p: 1 to 8 % faster at 64, 2 to 3 % at 128.
     takes_turns: bool
     # Tiles of dq in shared memory. With one instead of two a causal call at 128 is 4 to 6 % faster
     # (bench/results/one_pass_ported_h200.json).
@@ -401,7 +401,7 @@ class HopperOnePassTile(NamedTuple):
     # With dp first, whether dv and dk are waited for at once. With 128 queries and scores that are ahead ptxas serialises the
     # products for it.
     dv_with_dk: bool = False
-    # Whether dout has a barrier of its own to be released by. It needs none, having as many slots as q; but where scores were the
+    # True: dout has a barrier of its own to be released by. It needs none, having as many slots as q; but where scores were the
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
@@ -459,7 +459,7 @@ HOPPER_ONE_PASS = (
 
 
 def select_hopper_one_pass_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open") -> HopperOnePassTile:
-    """Of the narrowest rows that serve the head dims, at most 128, the first that has a length for the kind, or else the last."""
+    """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last."""
     rows = [tile for tile in HOPPER_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim]
     narrowest = [tile for tile in rows if tile.head_dim == rows[0].head_dim]
     return next((tile for tile in narrowest if getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])

@@ -1,4 +1,4 @@
-"""What batches with lengths need beside the attention kernels of sm_90: a table of the work there is, and zeros in the padding."""
+"""Small kernels beside those of sm_90 for batches with lengths: a table of the work tiles, and zeros in the padding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TableArguments(NamedTuple):
 
 
 class TableMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that the kernel is compiled for."""
 
     BLOCK: int
     LAST_FIRST: bool
@@ -111,7 +111,7 @@ class PaddingArguments(NamedTuple):
 
 
 class PaddingMeta(NamedTuple):
-    """What the kernel is compiled for; the names that `primitives` read are `Meta`'s."""
+    """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
 
     PARTS: int  # programs that share the padding of one sequence and head
     HEAD_DIM: int

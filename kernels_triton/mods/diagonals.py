@@ -30,7 +30,7 @@ _TILE = Tile(block_m=_BLOCK, block_n=1, num_warps=4, num_stages=1)
 
 
 class DiagonalMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that the kernel is compiled for."""
 
     TABLES: int
     BLOCK: int

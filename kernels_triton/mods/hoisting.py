@@ -1,4 +1,4 @@
-"""What of a mod need not be computed for each score, taken out of its graphs.
+"""Takes out of a mod's graphs the values that need not be computed for each score.
 
 What depends on b, h and captures alone becomes a value of a head, which the kernels read before their loops. What depends on the
 two positions by their distance q_idx - kv_idx alone, and reads a capture or is dear, can become a table of all distances
@@ -36,7 +36,7 @@ class Hoisted(NamedTuple):
 
 
 def hoist(graphs: Sequence[Graph | None], tabulates: bool) -> Hoisted:
-    """What the graphs share is taken out once. tabulates: functions of the distance too."""
+    """Takes values out of the graphs, those that they share once. tabulates: functions of the distance too."""
     of_distance = None
     graphs = [None if graph is None else _subtracting(graph) for graph in graphs]
     if tabulates:
@@ -69,7 +69,7 @@ def inputs_of(node: Node) -> set[str]:
 
 
 def _same_for_a_head(graph: Graph) -> set[Node]:
-    """What is one value a head, but for whole numbers that are computed in no time."""
+    """Returns the nodes with one value for a head, but for whole numbers that are computed in no time."""
     same = set()
     for node in graph.nodes:
         if node.op == "call_function" and op_of(node) != "full" and not inputs_of(node) & VARYING:
@@ -94,7 +94,7 @@ def _tabulated(graph: Graph) -> set[Node]:
 
 
 def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
-    """Of each node the number n for which it is n * kv_idx + a function of q_idx - kv_idx and the head; None: there is none."""
+    """Returns for each node the n for which it is n * kv_idx + a function of q_idx - kv_idx and the head; None: there is none."""
     along: dict[Node, int | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -198,7 +198,7 @@ def _taken_out(
 
 
 def _copied(node: Node, graph: Graph, known: dict[Hashable, Node]) -> Node:
-    """What computes the same in another graph, where q_idx is the distance and kv_idx is 0."""
+    """Returns a copy of a node in another graph, where q_idx is the distance and kv_idx is 0."""
     if node.op == "placeholder" and node.target == "kv_idx":
         new: tuple[Any, ...] = ("call_function", torch.ops.aten.full, ([], 0), {})
     elif node.op == "placeholder":

@@ -101,8 +101,8 @@ def read_one(pointer, offset, inside, known):
 
 @triton.jit
 def read_range(pointer, first, last, size, stride, inside, known, SPAN: tl.constexpr):
-    # Of the elements first .. last of one dim, at most SPAN; outside of the tensor there is 0. Open where they are more, where the
-    # first counts from the end, or where an index of another dim is not known.
+    # The range of the elements first .. last of one dim, at most SPAN; outside of the tensor there is 0. Open where they are more,
+    # where the first counts from the end, or where an index of another dim is not known.
     at = first[:, None] + tl.arange(0, SPAN)[None, :]
     is_wanted = at <= last[:, None]
     exists = is_wanted & (at >= 0) & (at < size) & inside[:, None]

@@ -53,7 +53,7 @@ class BlockTest(NamedTuple):
 
 
 def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | None:
-    """What asks a mask_mod of blocks; None where no block could ever be shown to be hidden. Everything is int64."""
+    """Returns functions that ask a mask_mod about blocks; None where no block could ever be shown to be hidden. All is int64."""
     lowering = _Lowering(graph, captures)
     result = lowering.result()
     if not isinstance(result, _Condition) or not result.can_hide:
@@ -104,7 +104,7 @@ class _Lowering:
         return [*self.lines, f"return ({', '.join(ends)},)"]
 
     def _ends(self, value: Any) -> tuple[str, str]:
-        """Of an interval, or of a condition as a number."""
+        """Returns the ends of an interval, or of a condition as a number."""
         if isinstance(value, _Condition):
             return f"({value.surely}).to(tl.int64)", f"({value.possibly}).to(tl.int64)"
         assert isinstance(value, _Interval)
@@ -149,7 +149,7 @@ class _Lowering:
         return _Condition(f"{name}_surely", f"{name}_possibly", can_hide)
 
     def _computed(self, function: str, *operands: _Interval) -> _Interval:
-        """What a function of `interval_math` gives for some intervals."""
+        """Returns the result of a function of `interval_math` for some intervals."""
         ends = [end for x in operands for end in (x.low, x.high)]
         return _Interval(*self._pair(f"interval_math.{function}", *ends), all(x.is_point for x in operands))
 
@@ -252,7 +252,7 @@ class _Lowering:
         return value
 
     def _read(self, node: Node) -> _Interval | _Condition | None:
-        """What lies at indices that are the same for the whole block, but for one at most, which goes with one of the positions."""
+        """Returns the range of a capture at indices that are the same for a block, but for one that goes with a position."""
         layout, indices = self.values[node.args[0]], [self._integer(i) for i in node.args[1]]
         if not isinstance(layout, Layout) or layout.dtype not in _INTEGERS:
             return None

@@ -49,7 +49,7 @@ _OF_BOOLS = {"add": "bitwise_or", "maximum": "bitwise_or", "mul": "bitwise_and",
 
 
 class Layout(NamedTuple):
-    """How one capture comes: its place in the tuple of captures, and what of its memory the source depends on."""
+    """One capture: its place in the tuple of captures, and the properties of its memory that the source depends on."""
 
     name: str
     dtype: torch.dtype
@@ -89,7 +89,7 @@ def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequenc
 
 
 def reads_tiles(graph: Graph | None) -> bool:
-    """Whether a graph reads a capture once for each query and key, so that a tile of it lies beside the scores."""
+    """Returns whether a graph reads a capture once for each query and key, so that a tile of it lies beside the scores."""
     nodes = [] if graph is None else [node for node in graph.nodes if node.target is torch.ops.aten.index]
     return any({"q_idx", "kv_idx"} <= inputs_of(node) for node in nodes)
 
@@ -100,7 +100,7 @@ def dependencies(graph: Graph | None) -> set[str]:
 
 
 def num_outputs(graph: Graph | None) -> int:
-    """Of a graph that has a list of them."""
+    """Number of outputs of a graph that has a list of them."""
     return 0 if graph is None else len(next(node.args[0] for node in graph.nodes if node.op == "output"))
 
 
@@ -123,13 +123,13 @@ def lower(
 def lower_accumulation(
     graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, behind: Behind | None = None
 ) -> Any:
-    """Of a derivative, what it adds to the gradients of captures: a function of (*arguments, captures, sums, scales, MODE)."""
+    """Returns a function of (*arguments, captures, sums, scales, MODE) that adds a derivative to the gradients of captures."""
     lowering = _Lowering(graph, captures, is_fp32, behind)
     return compile_named("accumulate", lowering.source("accumulate", arguments, accumulates=True))
 
 
 class Behind(NamedTuple):
-    """What lies behind the captures in the tuple that a mod's functions get, in this order: its tables, and values of the head."""
+    """Values behind the captures in the tuple that a mod's functions get: its tables, and then those of the head."""
 
     of_head: Any  # the Triton function (b, h, captures) -> the values, a tuple; None: there are none
     inputs: dict[str, Value]  # by the names that `hoisting` gave them
@@ -511,7 +511,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def is_finite(graph: Graph | None) -> bool:
-    """Whether a graph's first output is finite for every finite score, whatever tensors hold but for what a whole head reads."""
+    """Returns whether a graph's first output is finite for every finite score, whatever the tensors that single scores read."""
     if graph is None:
         return True
     outputs = next(node.args[0] for node in graph.nodes if node.op == "output")

@@ -63,7 +63,7 @@ def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
     return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64  # what leaves int64 comes back at its other end
 
 
-# Of finite numbers these give finite ones.
+# These give finite numbers for finite ones.
 # fmt: off
 FINITE = frozenset((
     "abs", "add", "ceil", "clamp", "cos", "erf", "erfc", "floor", "full", "maximum", "minimum", "mul", "neg", "relu", "round",
@@ -112,7 +112,7 @@ def _fmod(kind: str, x: Value, y: Value) -> str:
 
 
 def _divisor(y: Value) -> str:
-    """Of integers; 1 for 0, by which a quotient has any value, so that its bounds would not hold."""
+    """A divisor of integers; 1 for 0, by which a quotient has any value, so that its bounds would not hold."""
     if not y.bounds[0] <= 0 <= y.bounds[1]:
         return y.text
     return "1" if y.is_literal else f"tl.where({y.text} == 0, 1, {y.text})"

@@ -26,7 +26,7 @@ _TILE = Tile(block_m=BLOCK, block_n=BLOCK, num_warps=4, num_stages=1)
 
 
 class ListMeta(NamedTuple):
-    """What the kernels are compiled for."""
+    """Constants that the kernels are compiled for."""
 
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -94,7 +94,7 @@ class BlockBand(NamedTuple):
 
 
 class ListPointers(NamedTuple):
-    """Where the lists of a block mask are written."""
+    """Memory for the lists of a block mask."""
 
     counts_ptr: Pointer
     indices_ptr: Pointer
@@ -207,7 +207,7 @@ def with_key_lists(problem: Problem) -> Problem:
 
 
 class _Lists:
-    """What the lists of blocks of keys, and of queries, are made from: what the mask reads of each block."""
+    """Makes the lists of blocks of keys and of queries, from the values that the mask reads of each block."""
 
     def __init__(self, x: Problem, batch: int, heads: int, blocks_q: int, blocks_kv: int) -> None:
         assert x.mods is not None
@@ -215,8 +215,8 @@ class _Lists:
         self.blocks = max(blocks_q, blocks_kv)
         ranges_q, ranges_kv = x.mods.num_ranges_of_block
         self.ranges: Tensor | None = None
-        # What the band hides is left out where the host knows its diagonal; the kernels that read the lists see to the rest, and to
-        # what is past the end of a sequence.
+        # Blocks that the band hides are left out where the host knows its diagonal; the kernels that read the lists see to the
+        # rest, and to what is past the end of a sequence.
         is_known = not x.bottom_right or x.cu_seqlens_q is None
         self.meta = ListMeta(
             HAS_LEFT=is_known and x.window_left is not None,

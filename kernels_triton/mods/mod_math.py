@@ -122,8 +122,8 @@ class DiagonalTables(NamedTuple):
 
 @triton.jit
 def diagonals_of_head(b, h, captures, START: tl.constexpr, N: tl.constexpr):
-    # Of table N and a head, where distance 0 lies as keys follow one another, and as queries do. START: where a `DiagonalTables`
-    # begins in the captures.
+    # Returns where distance 0 lies in table N of a head, as keys follow one another, and as queries do. START: where a
+    # `DiagonalTables` begins in the captures.
     tables = DiagonalTables(
         ptr=captures[START],
         length=captures[START + 1],

@@ -133,7 +133,7 @@ class _Maps:
 
 
 def _has_maps() -> bool:
-    """Whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes."""
+    """Returns whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes."""
     kind = getattr(triton_driver, "PyCUtensorMap", None)
     return kind is not None and kind.__basicsize__ in (64 + _MAP_BYTES, 128 + _MAP_BYTES)
 
@@ -308,7 +308,7 @@ class _Kind(NamedTuple):
 
 
 def _leaves(signature: Sequence[Any], path: Path) -> Iterator[_Kind]:
-    """What of a signature is handed to the kernel: where it is among the arguments, and its type."""
+    """Yields the parts of a signature that are handed to the kernel: where each is among the arguments, and its type."""
     for i, kind in enumerate(signature):
         if isinstance(kind, (tuple, list)):
             yield from _leaves(kind, (*path, i))

@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
 
 def is_group(kind: Any) -> bool:
-    """Whether a field of this annotation is itself a group of fields."""
+    """Returns whether a field of this annotation is itself a group of fields."""
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 

@@ -121,7 +121,7 @@ def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) 
 
 
 def _widen(handle: TensorHandle) -> TensorHandle:
-    """The same values in fp32, or the handle itself where its dtype needs no mending."""
+    """Returns a handle's values in fp32, or the handle itself where its dtype needs no mending."""
     dtype = _TORCH_DTYPES.get(handle.dtype.scalar.name)
     if dtype is None:
         return handle

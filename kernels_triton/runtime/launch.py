@@ -56,7 +56,7 @@ def kernel(function: Callable[..., None]) -> Any:
 
 
 def hopper_kernel(function: Callable[..., None]) -> Any:
-    """The same in Gluon; what it reads and writes in tiles are descriptors, which are compiled for no address."""
+    """`kernel` in Gluon, where tiles are read and written by descriptors, which are compiled for no address."""
     return _launchable(function, gluon.jit)
 
 
@@ -87,7 +87,7 @@ Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
 
 
 class _Thread(threading.local):
-    """How one thread's launches go: what one thread pretends, records or watches is nothing to another."""
+    """State of one thread's launches: the device it pretends to have, its recording, its watcher."""
 
     def __init__(self) -> None:
         self.pretended: tuple[int, int] | None = None
@@ -170,7 +170,7 @@ _runtime = triton.knobs.runtime
 
 
 def is_plain() -> bool:
-    """Whether nobody looks at this thread's launches, so that they need not go through Triton: no record, no profiler's hooks."""
+    """Returns whether this thread's launches may bypass Triton, as nobody looks at them: no recording, no profiler's hooks."""
     if _thread.recording is not None:
         return False
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
@@ -184,7 +184,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
-    """What tells the device's current stream."""
+    """Returns a function that tells the device's current stream."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
@@ -212,7 +212,7 @@ def clear_kernels() -> None:
 
 
 def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of the function that is launched, by those of the kernel as it is written."""
+    """Returns the arguments of the function that is launched, given those of the kernel as it is written."""
     return arguments if kernel.group is None else flattening(kernel.group)(arguments[0]) + arguments[1:]
 
 
@@ -256,7 +256,7 @@ _directory: Path | None = None
 
 
 def keep_in(directory: str | None) -> None:
-    """Where compiled kernels are looked for and kept from now on; None: with Triton's own."""
+    """Sets where compiled kernels are looked for and kept from now on; None: beside Triton's own."""
     global _directory
     _directory = Path(directory) if directory is not None else None
 
@@ -302,7 +302,7 @@ def _find_or_compile(
 
 
 def description_of(launch: Launch, architecture: int) -> str:
-    """Of the kernel of a recorded launch, for tensors at multiples of 16 bytes, as `store` has it."""
+    """Returns the `store.description` of a recorded launch's kernel, for tensors at multiples of 16 bytes."""
     kernel, tile = launch.kernel, launch.tile
     parts = _parts_of(kernel)(*launch.arguments)
     return store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
@@ -335,7 +335,7 @@ def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
-    """What of an argument Triton compiles a kernel for: no two arguments with different answers share one by mistake.
+    """Returns the properties of an argument that Triton compiles a kernel for: arguments that differ in them share no kernel.
 
     compared: whether the kernel is compiled for the argument's value, and for whether its address is a multiple of 16 bytes.
     """
@@ -357,7 +357,7 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
 
 
 def _compiled_for_in_tuple(part: Any) -> Any:
-    """Of a part of a tuple, for which `do_not_specialize` does nothing: an integer that is 1 or a multiple of 16 is another one."""
+    """`_compiled_for` of a part of a tuple, where Triton compiles anew for an integer that is 1 or a multiple of 16."""
     if isinstance(part, tuple):
         return tuple(map(_compiled_for_in_tuple, part))
     kind = _compiled_for(part, (False, True))

@@ -104,7 +104,7 @@ def _path(directory: Path, text: str) -> Path:
 
 @functools.cache
 def _library_bytes() -> int:
-    """Of Triton's compiler: a build of one's own has the version of the release that it began from."""
+    """Size of Triton's compiler, as a build of one's own has the version of the release that it began from."""
     from triton._C import libtriton
 
     return Path(libtriton.__file__).stat().st_size

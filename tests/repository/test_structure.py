@@ -13,13 +13,20 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert NUMBERS["circles of imports"] == []
 
 
+def test_docstrings_name_their_subject() -> None:
+    folders = ("runtime", "common", "portable", "mods", "ahead_of_time")
+    packages = tuple(f"flexattn.kernels_triton.{folder}" for folder in folders)
+    modules = [module for module in structure.modules(structure.ROOT) if module.name.startswith(packages)]
+    assert {module.name: found for module in modules if (found := [*structure.unclear_docstrings(module)])} == {}
+
+
 def test_what_is_counted(tmp_path: Path) -> None:
     """Faults are counted: a circle, a wide signature, a tuple that is taken apart by place, a kernel that imports a kernel."""
     for folder in structure.FOLDERS:
         (tmp_path / folder).mkdir()
     wide = "@kernel\ndef f(a, b, c, d, e, g, h, i, j):\n    _, _, x = a\n"
     (tmp_path / "kernels_triton" / "first.py").write_text(f"from flexattn.kernels_triton import second\n\n{wide}")
-    others = "@triton.jit\ndef g(a):\n    x, y = a\n\n@hopper_kernel\ndef k(a):\n    pass\n"
+    others = '@triton.jit\ndef g(a):\n    x, y = a\n\n@hopper_kernel\ndef k(a):\n    """What it is."""\n'
     later = "def later():\n    import flexattn.kernels_triton.first\n"
     (tmp_path / "kernels_triton" / "second.py").write_text(f"{later}\n{others}")
     assert structure.measured(tmp_path) == {
@@ -30,5 +37,6 @@ def test_what_is_counted(tmp_path: Path) -> None:
         "files of kernels that import files of kernels": 2,
         "modules on the longest way of imports in kernels_triton": 2,
         "tuples taken apart by position in device functions": 1,
+        "docstrings that do not name their subject": 1,
         "circles of imports": ["flexattn.kernels_triton.first <-> flexattn.kernels_triton.second"],
     }
