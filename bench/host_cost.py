@@ -275,11 +275,11 @@ def stages(has_gpu: bool) -> dict[str, float]:
     key, call = original(*seen[0])
     assert key is not None
     assert call is not None
-    assert call.tape is not None
-    tape = call.tape
-    step, gather = next((what, how) for kind, what, how in tape.steps if kind == "launch")
-    addresses = gather([q.data_ptr()] * tape.size)  # what it writes is as large as q, or smaller
-    shapes = [how for kind, _, how in tape.steps if kind == "allocate"]
+    assert call.recording is not None
+    recording = call.recording
+    step, gather = next((what, how) for kind, what, how in recording.steps if kind == "launch")
+    addresses = gather([q.data_ptr()] * recording.size)  # what it writes is as large as q, or smaller
+    shapes = [how for kind, _, how in recording.steps if kind == "allocate"]
     wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int
 
     def anew() -> None:
@@ -293,7 +293,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "      of it: the environment": options.snapshot,
         "    of it: the key's hash": lambda: hash(key.parts),
         "  what is played: memory, addresses, the launch": lambda: call.run(key, False),
-        "    of it: memory for out and lse": lambda: [tape.allocate(*how) for how in shapes],
+        "    of it: memory for out and lse": lambda: [recording.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: step(launch.current_stream(device), addresses),
         "a call with a key that is new (lengths that never came)": anew,
     }

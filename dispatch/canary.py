@@ -13,7 +13,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.quantization import dout_of
 from flexattn.dispatch.reference import reference_attention, reference_gradients
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.sample import sample_operands
 from flexattn.dispatch.select import OWN_DROPOUT, backend_module
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
@@ -52,7 +52,7 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
             try:
                 with neutral_state():
                     wrong = _compare(name, spec, x, direction)
-            except Refused as e:  # of these shapes alone
+            except RuntimeFailure as e:  # of these shapes alone
                 _log.info("the canary cannot check %s, which refuses its input: %s", name, e)
                 continue
             if wrong is not None:

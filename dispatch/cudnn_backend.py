@@ -19,7 +19,7 @@ from flexattn.dispatch import options
 from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.known_bad import known_bad, version_text
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
 SUPPORT_IS_FINAL = False  # cuDNN's own answer comes with a plan
@@ -34,8 +34,8 @@ EXACT_SHAPES = 8  # of one dense spec that get a plan of their own; later ones s
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the graphs can run `spec` in `direction` as far as is known without building one, else why not and what to change.
 
-    First our rules, then `known_bad`. What cuDNN itself says comes when a plan is built to be run: a refusal is raised as Refused
-    then, and remembered for calls of the same shapes.
+    Asks our rules first, then `known_bad`. cuDNN itself answers when a plan is built to be run: where it has none, it raises
+    RuntimeFailure, which is remembered for calls of the same shapes.
     """
     return device_error(spec.device_type, spec.capability) or rule_error(spec, direction) or _known_bad(spec, direction)
 
@@ -203,7 +203,7 @@ def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, max_logit = empty_outputs(spec, x)
     problem, out_view, directory = _problem(spec, x, "forward"), as_bshd(out, spec.q_format), options.plan_directory()
-    with _refusals():
+    with _failures():
         if spec.fp8 is not None:
             from flexattn.kernels_cudnn.fp8 import Descales, fp8_forward
 
@@ -223,7 +223,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     problem, directory = _problem(spec, x, "backward"), options.plan_directory()
     out_view, dout_view = as_bshd(out, spec.q_format), as_bshd(dout, spec.q_format)
     written = _launcher_views(spec, gradients)
-    with _refusals():
+    with _failures():
         if spec.fp8 is not None:
             from flexattn.kernels_cudnn.fp8 import Descales, fp8_backward
 
@@ -241,7 +241,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-    """Builds the plan that the call will run, or finds it; raises Refused where cuDNN has none. Reads no data."""
+    """Builds the plan that the call will run, or finds it; raises RuntimeFailure where cuDNN has none. Reads no data."""
     from flexattn.kernels_cudnn.attention import backward_call, forward_call
     from flexattn.kernels_cudnn.fp8 import fp8_call
     from flexattn.kernels_cudnn.plans import PLANS
@@ -268,7 +268,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         call = forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None)
     else:
         call = backward_call(problem, out_view, lse, out_view, _launcher_views(spec, _empty_gradients(spec, meta)))
-    with _refusals():
+    with _failures():
         PLANS.get(call.sdpa, device, options.plan_directory())
     if len(_prepared) >= _MOST_PREPARED:
         _prepared.clear()
@@ -281,15 +281,15 @@ def watched(watcher: Callable[[Any, dict[int, Tensor]], None]) -> contextlib.Abs
     return watched_executions(watcher)
 
 
-def can_be_taped() -> bool:
+def can_be_recorded() -> bool:
     return True
 
 
-def forget_refusals() -> None:
-    """Plans that cuDNN refused are asked for again."""
-    plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # not imported: nothing was refused
+def forget_failures() -> None:
+    """Lets cuDNN be asked again for plans that it could not build."""
+    plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # not imported: none failed
     if plans is not None:
-        plans.PLANS.forget_refusals()
+        plans.PLANS.forget_failures()
 
 
 _prepared: set[Any] = set()  # calls whose plan is known to be there, as a forward asks for its backward's each time
@@ -301,13 +301,13 @@ def _look(t: Tensor | None) -> Any:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def _failures() -> Iterator[None]:
     from flexattn.kernels_cudnn.plans import PlanNotSupported
 
     try:
         yield
     except PlanNotSupported as e:
-        raise Refused(f"cuDNN has no plan for it: {e}") from e
+        raise RuntimeFailure(f"cuDNN has no plan for it: {e}") from e
 
 
 def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.program import Program, evaluate
+from flexattn.dispatch.mod_program import Program, evaluate
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     """Nothing is compiled."""
 
 
-def can_be_taped() -> bool:
+def can_be_recorded() -> bool:
     """Its blocks depend on the values of cu_seqlens."""
     return False
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexattn.dispatch import options, refusals
+from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.describe import describe, versions
-from flexattn.dispatch.refusals import Refusals
+from flexattn.dispatch.runtime_failures import Failures
 from flexattn.dispatch.select import Decision, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.dispatch.triton_backend import choice_of
@@ -26,16 +26,16 @@ class Explanation(NamedTuple):
     # The Triton backend's choice among its kernels, where it runs a direction of a call whose tensors are known.
     forward_kernels: Choice | None = None
     backward_kernels: Choice | None = None
-    refused: Refusals = ()  # of calls of these very shapes, by backends that were asked to run one
+    failures: Failures = ()  # of calls of these very shapes, by backends that were asked to run one
 
     def __str__(self) -> str:
         return "\n".join(
             [
                 f"{describe(self.spec)}; backend={self.request!r}",
                 f"with {versions()}",
-                *_section(self.spec, "forward", self.forward, self.forward_kernels, self.refused),
+                *_section(self.spec, "forward", self.forward, self.forward_kernels, self.failures),
                 *(
-                    _section(self.spec.of_backward(), "backward", self.backward, self.backward_kernels, self.refused)
+                    _section(self.spec.of_backward(), "backward", self.backward, self.backward_kernels, self.failures)
                     if self.backward
                     else ["backward: not needed, no input requires a gradient"]
                 ),
@@ -50,19 +50,21 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
     ValueError that names an environment variable.
     """
     options.check_all()
-    refused = () if x is None else refusals.of_call(x)
-    backward = select(spec.of_backward(), "backward", request, refused) if spec.needs_grad else None
-    forward = select(spec, "forward", request, refused)
+    failures = () if x is None else runtime_failures.of_call(x)
+    backward = select(spec.of_backward(), "backward", request, failures) if spec.needs_grad else None
+    forward = select(spec, "forward", request, failures)
 
     def kernels(direction: Direction, decision: Decision | None) -> Choice | None:
         is_triton = decision is not None and decision.backend == "triton"
         return choice_of(spec, x, direction) if x is not None and is_triton else None
 
-    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward), refused)
+    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward), failures)
 
 
-def _section(spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Choice | None, refused: Refusals) -> list[str]:
-    lines = reasons(spec, direction, decision, refused)
+def _section(
+    spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Choice | None, failures: Failures
+) -> list[str]:
+    lines = reasons(spec, direction, decision, failures)
     if kernels is None:
         return [f"{direction}: {decision.backend}", *(f"  {line}" for line in lines)]
     name = kernels.family.name

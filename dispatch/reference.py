@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.mod_program import Program, evaluate
 from flexattn.dispatch.philox import dropout_keep, rounded_dropout
-from flexattn.dispatch.program import Program, evaluate
 from flexattn.dispatch.quantization import dequantize, round_gradient, round_weights
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
 

@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from flexattn.dispatch import refusals
+from flexattn.dispatch import runtime_failures
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.heuristics import preference
-from flexattn.dispatch.refusals import Refusals
+from flexattn.dispatch.runtime_failures import Failures
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for
 
 
 class Backend(Protocol):
-    """What each module `<name>_backend` offers. All but `unsupported` raise Refused for a call that turns out not to run."""
+    """What each module `<name>_backend` offers. All but `unsupported` raise RuntimeFailure for a call that turns out not to run."""
 
     SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
 
@@ -41,7 +41,7 @@ class Backend(Protocol):
     def prepare(self, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         """Builds or compiles what the call will run, where that is not done yet."""
 
-    def can_be_taped(self) -> bool:
+    def can_be_recorded(self) -> bool:
         """Whether all that it does is torch's ops and what `watched` tells."""
 
     def watched(self, watcher: Callable[..., None]) -> AbstractContextManager[None]:
@@ -72,8 +72,8 @@ class _Select:
         self.generation = 0  # how often that was
         self._lock = threading.Lock()
 
-    def __call__(self, spec: AttentionSpec, direction: Direction, request: str, refused: Refusals = ()) -> Decision:
-        return _decide(spec, direction, request, refused, self.generation)
+    def __call__(self, spec: AttentionSpec, direction: Direction, request: str, failures: Failures = ()) -> Decision:
+        return _decide(spec, direction, request, failures, self.generation)
 
     def cache_clear(self) -> None:
         with self._lock:
@@ -85,89 +85,89 @@ select = _Select()
 
 
 @functools.lru_cache(maxsize=1024)
-def _decide(spec: AttentionSpec, direction: Direction, request: str, refused: Refusals, generation: int) -> Decision:
+def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: Failures, generation: int) -> Decision:
     """The backend that runs `spec` in `direction`, where `request` is "auto" or a backend's name.
 
     "auto" takes the first in the order of `heuristics` that can run it; a name never falls back. Nothing is built to find out.
 
-    refused: by backends that were asked to run calls of these very shapes (`refusals.of_call`). generation: what a thread began to
-    decide before the cache was emptied is not found after.
+    failures: of backends that were asked to run calls of these very shapes (`runtime_failures.of_call`).
+    generation: a number that changes when the cache is emptied, so that a thread's decision from before is not found after.
 
     Raises:
         BackendError: nothing can run it, or the backend asked for cannot.
     """
-    decision = _first_that_can(spec, direction, refused) if request == "auto" else _only(request, spec, direction, refused)
+    decision = _first_that_can(spec, direction, failures) if request == "auto" else _only(request, spec, direction, failures)
     if _log.isEnabledFor(logging.INFO):
-        lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision, refused)]
+        lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision, failures)]
         _log.info("%s", "\n  ".join(lines))
     return decision
 
 
 def mark_unsupported(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
     """From now on `select` knows that a backend cannot run `spec`, whatever the shapes."""
-    refusals.remember(name, spec, direction, reason)
+    runtime_failures.remember(name, spec, direction, reason)
     select.cache_clear()
 
 
 def forget_rejections() -> None:
-    """`select` asks again for what running refused, and cuDNN for its plans: after something was installed, or in a test."""
-    refusals.clear()
-    backend_module("cudnn").forget_refusals()  # type: ignore[attr-defined]
+    """`select` asks again for what failed at run time, and cuDNN for its plans: after something was installed, or in a test."""
+    runtime_failures.clear()
+    backend_module("cudnn").forget_failures()  # type: ignore[attr-defined]
     select.cache_clear()
 
 
-def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: str, refused: Refusals = ()) -> str | None:
+def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: str, failures: Failures = ()) -> str | None:
     """Why a backend cannot run `spec`: by itself, by what running it told, or because dropout ties it to the other direction."""
-    reason = backend_module(name).unsupported(spec, direction) or refusals.remembered(name, spec, direction)
-    reason = reason or dict(refused).get((name, spec, direction))
+    reason = backend_module(name).unsupported(spec, direction) or runtime_failures.remembered(name, spec, direction)
+    reason = reason or dict(failures).get((name, spec, direction))
     if reason is not None or not spec.dropout:
         return reason
     if direction == "forward":
-        if name in OWN_DROPOUT and spec.needs_grad and (reason := unsupported(name, spec, "backward", name, refused)):
+        if name in OWN_DROPOUT and spec.needs_grad and (reason := unsupported(name, spec, "backward", name, failures)):
             return f"it drops weights of its own, and the backward, which must drop the same, cannot run on it: {reason}"
         return None
     of_forward = spec._replace(needs_lse_grad=False, is_part=False)
-    before = request if request != "auto" else select(of_forward, "forward", "auto", refused).backend
+    before = request if request != "auto" else select(of_forward, "forward", "auto", failures).backend
     if name != before and not OWN_DROPOUT.isdisjoint((name, before)):
         return f"the forward runs on {before}, and {name} drops other weights; ask for one backend by name, or leave out dropout"
     return None
 
 
-def answer_of(name: str, spec: AttentionSpec, direction: Direction, refused: Refusals = ()) -> str:
+def answer_of(name: str, spec: AttentionSpec, direction: Direction, failures: Failures = ()) -> str:
     """Returns why a backend that was not chosen cannot run the spec, or how to ask for it."""
     so_far = "" if backend_module(name).SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
-    return unsupported(name, spec, direction, name, refused) or f"can run it{so_far}; ask for it with backend={name!r}"
+    return unsupported(name, spec, direction, name, failures) or f"can run it{so_far}; ask for it with backend={name!r}"
 
 
-def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, refused: Refusals = ()) -> list[str]:
+def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, failures: Failures = ()) -> list[str]:
     """Why a decision is what it is, and what there is to say of each other backend: a line each."""
     rejected = dict(decision.rejected)
     others = [name for name in BACKENDS if name != decision.backend]
-    answers = (f"not {name}: {rejected.get(name) or answer_of(name, spec, direction, refused)}" for name in others)
+    answers = (f"not {name}: {rejected.get(name) or answer_of(name, spec, direction, failures)}" for name in others)
     return [f"why: {decision.why}", *answers]
 
 
-def _first_that_can(spec: AttentionSpec, direction: Direction, refused: Refusals) -> Decision:
+def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failures) -> Decision:
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
     for name in preferred.order:
-        reason = unsupported(name, spec, direction, "auto", refused)
+        reason = unsupported(name, spec, direction, "auto", failures)
         if reason is None:
             measured = preferred.source or "not measured yet"
             first = "the first" if not rejected else "the first that can run it"
             why = f"{first} in the order {', '.join(preferred.order)} for {spec.device_type}: {preferred.why} ({measured})"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
-    rejected += [(name, answer_of(name, spec, direction, refused)) for name in BACKENDS if name not in preferred.order]
+    rejected += [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name not in preferred.order]
     raise BackendError(_error_text(f"no backend can run the {direction} of this call", spec, rejected))
 
 
-def _only(request: str, spec: AttentionSpec, direction: Direction, refused: Refusals) -> Decision:
-    reason = unsupported(request, spec, direction, request, refused)
+def _only(request: str, spec: AttentionSpec, direction: Direction, failures: Failures) -> Decision:
+    reason = unsupported(request, spec, direction, request, failures)
     if reason is None:
         return Decision(request, "it was asked for by name", (), None)
     head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back"
-    others = [(name, answer_of(name, spec, direction, refused)) for name in BACKENDS if name != request]
+    others = [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name != request]
     raise BackendError(_error_text(head, spec, [(request, reason), *others]))
 
 

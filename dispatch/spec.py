@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.program import Program
+from flexattn.dispatch.mod_program import Program
 
 Direction = Literal["forward", "backward"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Program
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, dout_like
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
 
@@ -259,7 +259,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         backward(spec, x, out, lse, dout_like(spec, x, out), None)
 
 
-def can_be_taped() -> bool:
+def can_be_recorded() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
@@ -267,9 +267,9 @@ def can_be_taped() -> bool:
     return not INTERPRETED
 
 
-def quantises_untaped(device: torch.device) -> bool:
-    """Whether the kernels quantise on the device, and in a way that no tape can hold."""
-    return _can_quantize(device) and not can_be_taped()
+def quantises_unrecorded(device: torch.device) -> bool:
+    """Whether the kernels quantise on the device, and in a way that no recording can hold."""
+    return _can_quantize(device) and not can_be_recorded()
 
 
 def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.dispatch.program import evaluate
+from flexattn.dispatch.mod_program import evaluate
 from flexattn.validation import check_count, check_device, describe
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ around it (grad mode, the backend asked for, the environment variables, torch's 
 means that all of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing,
 FLEXATTN_CHECK and FLEXATTN_CANARY) has no key, and takes the operators' way.
 
-The first call with a key is computed as by the operators. The second is taken down (`dispatch.tape`) where its backend's kernels
+The first call with a key is computed as by the operators. The second is taken down (`dispatch.replay`) where its backend's kernels
 can be, and from then on it is played. Backwards likewise, be it over one graph that is retained. At most 1024 are kept; of those
 the ones that are used stay.
 """
@@ -30,10 +30,10 @@ from torch.utils._device import DeviceContext
 from flexattn import fp8_ops, ops
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import context, options
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.replay import Recording, record
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size
-from flexattn.dispatch.tape import Tape, record
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
 from flexattn.mods.captures import find_captures
@@ -49,11 +49,11 @@ _RNG_STATE = _TENSOR_FIELDS.index("rng_state")
 
 _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 _lock = threading.Lock()
-_counts = {"hits": 0, "misses": 0, "tapes": 0}
+_counts = {"hits": 0, "misses": 0, "recordings": 0}
 
 
 def cache_info() -> dict[str, int]:
-    """Hits and misses since the start or `clear_cache` (without a lock, so near enough with threads), tapes made, and the size."""
+    """Hits and misses since the start or `clear_cache` (no lock: near enough with threads), recordings made, the size."""
     with _lock:
         return {**_counts, "size": len(_calls)}
 
@@ -62,7 +62,7 @@ def clear_cache() -> None:
     """Forget every call and the counts."""
     with _lock:
         _calls.clear()
-        _counts.update(hits=0, misses=0, tapes=0)
+        _counts.update(hits=0, misses=0, recordings=0)
 
 
 class CallKey(NamedTuple):
@@ -262,7 +262,7 @@ def remember(key: CallKey, call: CachedCall) -> None:
 
 
 class CachedCall:
-    """A call as its key has it: the spec, and per direction a tape once there is one.
+    """A call as its key has it: the spec, and per direction a recording once there is one.
 
     The inputs of its forward are its operands' tensors, then those of FP8's part; those of its backward are the saved ones of both,
     then out, lse, dout and dlse.
@@ -312,18 +312,18 @@ class CachedCall:
         num_results = 3 if of_fp8 is None else of_fp8.num_results
         places = [num_results + i if is_there else None for i, is_there in enumerate(is_given)]
         self.history_place = None
-        self.is_tapeable = True  # as far as more than its backends is concerned
+        self.is_recordable = True  # as far as more than its backends is concerned
         if of_fp8 is not None:
             self.history_place = of_fp8.history_place(self.num_inputs)
-            self.is_tapeable = of_fp8.can_be_taped
+            self.is_recordable = of_fp8.can_be_recorded
             places = of_fp8.saved_places(places, num_results + self.num_inputs)
         self.num_saved = len(places)
         self.given = [i for i, place in enumerate(places) if place is not None]
         # Of (*results, *inputs) out, lse and what else a backward needs.
         self.saved = itemgetter(0, 1, *(place for place in places if place is not None))
-        self.tape: Tape | None = None
-        self.is_final = False  # whether there is or will be no tape
-        self.backwards: OrderedDict[Hashable, Tape | str] = OrderedDict()
+        self.recording: Recording | None = None
+        self.is_final = False  # whether there is or will be no recording
+        self.backwards: OrderedDict[Hashable, Recording | str] = OrderedDict()
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
         """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
@@ -363,27 +363,27 @@ class CachedCall:
         if _is_profiled():  # by a profiler, which then sees it as the operator that it is not
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
-        tape = self.tape
-        if tape is not None and tape.can_play():
-            return tape.play(tensors, addresses)
+        recording = self.recording
+        if recording is not None and recording.can_replay():
+            return recording.replay(tensors, addresses)
         return self._forward(tensors, addresses)
 
     def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
-        tape = self.tape
-        if tape is not None and tape.can_play():
-            return tape.play(tensors, addresses)
-        if tape is None and self.has_run and not self.is_final:
+        recording = self.recording
+        if recording is not None and recording.can_replay():
+            return recording.replay(tensors, addresses)
+        if recording is None and self.has_run and not self.is_final:
             self.is_final = True
-            if self.is_tapeable and self._forward_backend(tensors).can_be_taped():
-                with contextlib.suppress(Refused):  # then the ordinary way asks another backend
-                    results, self.tape = self._take_down(tensors)
-                    _counts["tapes"] += self.tape is not None
+            if self.is_recordable and self._forward_backend(tensors).can_be_recorded():
+                with contextlib.suppress(RuntimeFailure):  # then the ordinary way asks another backend
+                    results, self.recording = self._take_down(tensors)
+                    _counts["recordings"] += self.recording is not None
                     return results
         self.has_run = True
         return self._results(tensors, lambda x: ops.run_forward(self.spec, self.backend, x))
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
-        """Returns the gradients, by the tape where there is one; inputs: what is saved, and then out, lse, dout and dlse."""
+        """Returns the gradients, by the recording where there is one; inputs: what is saved, and then out, lse, dout and dlse."""
         # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
         # the call's, and autograd sees to it that dout's and dlse's are.
         parts: list[Any] = [select.generation, options.snapshot()]
@@ -404,15 +404,15 @@ class CachedCall:
             parts.append(_same(ids))
         key = tuple(parts)
         found = self.backwards.get(key)
-        if isinstance(found, Tape) and found.can_play():
-            dq, dk, dv, dbias, doffset, *dmod_tensors = found.play(inputs, addresses)
+        if isinstance(found, Recording) and found.can_replay():
+            dq, dk, dv, dbias, doffset, *dmod_tensors = found.replay(inputs, addresses)
             return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
         spec = self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
-        if found is _SEEN and self.is_tapeable and self._backward_backend(inputs, spec).can_be_taped():
-            with contextlib.suppress(Refused):
-                gradients, tape = self._take_down_backward(inputs, spec)
-                self._keep(key, _NEVER if tape is None else tape)
-                _counts["tapes"] += tape is not None
+        if found is _SEEN and self.is_recordable and self._backward_backend(inputs, spec).can_be_recorded():
+            with contextlib.suppress(RuntimeFailure):
+                gradients, recording = self._take_down_backward(inputs, spec)
+                self._keep(key, _NEVER if recording is None else recording)
+                _counts["recordings"] += recording is not None
                 return gradients
         if found is None:
             self._keep(key, _SEEN)
@@ -426,7 +426,7 @@ class CachedCall:
         out, lse, max_logit, *more = attend(x) if of_fp8 is None else of_fp8.forward(x, tensors[self.num_inputs :], attend)
         return out, lse, max_logit if self.spec.return_max_logit else None, *more
 
-    def _take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Tape | None]:
+    def _take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Recording | None]:
         backend = self._forward_backend(tensors)
         also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         return record(
@@ -442,7 +442,7 @@ class CachedCall:
             attend(x, dout) if self.of_fp8 is None else self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, passes, attend)
         )
 
-    def _take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Tape | None]:
+    def _take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Recording | None]:
         backend = self._backward_backend(inputs, spec)
         also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         out, lse, _, dlse = inputs[-4:]
@@ -504,14 +504,14 @@ class CachedCall:
             x = self.of_fp8.backward_as_run(x, inputs[self.num_inputs : -4], inputs[-2])
         return ops.backend_of(spec, "backward", self.backend, x)
 
-    def _keep(self, key: Hashable, found: Tape | str) -> None:
+    def _keep(self, key: Hashable, found: Recording | str) -> None:
         with _lock:
             self.backwards[key] = found
             while len(self.backwards) > _MOST_BACKWARDS:
                 self.backwards.popitem(last=False)
 
 
-_SEEN, _NEVER = "seen", "never"  # of a backward that has no tape: the next one is taken down, or none can be
+_SEEN, _NEVER = "seen", "never"  # of a backward that has no recording: the next one is taken down, or none can be
 
 
 def _flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:

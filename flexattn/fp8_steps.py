@@ -36,7 +36,7 @@ class Fp8Steps:
         self.has_backward = settings.needs_grad and not settings.bf16_backward
         self.num_results = 5 if self.quantizes_out else len(_BACKWARD) if self.has_backward else 3
         runs_kernels = config is not None or self.quantizes_out
-        self.can_be_taped = not (runs_kernels and triton_backend.quantises_untaped(device))
+        self.can_be_recorded = not (runs_kernels and triton_backend.quantises_unrecorded(device))
 
     def forward(self, x: Operands, more: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Returns out, lse, max_logit; then the descale and amax of an out in FP8, or what a backward needs of q, k and v."""
@@ -112,7 +112,7 @@ class Fp8Steps:
     def quantizer_beside(self, backend: Backend) -> Backend | None:
         """Returns the backend that quantises beside another one; None where that is the same, or where torch's ops do it."""
         triton: Any = triton_backend
-        return triton if backend is not triton and triton_backend.can_be_taped() else None
+        return triton if backend is not triton and triton_backend.can_be_recorded() else None
 
     def _with_descales(self, x: Operands, more: Sequence[Any]) -> Operands:
         return x._replace(descales=[validation.as_scales(t, self.device) for t in more[:_DESCALES]])

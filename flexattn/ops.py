@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flexattn.dispatch import options, refusals
+from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.describe import describe
-from flexattn.dispatch.program import parse_program
+from flexattn.dispatch.mod_program import parse_program
 from flexattn.dispatch.quantization import dtype_of
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, mark_unsupported, select
 from flexattn.dispatch.spec import (
     AttentionSpec,
@@ -187,9 +187,9 @@ def run(
 ) -> T:
     """`call` with the backend that is selected; with the next one, or a BackendError, where that one refuses after all."""
     options.check_all()
-    refused = refusals.of_call(x)
+    failures = runtime_failures.of_call(x)
     while True:
-        decision = select(spec, direction, request, refused)
+        decision = select(spec, direction, request, failures)
         name = decision.backend
         if options.canary() and (wrong := _mismatch(name, spec, direction, x.q.device)):
             mark_unsupported(name, spec, direction, wrong)
@@ -199,14 +199,14 @@ def run(
             warn_once(decision.warning, decision.warning)
         try:
             return call(backend_module(name))
-        except Refused as e:
-            refusals.remember_call(x, (name, spec, direction), str(e))
-            refused = (*refused, ((name, spec, direction), str(e)))
+        except RuntimeFailure as e:
+            runtime_failures.remember_call(x, (name, spec, direction), str(e))
+            failures = (*failures, ((name, spec, direction), str(e)))
 
 
 def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> Backend:
     """The backend that runs a call, as far as it is known before."""
-    return backend_module(select(spec, direction, request, refusals.of_call(x)).backend)
+    return backend_module(select(spec, direction, request, runtime_failures.of_call(x)).backend)
 
 
 def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
@@ -216,7 +216,7 @@ def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torc
 
 
 def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-    """Raises Refused where building what the call will run tells that it cannot."""
+    """Raises RuntimeFailure where building what the call will run tells that it cannot."""
     if not backend.SUPPORT_IS_FINAL:
         backend.prepare(spec, x, direction)
 
@@ -228,7 +228,7 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     if spec.fp8 is not None and options.check_values():
         check_descale_values(x)
     if spec.needs_grad and spec.of_backward() is not spec:
-        select(spec.of_backward(), "backward", request, refusals.of_call(x))
+        select(spec.of_backward(), "backward", request, runtime_failures.of_call(x))
     elif spec.needs_grad:  # what cannot be trained fails here, not after a forward
         run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
     return run(spec, "forward", request, x, lambda backend: backend.forward(spec, x))

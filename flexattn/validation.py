@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.program import Capture
+from flexattn.dispatch.mod_program import Capture
 from flexattn.dispatch.quantization import num_blocks
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, is_host_number, length_class, parse_format
 from flexattn.warn import warn_once

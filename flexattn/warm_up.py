@@ -11,7 +11,7 @@ import torch
 
 from flexattn import ops
 from flexattn.dispatch import explain as explanations
-from flexattn.dispatch import options, refusals, triton_backend
+from flexattn.dispatch import options, runtime_failures, triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.quantization import dout_like
 from flexattn.dispatch.sample import sample_operands
@@ -98,12 +98,12 @@ def _directions(spec: AttentionSpec) -> tuple[Direction, ...]:
 
 def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None:
     """The Triton kernels that are not on disk, several at a time; one alone is as soon compiled when it is prepared."""
-    if not triton_backend.can_be_taped():
+    if not triton_backend.can_be_recorded():
         return
     launches: dict[tuple[int, int], list[Any]] = {}
     with torch.no_grad():
         for spec, request, x in todo:
-            of_triton = [d for d in _directions(spec) if select(spec, d, request, refusals.of_call(x)).backend == "triton"]
+            of_triton = [d for d in _directions(spec) if select(spec, d, request, runtime_failures.of_call(x)).backend == "triton"]
             if spec.capability is not None and of_triton:
                 launches.setdefault(spec.capability, []).extend(recorded(spec, x, of_triton))
     for capability, found in launches.items():

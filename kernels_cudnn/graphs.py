@@ -159,7 +159,7 @@ def build(x: Sdpa, target: Target) -> Any:
     """A built cudnn.pygraph for `x`.
 
     Raises whatever cuDNN raises for what it does not support; there is no one type (cudnnGraphNotSupportedError, RuntimeError,
-    ValueError), and some refusals come only from the last step, which compiles.
+    ValueError), and some refuse only from the last step, which compiles.
     """
     graph = cudnn.pygraph(
         name=f"flexattn_{x.direction}",

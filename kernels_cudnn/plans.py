@@ -57,9 +57,9 @@ class Counters:
     misses: int = 0
     builds: int = 0
     loads: int = 0  # from disk, in place of a build
-    refusals: int = 0  # builds that cuDNN refused
+    failures: int = 0  # builds that cuDNN refused
     evictions: int = 0
-    seconds: float = 0.0  # spent in builds, loads and refusals
+    seconds: float = 0.0  # spent in builds, loads and failures
 
 
 class PlanCache:
@@ -108,12 +108,12 @@ class PlanCache:
             return [plan for plan in self._plans.values() if isinstance(plan, Plan)]
 
     def clear(self) -> None:
-        """Forget all plans, refusals and counts. A captured CUDA graph that uses one of the plans must not be replayed again."""
+        """Forget all plans, failures and counts. A captured CUDA graph that uses one of the plans must not be replayed again."""
         with self._lock:
             self._plans.clear()
             self.counters = Counters()
 
-    def forget_refusals(self) -> None:
+    def forget_failures(self) -> None:
         """Ask cuDNN again for what it did not support."""
         with self._lock:
             for key in [key for key, found in self._plans.items() if isinstance(found, PlanNotSupported)]:
@@ -152,9 +152,9 @@ class PlanCache:
                 try:
                     graph = build(sdpa, target_of(device))
                 except Exception as e:
-                    if not _is_refusal(e):
+                    if not _is_unsupported(e):
                         raise
-                    self.counters.refusals += 1
+                    self.counters.failures += 1
                     self.counters.seconds += time.perf_counter() - began
                     _log.info("cuDNN refused a plan for %s: %s", sdpa, e)
                     return PlanNotSupported(_summary(e))
@@ -260,7 +260,7 @@ def _is_passing(e: Exception) -> bool:
     return isinstance(e, RuntimeError) and _PASSING.search(str(e)) is not None
 
 
-def _is_refusal(e: Exception) -> bool:
+def _is_unsupported(e: Exception) -> bool:
     """Whether an exception is cuDNN's answer about a graph. It has no one type for that: its own, and those of its checks."""
     return not _is_passing(e) and isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError, RuntimeError))
 

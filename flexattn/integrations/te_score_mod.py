@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.program import evaluate
+from flexattn.dispatch.mod_program import evaluate
 from flexattn.mods.trace import trace_mods
 
 Callback = Callable[..., Any]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.program import call, op_name
+from flexattn.dispatch.mod_program import call, op_name
 
 
 class Implied(NamedTuple):

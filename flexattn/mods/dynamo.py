@@ -17,7 +17,7 @@ from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_s
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
-from flexattn.dispatch.program import GRADIENT, Capture
+from flexattn.dispatch.mod_program import GRADIENT, Capture
 from flexattn.mods.trace import Mod, trace_mods
 from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.program import GRADIENT, OPS, Capture, call, new_graph, op_name
+from flexattn.dispatch.mod_program import GRADIENT, OPS, Capture, call, new_graph, op_name
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from flexattn.dispatch import options, triton_backend
-from flexattn.dispatch.neutral import neutral_state
-from flexattn.dispatch.program import (
+from flexattn.dispatch.mod_program import (
     ARGUMENTS,
     GRADIENT,
     Capture,
@@ -31,6 +30,7 @@ from flexattn.dispatch.program import (
     new_graph,
     op_name,
 )
+from flexattn.dispatch.neutral import neutral_state
 from flexattn.mods.bands import conjunction, implied_band, is_identity, split_hidden
 from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
 from flexattn.mods.graph import as_dtype, cancel_factors, converted

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dtype
 from flexattn.dispatch.neutral import neutral_state
-from flexattn.dispatch.program import ARGUMENTS, GRADIENT, Capture, read_dtype
 from flexattn.mods.captures import Captures, find_captures, with_floats
 from flexattn.mods.graph import INTEGERS, normalised, place_of
 

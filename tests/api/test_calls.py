@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import call_cache
-from flexattn.dispatch import eager_backend, tape
+from flexattn.dispatch import eager_backend, replay
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
 from flexattn.kernels_triton.runtime import direct, launch
@@ -160,7 +160,7 @@ STATES: dict[str, Callable[[pytest.MonkeyPatch, dict[str, Any]], AbstractContext
     "attention_backend": lambda patch, call: flexattn.attention_backend("eager"),
     "FLEXATTN_BACKEND": lambda patch, call: patch.setenv("FLEXATTN_BACKEND", "eager"),
     "FLEXATTN_HOPPER": lambda patch, call: patch.setenv("FLEXATTN_HOPPER", "never"),
-    "refusals": lambda patch, call: forget_rejections(),
+    "failures": lambda patch, call: forget_rejections(),
     "selections": lambda patch, call: select.cache_clear(),
     "autocast": lambda patch, call: torch.autocast("cpu"),
     "a shape in place": lambda patch, call: call.update({n: call[n].resize_(2, 4, 4, 8) for n in "kv"}),
@@ -298,7 +298,7 @@ def test_gradients_are_those_of_an_ordinary_call() -> None:
 
 
 def test_a_backward_is_kept_for_the_strides_of_dout() -> None:
-    """A tape of it has them in its launches."""
+    """A recording of it has them in its launches."""
     call = base()
     call["q"].requires_grad_()
     first = torch.randn(flexattn.attention(**call).shape)
@@ -415,9 +415,9 @@ def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.Monk
         flexattn.attention(**{name: randn(1, length, 2, 8) for name in "qkv"})
         flexattn.attention(**base())
     info = call_cache.cache_info()
-    assert info == {"hits": 40, "misses": 40, "tapes": 0, "size": 8}
+    assert info == {"hits": 40, "misses": 40, "recordings": 0, "size": 8}
     call_cache.clear_cache()
-    assert call_cache.cache_info() == {"hits": 0, "misses": 0, "tapes": 0, "size": 0}
+    assert call_cache.cache_info() == {"hits": 0, "misses": 0, "recordings": 0, "size": 0}
 
 
 def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,14 +426,14 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
 
     def record(backend: Any, run: Callable[[], Any], inputs: Any, results_of: Callable[[Any], Any], *_: Any) -> Any:
         result = run()
-        found: Any = object.__new__(tape.Tape)
-        found.can_play = lambda: True
+        found: Any = object.__new__(replay.Recording)
+        found.can_replay = lambda: True
         kind = "forward" if len(results_of(result)) == 3 else "backward"
-        found.play = lambda tensors, addresses: (played.append(kind), results_of(result))[1]
+        found.replay = lambda tensors, addresses: (played.append(kind), results_of(result))[1]
         return result, found
 
     monkeypatch.setattr(call_cache, "record", record)
-    monkeypatch.setattr(eager_backend, "can_be_taped", lambda: True)
+    monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
     call = base()
     leaves = [call[name].requires_grad_() for name in "qkv"]
     out = flexattn.attention(**call)
@@ -507,20 +507,20 @@ def some_ops(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def taken_down() -> tape.Tape:
+def recorded() -> replay.Recording:
     inputs = (torch.zeros(3, 2), torch.zeros(3))
-    recorder = tape._Recorder(inputs)
+    recorder = replay._Recorder(inputs)
     with recorder:
         results = some_ops(*inputs)
-    return tape.Tape(recorder, [recorder.slot(t) for t in results], torch.device("cpu"))
+    return replay.Recording(recorder, [recorder.slot(t) for t in results], torch.device("cpu"))
 
 
-def test_a_tape_of_torchs_ops(taken_down: tape.Tape) -> None:
+def test_a_recording_of_torchs_ops(recorded: replay.Recording) -> None:
     for seed in range(3):
         x, y = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for shape in ((3, 2), (3,)))
-        got = taken_down.play((x, y), (x.data_ptr(), y.data_ptr()))
+        got = recorded.replay((x, y), (x.data_ptr(), y.data_ptr()))
         assert all(torch.equal(a, b) for a, b in zip(got, some_ops(x, y), strict=True))
-    assert len(taken_down.constants) == 1
+    assert len(recorded.constants) == 1
 
 
 def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,16 +537,16 @@ def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     monkeypatch.setattr(launch, "is_plain", lambda: True)
     inputs = (torch.zeros(4, 3), None, torch.zeros(5))
-    recorder = tape._Recorder(inputs)
+    recorder = replay._Recorder(inputs)
     with recorder:
         made = torch.empty(3, 4)
         rows = torch.empty(2)
         recorder.launched(Kernel(), 1, (made[1], inputs[0][2], made, CONSTANT[2:]))
         recorder.launched(Kernel(), 1, (inputs[2][1:],))
         recorder.launched(Kernel(), 1, (inputs[0].t(), made[2], rows))
-    played = tape.Tape(recorder, [recorder.slot(made), None, recorder.slot(inputs[2])], torch.device("cpu"))
+    played = replay.Recording(recorder, [recorder.slot(made), None, recorder.slot(inputs[2])], torch.device("cpu"))
     x, y = torch.ones(4, 3), torch.ones(5)
-    got, nothing, same = played.play((x, None, y), (x.data_ptr(), 0, y.data_ptr()))
+    got, nothing, same = played.replay((x, None, y), (x.data_ptr(), 0, y.data_ptr()))
     begin = got.data_ptr()
     assert (nothing, same) == (None, y)
     assert seen[0] == (begin + 16, x.data_ptr() + 24, begin, CONSTANT.data_ptr() + 8)
@@ -564,13 +564,13 @@ def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     monkeypatch.setattr(launch, "is_plain", lambda: True)
     monkeypatch.setattr(direct, "set_to_zero", lambda stream, address, size: seen.append((address, size)))
-    recorder = tape._Recorder(())
+    recorder = replay._Recorder(())
     with recorder:
         made = torch.empty(3, 4)
         made[1].zero_()
         made[:, 1].zero_()
         recorder.launched(kernel, 1, (made,))
-    (played,) = tape.Tape(recorder, [recorder.slot(made)], torch.device("cpu")).play((), ())
+    (played,) = replay.Recording(recorder, [recorder.slot(made)], torch.device("cpu")).replay((), ())
     assert seen == [(played.data_ptr() + 16, 16)]
 
 

@@ -45,14 +45,14 @@ class Kernel:
 
 
 @pytest.fixture(autouse=True)
-def taped(monkeypatch: pytest.MonkeyPatch) -> None:
+def recordable(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def watched(watcher: Callable[..., None]) -> Iterator[None]:
         watcher(Kernel(), 1, ())
         yield
 
     monkeypatch.setattr(eager_backend, "watched", watched)
-    monkeypatch.setattr(eager_backend, "can_be_taped", lambda: True)
+    monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
     monkeypatch.setattr(triton_backend, "_can_quantize", lambda device: False)
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     monkeypatch.setattr(launch, "is_plain", lambda: True)
@@ -98,13 +98,13 @@ def test_played_is_as_ordinary(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         if state is not None and same is not None:
             assert all(torch.equal(a, b) for a, b in zip(state.buffers(), same.buffers(), strict=True))
     info = call_cache.cache_info()
-    assert (info["hits"], info["tapes"]) == (5, 2)
+    assert (info["hits"], info["recordings"]) == (5, 2)
     with torch.no_grad():
         for _ in range(4):
             played = flexattn.attention(**arguments, fp8_state=state)
         with in_the_ordinary_way(monkeypatch):
             assert torch.equal(played, flexattn.attention(**arguments, fp8_state=same))
-    assert call_cache.cache_info()["tapes"] == 3
+    assert call_cache.cache_info()["recordings"] == 3
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e5m2])
@@ -125,7 +125,7 @@ def test_fp8_inputs(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
             assert all(torch.equal(a.float(), b.float()) for a, b in zip(got[:3], wanted[:3], strict=True))
             assert got.block_rows == 64
     assert call_cache.cache_info()["hits"] == 4
-    assert call_cache.cache_info()["tapes"] == 1
+    assert call_cache.cache_info()["recordings"] == 1
 
 
 def test_one_tape_for_two_layers_with_states_of_their_own() -> None:

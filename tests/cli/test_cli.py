@@ -16,7 +16,7 @@ from flexattn import __main__ as command_line
 from flexattn.cli import build as build_ahead
 from flexattn.cli import doctor
 from flexattn.cli import explain as question
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import backend_module, forget_rejections, select
 from tests.conftest import FreshPython
 
@@ -203,7 +203,7 @@ def test_warmup_prepares_what_each_call_needs(monkeypatch):
 
 def test_warmup_learns_what_is_refused(monkeypatch):
     def refusing(*args: Any) -> None:
-        raise Refused("not even compiled")
+        raise RuntimeFailure("not even compiled")
 
     eager = backend_module("eager")
     monkeypatch.setattr(eager, "prepare", refusing)

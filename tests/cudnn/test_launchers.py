@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
-from flexattn.dispatch import cudnn_backend, tape
+from flexattn.dispatch import cudnn_backend, replay
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands
 from flexattn.kernels_cudnn import attention, execute
 from flexattn.kernels_cudnn import plans as plans_module
@@ -268,18 +268,18 @@ def test_what_surrounds_cudnn_is_played_as_it_was_taken_down(name: str, monkeypa
     def flat(x: Operands, *more: torch.Tensor | None) -> list[torch.Tensor | None]:
         return [*x[: Operands._fields.index("max_seqlen_q")], *x.mod_tensors, *more]
 
-    def played(made: tape.Tape | None, inputs: list[torch.Tensor | None]) -> list[Any]:
+    def played(made: replay.Recording | None, inputs: list[torch.Tensor | None]) -> list[Any]:
         assert made is not None
-        return made.play(inputs, [0 if t is None else t.data_ptr() for t in inputs])
+        return made.replay(inputs, [0 if t is None else t.data_ptr() for t in inputs])
 
-    first, made = tape.record(cudnn_backend, lambda: cudnn_backend.forward(spec, x), flat(x), lambda r: r, device)
+    first, made = replay.record(cudnn_backend, lambda: cudnn_backend.forward(spec, x), flat(x), lambda r: r, device)
     want = cudnn_backend.forward(spec, other)
     for a, b in zip(played(made, flat(other)), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     if cudnn_backend.rule_error(spec, "backward") is not None:
         return
     dout, inputs = case.dout * 0.5, flat(x, *first[:2], case.dout)
-    _, made = tape.record(
+    _, made = replay.record(
         cudnn_backend,
         lambda: cudnn_backend.backward(spec, x, *first[:2], case.dout, None),
         inputs,

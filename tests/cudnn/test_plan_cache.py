@@ -64,7 +64,7 @@ def test_what_may_be_over_the_next_time_is_passed_on_and_not_kept(build, error) 
         cache.get("a graph", CPU)
     assert e.value is error
     assert cache.known("a graph", CPU) is None
-    assert cache.counters.refusals == 0
+    assert cache.counters.failures == 0
     build(None)
     assert cache.get("a graph", CPU).graph is not None
     assert asked == ["a graph"] * 2
@@ -85,10 +85,10 @@ def test_cudnns_own_answers_are_kept_until_they_are_forgotten(build, error) -> N
         with pytest.raises(PlanNotSupported, match=str(error)):
             cache.get("a graph", CPU)
     assert asked == ["a graph"]
-    assert cache.counters.refusals == 1
+    assert cache.counters.failures == 1
     build(None)
     plan = cache.get("another", CPU)
-    cache.forget_refusals()
+    cache.forget_failures()
     assert cache.get("a graph", CPU).graph is not None
     assert cache.get("another", CPU) is plan
 

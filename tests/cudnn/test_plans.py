@@ -19,7 +19,7 @@ if reason := ("a GPU is here: tests/gpu/test_cudnn.py builds plans for it" if to
 import cudnn
 
 from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.graphs import Sdpa, build
@@ -61,7 +61,7 @@ def cudnns_answer(spec: AttentionSpec, x: Operands, direction: Direction) -> str
     """What cuDNN says of the plan, whatever our rules say."""
     try:
         cudnn_backend.prepare(spec, x, direction)
-    except Refused as e:
+    except RuntimeFailure as e:
         return str(e)
     return None
 
@@ -292,7 +292,7 @@ def test_a_refusal_is_remembered() -> None:
         texts.append(str(e.value))
     assert "multiple of 8" in texts[0]
     assert texts == [texts[0]] * 3
-    assert (cache.counters.refusals, cache.counters.builds) == (1, 0)
+    assert (cache.counters.failures, cache.counters.builds) == (1, 0)
     assert isinstance(cache.known(wrong, DEVICE), PlanNotSupported)
     assert cache.known(some_sdpa(1), DEVICE) is None
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn.dispatch import canary, eager_backend, explain, heuristics, triton_backend
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import forget_rejections
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from tests.api.test_support import ROWS, make_case
@@ -211,7 +211,7 @@ def test_an_input_that_a_backend_refuses_says_nothing_of_the_calls(monkeypatch):
 
     def refuses_the_canarys(spec: AttentionSpec, x: Operands) -> Any:
         if x.q.shape[0] == 2:
-            raise Refused("no plan for a batch of two")
+            raise RuntimeFailure("no plan for a batch of two")
         return right(spec, x)
 
     monkeypatch.setattr(triton_backend, "forward", refuses_the_canarys)

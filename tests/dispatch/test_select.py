@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import context, heuristics, options, refusals
+from flexattn.dispatch import context, heuristics, options, runtime_failures
 from flexattn.dispatch.context import attention_backend, requested_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.heuristics import DEFAULTS, Measured
-from flexattn.dispatch.refusals import Refused
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import BackendError, Decision, backend_module, forget_rejections, mark_unsupported, reasons, select
 from flexattn.dispatch.spec import (
     BACKENDS,
@@ -287,7 +287,7 @@ def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
 
     def refusing(spec: AttentionSpec, x: Any) -> None:
         tried.append(spec)
-        raise Refused("no plan today")
+        raise RuntimeFailure("no plan today")
 
     monkeypatch.setattr(backend_module("cudnn"), "forward", refusing)
     q = torch.randn(1, 3, 2, 8)
@@ -312,7 +312,7 @@ def test_what_one_shape_was_refused_is_no_other_shapes(monkeypatch, refuse, requ
 
     def forward(spec: AttentionSpec, x: Any) -> Any:
         if x.q.shape[0] > 3 or x.max_seqlen_q == 70:
-            raise Refused(f"no plan for {tuple(x.q.shape)}")
+            raise RuntimeFailure(f"no plan for {tuple(x.q.shape)}")
         ran.append(tuple(x.q.shape[:2]))
         return eager.forward(spec, x)
 
@@ -340,19 +340,19 @@ def on_a_gpu(x: Any, settings: Any) -> AttentionSpec:
     return ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda", length_q=128, length_kv=128)
 
 
-def test_refusals_are_bounded(monkeypatch):
-    monkeypatch.setattr(refusals, "_CAPACITY", 3)
+def test_failures_are_bounded(monkeypatch):
+    monkeypatch.setattr(runtime_failures, "_CAPACITY", 3)
     q = torch.randn(1, 4, 2, 8)
     for n in range(6):
         x = Operands(q[:, : n + 1], q, q, *[None] * 8, n, 4, 1.0, 0.0, 0.0)
         spec = SPEC._replace(num_heads=n)
-        for known in (refusals.of_call(x), refusals.remembered("cudnn", spec, "forward")):
+        for known in (runtime_failures.of_call(x), runtime_failures.remembered("cudnn", spec, "forward")):
             assert not known
-        refusals.remember_call(x, ("cudnn", spec, "forward"), "no")
-        refusals.remember("cudnn", spec, "forward", "no")
-        assert refusals.of_call(x) == ((("cudnn", spec, "forward"), "no"),)
-        assert refusals.remembered("cudnn", spec, "forward") == "no"
-    assert len(refusals._of_shapes) == len(refusals._of_specs) == 3
+        runtime_failures.remember_call(x, ("cudnn", spec, "forward"), "no")
+        runtime_failures.remember("cudnn", spec, "forward", "no")
+        assert runtime_failures.of_call(x) == ((("cudnn", spec, "forward"), "no"),)
+        assert runtime_failures.remembered("cudnn", spec, "forward") == "no"
+    assert len(runtime_failures._of_shapes) == len(runtime_failures._of_specs) == 3
 
 
 def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkeypatch, refuse):
@@ -381,7 +381,7 @@ def test_a_backward_that_building_refuses_goes_to_the_next_before_the_forward_ru
 
     def prepare(spec: AttentionSpec, x: Any, direction: Direction) -> None:
         order.append(direction)
-        raise Refused("no plan for that")
+        raise RuntimeFailure("no plan for that")
 
     monkeypatch.setattr(cudnn, "prepare", prepare)
     monkeypatch.setattr(cudnn, "forward", lambda spec, x: order.append("forward ran") or backend_module("eager").forward(spec, x))
@@ -643,16 +643,16 @@ specs = st.builds(
         st.booleans(),
     ),
 ).map(lambda spec: spec if spec.fp8 is None else spec._replace(dtype=torch.float8_e4m3fn))
-some_refusals = st.dictionaries(
+some_failures = st.dictionaries(
     st.sampled_from([(name, d) for name in BACKENDS for d in DIRECTIONS]), st.just("it crashed; try another")
 )
 
 
 @settings(deadline=None)  # the first choice imports the backends
-@given(specs, st.sampled_from(DIRECTIONS), st.sampled_from(options.REQUESTS), some_refusals)
-def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direction, request, refused):
+@given(specs, st.sampled_from(DIRECTIONS), st.sampled_from(options.REQUESTS), some_failures)
+def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direction, request, failures):
     forget_rejections()
-    for (name, which), reason in refused.items():
+    for (name, which), reason in failures.items():
         mark_unsupported(name, spec, which, reason)
 
     def choose() -> Decision | str:
@@ -667,7 +667,7 @@ def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direc
     if isinstance(choice, Decision):
         assert request in ("auto", choice.backend)
         assert backend_module(choice.backend).unsupported(spec, direction) is None
-        assert (choice.backend, direction) not in refused
+        assert (choice.backend, direction) not in failures
         lines = reasons(spec, direction, choice)
         assert lines[0] == f"why: {choice.why}"
         others = [name for name in BACKENDS if name != choice.backend]

@@ -76,4 +76,4 @@ def test_a_retained_graph_of_the_first_call_gives_the_same_bits_each_time(backen
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         for _ in range(4):  # of a scalar, whose dout has strides of its own
             torch.autograd.grad(graph.sum(), leaves, retain_graph=True)
-    assert call_cache.cache_info()["tapes"] >= 2
+    assert call_cache.cache_info()["recordings"] >= 2

@@ -1,4 +1,4 @@
-"""Calls that are played from a tape, on a GPU: the same bits as an ordinary call, with other tensors, streams and threads."""
+"""Recorded calls replayed on a GPU: the same bits as an ordinary call, with other tensors, streams and threads."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_tape_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monke
     call_cache.clear_cache()
     for _ in range(3):
         run(*given[0])
-    assert call_cache.cache_info()["tapes"] == 2, call_cache.cache_info()
+    assert call_cache.cache_info()["recordings"] == 2, call_cache.cache_info()
     side = torch.cuda.Stream()
     for (arguments, leaves), want in zip(given, wanted, strict=True):
         for stream in (torch.cuda.current_stream(), side):
@@ -103,7 +103,7 @@ def test_a_tape_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monke
 
 
 @pytest.mark.parametrize("name", ["causal", "full, d 64", "packed"])
-def test_a_tape_of_cudnn(name: str) -> None:
+def test_a_recording_of_cudnn(name: str) -> None:
     given = [make_arguments(name, seed) for seed in range(3)]
     try:
         flexattn.explain(**given[0][0], backend="cudnn")
@@ -121,7 +121,7 @@ def test_a_tape_of_cudnn(name: str) -> None:
     call_cache.clear_cache()
     for _ in range(3):
         run_cudnn(*given[0])
-    assert call_cache.cache_info()["tapes"] == 2, call_cache.cache_info()
+    assert call_cache.cache_info()["recordings"] == 2, call_cache.cache_info()
     for one, want in zip(given, wanted, strict=True):
         got = run_cudnn(*one)
         assert torch.equal(got[0], want[0])
@@ -140,7 +140,7 @@ def test_without_gradients_and_under_inference_mode() -> None:
             out = flexattn.attention(**arguments, backend="triton")
             assert torch.equal(first, out)
         assert out.is_inference()
-    assert call_cache.cache_info()["tapes"] == 1
+    assert call_cache.cache_info()["recordings"] == 1
 
 
 def test_threads_share_tapes() -> None:
@@ -174,11 +174,11 @@ def test_a_graph_of_played_calls_replays() -> None:
         for _ in range(3):
             run(arguments, leaves)
     torch.cuda.current_stream().wait_stream(side)
-    before = call_cache.cache_info()["tapes"]
+    before = call_cache.cache_info()["recordings"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(arguments, leaves)
-    assert call_cache.cache_info()["tapes"] == before == 2
+    assert call_cache.cache_info()["recordings"] == before == 2
     other, other_leaves = make_arguments("packed", 1)
     with torch.no_grad():
         for mine, theirs in zip(leaves, other_leaves, strict=True):
@@ -196,7 +196,7 @@ def test_slopes_that_a_captured_graph_made_are_not_kept() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = flexattn.attention(**call)
-    assert call_cache.cache_info()["tapes"] == 0
+    assert call_cache.cache_info()["recordings"] == 0
     graph.replay()
     assert torch.equal(captured, first)
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_a_hook_on_launches_sees_them() -> None:
 
 
 def test_a_capture_that_moves() -> None:
-    """Saved tensors that come back with other strides are no call that a tape knows."""
+    """Saved tensors that come back with other strides are no call that a recording is for."""
     q = torch.randn(2, 100, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
     q.requires_grad_()
     dout = torch.randn(2, 100, 6, 128, device="cuda", dtype=torch.bfloat16)

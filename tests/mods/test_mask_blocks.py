@@ -14,7 +14,7 @@ from torch import Tensor
 import flexattn
 from flexattn import mods
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.program import evaluate
+from flexattn.dispatch.mod_program import evaluate
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import BlockLists, Problem
 from flexattn.kernels_triton.mods import mask_blocks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexattn.dispatch import eager_backend, triton_backend
-from flexattn.dispatch.program import OPS
+from flexattn.dispatch.mod_program import OPS
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, CompileRequest, request_for
 from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.problem import Backward

@@ -1,4 +1,4 @@
-"""What kernels are given: the same bytes whether Triton launches them, the driver's own call does, or a tape is played."""
+"""What kernels are given: the same bytes whether Triton launches them, the driver's own call does, or a recording is played."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.runtime import launch, store
 from flexattn.testing import make_inputs
 
-# No memory is freed, so that each tensor has an address of its own, as those of a tape have.
+# No memory is freed, so that each tensor has an address of its own, as those of a recording have.
 kept = []
 def keeping(make):
     def wrapper(*args, **kwargs):
@@ -33,9 +33,9 @@ for owner, names in ((torch, "empty empty_like zeros zeros_like"), (torch.Tensor
     for name in names.split():
         setattr(owner, name, keeping(getattr(owner, name)))
 
-from flexattn.dispatch import tape
-of_torch = tape._allocator
-tape._allocator = lambda device: keeping(of_torch(device))
+from flexattn.dispatch import replay
+of_torch = replay._allocator
+replay._allocator = lambda device: keeping(of_torch(device))
 
 def biased(score, b, h, i, j):
     return score * factor + slopes[h] * (i - j)
@@ -139,8 +139,8 @@ for hopper in ("never", "always"):
         thread = threading.Thread(target=run, args=(call, leaves, outputs))  # which has no context yet
         played = logged(lambda: (thread.start(), thread.join()))
         info = call_cache.cache_info()
-        assert info["tapes"] >= before["tapes"], info
-        tapes = [c for c in call_cache._calls.values() if c.tape]
+        assert info["recordings"] >= before["recordings"], info
+        recordings = [c for c in call_cache._calls.values() if c.recording]
         given = {t.data_ptr(): (str(n), max(1, t.numel() * t.element_size())) for n, t in enumerate([*leaves, *outputs])}
         given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
         rows = [normalised(found, given) for found in (by_triton, by_driver, played)]
@@ -149,7 +149,7 @@ for hopper in ("never", "always"):
             for a, b in zip(rows[0], other):
                 different = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
                 assert not different, (hopper, name, kind, a[1], [(i, a[i], b[i]) for i in different][:4])
-        assert tapes, (hopper, name)
+        assert recordings, (hopper, name)
         print(hopper, name, [row[1] for row in rows[2]])
 """
 

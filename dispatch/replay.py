@@ -118,8 +118,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(_Launch(direct.prepare(programs, arguments), tensors))
 
 
-class Tape:
-    """What `record` took down. `play` is safe in threads, as each launch's buffer has a lock."""
+class Recording:
+    """What `record` took down. `replay` is safe in threads, as each launch's buffer has a lock."""
 
     def __init__(self, recorder: _Recorder, results: Sequence[int | None], device: torch.device) -> None:
         self.device = device
@@ -176,21 +176,21 @@ class Tape:
         self.allocate = _allocator(device)
         self.stream: Callable[[], int] = lambda: 0
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
-        self.can_play: Callable[[], bool] = lambda: True
+        self.can_replay: Callable[[], bool] = lambda: True
         if has_launches:
             from flexattn.kernels_triton.runtime import direct, launch
 
-            self.stream, self.can_play, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
+            self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
 
-    def play(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, ...]:
+    def replay(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, ...]:
         """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None.
 
-        Not to be called where `can_play()` is false: when someone wants to see launches, which Triton then has to make.
+        Not to be called where `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
         """
         if self.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.play(inputs, addresses)
+                return self.replay(inputs, addresses)
         tensors: list[Any] = [*inputs, *self.more]
         places = [*addresses, *self.more_addresses]
         stream = self.stream()
@@ -215,7 +215,7 @@ def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def _places(recorder: _Recorder) -> dict[int, int]:
-    """Of each slot, where `play` has it: an input where it is given first, the others after all inputs."""
+    """Of each slot, where `replay` has it: an input where it is given first, the others after all inputs."""
     places: dict[int, int] = {}
     for i, slot in enumerate(recorder.inputs):
         if slot is not None:
@@ -234,8 +234,8 @@ def record(
     results_of: Callable[[R], Sequence[Tensor | None]],
     device: torch.device,
     also: Backend | None = None,
-) -> tuple[R, Tape | None]:
-    """What `call`, a run of the backend, gives, and a tape of it, or None where it did what no tape can hold.
+) -> tuple[R, Recording | None]:
+    """What `call`, a run of the backend, gives, and a recording of it, or None where it did what none can hold.
 
     inputs: every tensor that the call reads and that another call may have another of; aligned alike then, and the same where they
     are the same here.
@@ -248,7 +248,7 @@ def record(
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
     if recorder.trouble or -1 in results or all(isinstance(step, _Op) for step in recorder.steps):
         return result, None
-    return result, Tape(recorder, results, device)
+    return result, Recording(recorder, results, device)
 
 
 def _root(slot: int, tensors: Sequence[Tensor], recorder: _Recorder) -> tuple[int, int]:

@@ -16,15 +16,15 @@ from torch import Tensor
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 
 Asked = tuple[str, AttentionSpec, Direction]  # a backend, and of what it was asked
-Refusals = tuple[tuple[Asked, str], ...]  # each with its reason
+Failures = tuple[tuple[Asked, str], ...]  # each with its reason
 
 _CAPACITY = 1024
 _of_specs: OrderedDict[Asked, str] = OrderedDict()
-_of_shapes: OrderedDict[Hashable, Refusals] = OrderedDict()
+_of_shapes: OrderedDict[Hashable, Failures] = OrderedDict()
 _lock = threading.Lock()
 
 
-class Refused(Exception):
+class RuntimeFailure(Exception):
     """Raised by a backend, before it writes anything, that cannot run a call which its `unsupported` had nothing against."""
 
 
@@ -46,7 +46,7 @@ def remember_call(x: Operands, asked: Asked, reason: str) -> None:
         _keep(_of_shapes, shape, (*{**before, asked: reason}.items(),))
 
 
-def of_call(x: Operands) -> Refusals:
+def of_call(x: Operands) -> Failures:
     """Those of calls whose operands look like these, in both directions."""
     return _of_shapes.get(_shape(x), ()) if _of_shapes else ()
 
