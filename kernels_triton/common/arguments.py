@@ -69,9 +69,9 @@ class Scores(NamedTuple):
     """Arguments that turn the product of a query and a key into a logit."""
 
     scale: float
-    softcap: float
     bias: Bias | None
     alibi: Alibi | None
+    softcap: float
     captures: Any  # the tensors and numbers that the mods read, a tuple
 
 

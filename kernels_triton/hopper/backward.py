@@ -131,7 +131,6 @@ class DkdvSteps(NamedTuple):
 
 class DqArguments(NamedTuple):
     descriptors: DqTensors
-    steps: DqSteps
     statistics_ptr: Any
     tiles_of_statistics: int  # of a head
     large: LargeLse
@@ -139,6 +138,7 @@ class DqArguments(NamedTuple):
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
+    steps: DqSteps
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # of key blocks
@@ -146,13 +146,13 @@ class DqArguments(NamedTuple):
 
 class DkdvArguments(NamedTuple):
     descriptors: DkdvTensors
-    steps: DkdvSteps
     tiles_of_statistics: int  # of a head
     large: LargeLse
     work: BackwardWork
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
+    steps: DkdvSteps
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # of query blocks
@@ -256,6 +256,15 @@ def _dq_load(args: DqArguments, tiles: DqTiles, barriers: DqBarriers, block: Blo
     tma.store_wait(0)
 
 
+@gluon.constexpr_function
+def loops_of(META):
+    """Returns 2 where a kernel has a loop for calls with a large lse and one for all others, of which one runs, else 1.
+
+    Without a band the second has no branch but for the last block: one on `large` would cost 8 % of the backward at head dim 64.
+    """
+    return 2 if META.IS_UNBOUNDED and not (META.HAS_LEFT or META.HAS_RIGHT) else 1
+
+
 @gluon.jit
 def _dq_compute(
     args: DqArguments,
@@ -297,45 +306,55 @@ def _dq_compute(
         last_seen_by_all = gl.minimum(len_kv, m_start + shift + window_right + 1)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.q_full.index(0), 0)
-    for n_block in range(block.num_blocks):
-        column, is_full = key_block(n_block, block.block_range, META)
-        columns = column + block_columns
-        consumer = CONSUMER + opaque_zero(n_block)
-        k_stage = n_block % META.STAGES0
-        v_stage = n_block % META.STAGES1
-        k0 = tiles.k.index(k_stage).reshape([BLOCK_N, QK0])
-        wait_full(barriers.k_full, n_block, META.STAGES0)
-        qk = warpgroup_mma(tiles.q.index(consumer).reshape([ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if QK1 > 0:
-            k1 = tiles.k1.index(k_stage).reshape([BLOCK_N, QK1])
-            qk = warpgroup_mma(tiles.q1.index(consumer).reshape([ROWS, QK1]), k1.permute([1, 0]), qk, is_async=True)
-        wait_full(barriers.v_full, n_block, META.STAGES1)
-        v0 = tiles.v.index(v_stage).reshape([BLOCK_N, V0])
-        dp = warpgroup_mma(tiles.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
-        qk = warpgroup_mma_wait(1, deps=[qk])
-        i, j = rows[:, None], columns[None, :]
-        s, factor, cap_tanh, score = logits(qk, i, j, softmax_scale, own.head, MODS, META)
-        is_cut = column + BLOCK_N > last_seen_by_all
-        if META.HAS_LEFT:
-            is_cut = is_cut | (column < m_start + ROWS - 1 + shift - window_left)
-        if is_cut | is_any_large(large, META):
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
-            s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
-        s = apply_mask_mod(s, i, j, is_full, own.head, MODS, META)
-        p = gl.exp2(s * factor + minus_lse[:, None])
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        release(barriers.v_empty, n_block, META.STAGES1)
-        dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + minus_delta[:, None])
-        dscore = through_mods(dlogit, cap_tanh, score, i, j, own.head, MODS, META)
-        ds = gl.convert_layout(dscore.to(DTYPE), DS)
-        sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
-        if QK1 > 0:
-            sum_of_k1 = warpgroup_mma(ds, k1, dq1, is_async=True)
-            dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
-        else:
-            dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
-        release(barriers.k_empty, n_block, META.STAGES0)
+    LOOPS: gl.constexpr = loops_of(META)
+    for IS_LARGE in gl.static_range(LOOPS):
+        iterations = block.num_blocks
+        if LOOPS == 2:
+            iterations = gl.where(is_any_large(large, META) == (IS_LARGE == 1), iterations, 0)
+        for n_block in range(iterations):
+            column, is_full = key_block(n_block, block.block_range, META)
+            columns = column + block_columns
+            consumer = CONSUMER + opaque_zero(n_block)
+            k_stage = n_block % META.STAGES0
+            v_stage = n_block % META.STAGES1
+            k0 = tiles.k.index(k_stage).reshape([BLOCK_N, QK0])
+            wait_full(barriers.k_full, n_block, META.STAGES0)
+            qk = warpgroup_mma(tiles.q.index(consumer).reshape([ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if QK1 > 0:
+                k1 = tiles.k1.index(k_stage).reshape([BLOCK_N, QK1])
+                qk = warpgroup_mma(tiles.q1.index(consumer).reshape([ROWS, QK1]), k1.permute([1, 0]), qk, is_async=True)
+            wait_full(barriers.v_full, n_block, META.STAGES1)
+            v0 = tiles.v.index(v_stage).reshape([BLOCK_N, V0])
+            dp = warpgroup_mma(tiles.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
+            qk = warpgroup_mma_wait(1, deps=[qk])
+            i, j = rows[:, None], columns[None, :]
+            s, factor, cap_tanh, score = logits(qk, i, j, softmax_scale, own.head, MODS, META)
+            is_cut = column + BLOCK_N > last_seen_by_all
+            if META.HAS_LEFT:
+                is_cut = is_cut | (column < m_start + ROWS - 1 + shift - window_left)
+            if LOOPS == 1:
+                is_cut = is_cut | is_any_large(large, META)
+            if is_cut:
+                s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+                if LOOPS == 1:
+                    s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
+            if IS_LARGE == 1:
+                s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
+            s = apply_mask_mod(s, i, j, is_full, own.head, MODS, META)
+            p = gl.exp2(s * factor + minus_lse[:, None])
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            release(barriers.v_empty, n_block, META.STAGES1)
+            dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + minus_delta[:, None])
+            dscore = through_mods(dlogit, cap_tanh, score, i, j, own.head, MODS, META)
+            ds = gl.convert_layout(dscore.to(DTYPE), DS)
+            sum_of_k = warpgroup_mma(ds, k0, dq, is_async=True)
+            if QK1 > 0:
+                sum_of_k1 = warpgroup_mma(ds, k1, dq1, is_async=True)
+                dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
+            else:
+                dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
+            release(barriers.k_empty, n_block, META.STAGES0)
     tiles.q.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))  # q is no longer needed
     if QK1 > 0:
         tiles.q1.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
@@ -479,66 +498,75 @@ def _dkdv_compute(
     n, h = 0, first_head
     bias_ptr, alibi_slope = load_head(args.scores.bias, args.scores.alibi, b, h, META)
     values = head_values(b, h, captures, MODS, META)
-    for m_block in range(block.num_blocks * group_size):  # of all query heads
-        row, is_full = query_block(n, block.block_range, META)
-        columns = row + block_columns
-        own = CONSUMER + opaque_zero(m_block)
-        q_stage = m_block % META.STAGES0
-        dout_stage = m_block % META.STAGES1
-        q0 = tiles.q.index(q_stage).reshape([BLOCK_M, QK0])
-        dout0 = tiles.dout.index(dout_stage).reshape([BLOCK_M, V0])
-        wait_full(barriers.q_full, m_block, META.STAGES0)
-        kq = warpgroup_mma(tiles.k.index(own).reshape([ROWS, QK0]), q0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if QK1 > 0:
-            q1 = tiles.q1.index(q_stage).reshape([BLOCK_M, QK1])
-            kq = warpgroup_mma(tiles.k1.index(own).reshape([ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
-        wait_full(barriers.dout_full, m_block, META.STAGES1)
-        dp = warpgroup_mma(tiles.v.index(own).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        drawn = drawn_weights(draws, h, row, n_start, BLOCK_M, True, META)
-        kq = warpgroup_mma_wait(1, deps=[kq])
-        i, j = columns[None, :], rows[:, None]
-        head = head_from(args.scores, b, h, sequence, shift, bias_ptr, alibi_slope, behind(captures, values, META))
-        s, factor, cap_tanh, score = logits(kq, i, j, softmax_scale, head, MODS, META)
-        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
-            is_cut = is_any_large(large, META)
-            if META.HAS_RIGHT:
-                is_cut = is_cut | (row < n_start + ROWS - 1 - shift - window_right)
-            if META.HAS_LEFT:
-                is_cut = is_cut | (row + BLOCK_M > n_start - shift + window_left + 1)
-            if is_cut:
-                s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-                if META.IS_UNBOUNDED:
+    LOOPS: gl.constexpr = loops_of(META)
+    for IS_LARGE in gl.static_range(LOOPS):
+        iterations = block.num_blocks * group_size  # of all query heads
+        if LOOPS == 2:
+            iterations = gl.where(is_any_large(large, META) == (IS_LARGE == 1), iterations, 0)
+        for m_block in range(iterations):
+            row, is_full = query_block(n, block.block_range, META)
+            columns = row + block_columns
+            own = CONSUMER + opaque_zero(m_block)
+            q_stage = m_block % META.STAGES0
+            dout_stage = m_block % META.STAGES1
+            q0 = tiles.q.index(q_stage).reshape([BLOCK_M, QK0])
+            dout0 = tiles.dout.index(dout_stage).reshape([BLOCK_M, V0])
+            wait_full(barriers.q_full, m_block, META.STAGES0)
+            kq = warpgroup_mma(tiles.k.index(own).reshape([ROWS, QK0]), q0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if QK1 > 0:
+                q1 = tiles.q1.index(q_stage).reshape([BLOCK_M, QK1])
+                kq = warpgroup_mma(tiles.k1.index(own).reshape([ROWS, QK1]), q1.permute([1, 0]), kq, is_async=True)
+            wait_full(barriers.dout_full, m_block, META.STAGES1)
+            dp = warpgroup_mma(tiles.v.index(own).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            drawn = drawn_weights(draws, h, row, n_start, BLOCK_M, True, META)
+            kq = warpgroup_mma_wait(1, deps=[kq])
+            i, j = columns[None, :], rows[:, None]
+            head = head_from(args.scores, b, h, sequence, shift, bias_ptr, alibi_slope, behind(captures, values, META))
+            s, factor, cap_tanh, score = logits(kq, i, j, softmax_scale, head, MODS, META)
+            if LOOPS == 2:
+                if IS_LARGE == 1:
                     of_queries = tiles.statistics.index(q_stage).slice(0, BLOCK_M).load(COLUMNS)
                     s = relative_to_lse(s, of_queries[None, :], large, b, h, i, len_q, META)
-        s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
-        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-        minus_lse = tiles.statistics.index(q_stage).slice(0, BLOCK_M).load(COLUMNS)
-        p = gl.exp2(s * factor + minus_lse[None, :])
-        minus_delta = tiles.statistics.index(q_stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
-        dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
-        ds = gl.convert_layout(dscore.to(DTYPE), DS)
-        p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
-        sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
-        sum_of_q = warpgroup_mma(ds, q0, dk, is_async=True)
-        if QK1 > 0:
-            sum_of_q1 = warpgroup_mma(ds, q1, dk1, is_async=True)
-            dv, p16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16])
-            release(barriers.dout_empty, m_block, META.STAGES1)
-            dk, dk1, ds = warpgroup_mma_wait(0, deps=[sum_of_q, sum_of_q1, ds])
-        else:
-            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
-            release(barriers.dout_empty, m_block, META.STAGES1)
-            dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
-        release(barriers.q_empty, m_block, META.STAGES0)
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            h += 1
-            next_h = gl.minimum(h, first_head + group_size - 1)
-            bias_ptr, alibi_slope = load_head(args.scores.bias, args.scores.alibi, b, next_h, META)
-            values = head_values(b, next_h, captures, MODS, META)
+            elif META.HAS_LEFT or META.HAS_RIGHT:
+                is_cut = is_any_large(large, META)
+                if META.HAS_RIGHT:
+                    is_cut = is_cut | (row < n_start + ROWS - 1 - shift - window_right)
+                if META.HAS_LEFT:
+                    is_cut = is_cut | (row + BLOCK_M > n_start - shift + window_left + 1)
+                if is_cut:
+                    s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
+                    if META.IS_UNBOUNDED:
+                        of_queries = tiles.statistics.index(q_stage).slice(0, BLOCK_M).load(COLUMNS)
+                        s = relative_to_lse(s, of_queries[None, :], large, b, h, i, len_q, META)
+            s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
+            s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
+            minus_lse = tiles.statistics.index(q_stage).slice(0, BLOCK_M).load(COLUMNS)
+            p = gl.exp2(s * factor + minus_lse[None, :])
+            minus_delta = tiles.statistics.index(q_stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
+            dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
+            ds = gl.convert_layout(dscore.to(DTYPE), DS)
+            p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
+            sum_of_dout = warpgroup_mma(p16, dout0, dv, is_async=True)
+            sum_of_q = warpgroup_mma(ds, q0, dk, is_async=True)
+            if QK1 > 0:
+                sum_of_q1 = warpgroup_mma(ds, q1, dk1, is_async=True)
+                dv, p16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16])
+                release(barriers.dout_empty, m_block, META.STAGES1)
+                dk, dk1, ds = warpgroup_mma_wait(0, deps=[sum_of_q, sum_of_q1, ds])
+            else:
+                dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+                release(barriers.dout_empty, m_block, META.STAGES1)
+                dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
+            release(barriers.q_empty, m_block, META.STAGES0)
+            n += 1
+            if n == block.num_blocks:
+                n = 0
+                h += 1
+                next_h = gl.minimum(h, first_head + group_size - 1)
+                bias_ptr, alibi_slope = load_head(args.scores.bias, args.scores.alibi, b, next_h, META)
+                values = head_values(b, next_h, captures, MODS, META)
     tiles.k.index(CONSUMER).reshape([ROWS, QK0]).store((dk * softmax_scale).to(DTYPE))  # k and v are no longer needed
     if QK1 > 0:
         tiles.k1.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * softmax_scale).to(DTYPE))

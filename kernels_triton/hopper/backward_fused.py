@@ -113,13 +113,13 @@ class Steps(NamedTuple):
 
 class Arguments(NamedTuple):
     descriptors: Tensors
-    steps: Steps
     tiles_of_statistics: int  # of a head
     large: LargeLse
     work: BackwardWork
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
+    steps: Steps
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # of query blocks

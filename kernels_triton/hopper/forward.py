@@ -151,12 +151,12 @@ class Results(NamedTuple):
 
 class Arguments(NamedTuple):
     descriptors: ForwardTensors
-    steps: ForwardSteps
     results: Results
     work: Work
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
+    steps: ForwardSteps
     scores: Scores
     softmax_offset_ptr: Any
     dropout: Dropout

@@ -175,7 +175,7 @@ def in_threads(work: Callable[[int], None], count: int = 8) -> None:
 
 def test_threads_that_trace_at_once() -> None:
     q, k, v = (x.detach() for x in inputs())
-    slopes = torch.tensor([0.5, 1.5])
+    slopes = torch.tensor([0.5, 1.5], device=DEVICE)
 
     def scaled(n: int) -> Mod:
         return lambda s, b, h, i, j: torch.tanh(s) * n + slopes[h] * i
@@ -185,7 +185,7 @@ def test_threads_that_trace_at_once() -> None:
 
     def plain(n: int, with_mask: bool) -> Tensor:
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
-        i, j = torch.arange(9)[:, None], torch.arange(9)
+        i, j = torch.arange(9, device=DEVICE)[:, None], torch.arange(9, device=DEVICE)
         if not with_mask:
             scores = torch.tanh(scores) * n + slopes[:, None, None] * i
         else:
@@ -290,7 +290,7 @@ def unkeyed(tensor: Tensor) -> Mod:
 def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) -> None:
     q, k, v = (x.detach() for x in inputs())
     with without_collector():
-        tensor = torch.ones(2)
+        tensor = torch.ones(2, device=DEVICE)
         alive = weakref.ref(tensor)
         mod = make(tensor)
         for _ in range(3):

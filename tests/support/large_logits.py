@@ -122,7 +122,13 @@ def results_of(case: Case, visible: Tensor | None = None, replaces: bool = False
 
 
 def check(got: dict[str, Tensor], case: Case, rounding: Rounding, visible: Tensor | None = None, replaces: bool = False) -> None:
-    """got: any of `Results`' fields, under names that end in theirs."""
+    """got: any of `Results`' fields, under names that end in theirs.
+
+    What rounding may do is computed on the CPU: the order of a GPU library's sums would make the budget another on each machine.
+    """
+    case = case._replace(**{name: t.cpu() for name, t in case._asdict().items() if isinstance(t, Tensor)})
+    visible = None if visible is None else visible.cpu()
+    got = {name: result.cpu() for name, result in got.items()}
     exact, rounded = (results_of(case, visible, replaces, of) for of in (None, rounding))
     for name, result in got.items():
         field = name.split()[-1]
