@@ -319,13 +319,17 @@ def _dq_compute(
             v_stage = n_block % META.STAGES1
             k0 = tiles.k.index(k_stage).reshape([BLOCK_N, QK0])
             wait_full(barriers.k_full, n_block, META.STAGES0)
-            qk = warpgroup_mma(tiles.q.index(consumer).reshape([ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            qk = warpgroup_mma(
+                tiles.q.index(consumer).reshape([ROWS, QK0]), k0.permute([1, 0]), zeros, use_acc=False, is_async=True
+            )
             if QK1 > 0:
                 k1 = tiles.k1.index(k_stage).reshape([BLOCK_N, QK1])
                 qk = warpgroup_mma(tiles.q1.index(consumer).reshape([ROWS, QK1]), k1.permute([1, 0]), qk, is_async=True)
             wait_full(barriers.v_full, n_block, META.STAGES1)
             v0 = tiles.v.index(v_stage).reshape([BLOCK_N, V0])
-            dp = warpgroup_mma(tiles.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(
+                tiles.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True
+            )
             drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
             qk = warpgroup_mma_wait(1, deps=[qk])
             i, j = rows[:, None], columns[None, :]

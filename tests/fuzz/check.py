@@ -19,10 +19,12 @@ FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of plain torch's error in the same
 # Roundings granted where plain torch happens to be exact: of the result's own dtype; in a gradient also of the arithmetic, as dp
 # and delta cancel; in float64, of which there is no wider truth.
 STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
-SCORE_STEPS, OUT_STEPS = (
-    8.0,
-    4.0,
-)  # in the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many
+# In float32 on a GPU, whose tensor cores cut where they add, in place of rounding (Fasi et al., "Numerical behavior of NVIDIA tensor
+# cores", PeerJ Computer Science 2021).
+STEPS_OF_TENSOR_CORES = 8.0
+# In the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many, times the largest of a key.
+SCORE_STEPS, OUT_STEPS = 8.0, 8.0
+STEEPEST = {"affine": 2.0, "checkered": 3.0}  # by which a score_mod multiplies that gradient
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
 NOTHING = 1e-4  # what that leaves of a gradient of 0
 TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
@@ -115,7 +117,8 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
     of_tanh = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     of_scores = ref.largest * eps + of_tanh
-    steps = STEPS_OF_DOUBLE if is_double else STEPS
+    is_cut = dtype is torch.float32 and config.where == ON_GPU
+    steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if is_cut else STEPS
     vague = _row_of_out(ref.is_vague, config.q_format)
     for name, t in got.items():
         what = f"{when}: {name}"
@@ -164,20 +167,22 @@ def _compare_gradient(
     wanted = ref.gradients[name]
     # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
     # rounded, which plain torch does not do: where few rows are summed its luck is no budget. Of one visible key out is v, and
-    # exact, unless dropout or a sink divides it, and nothing else may be left of a gradient.
+    # exact, and nothing else may be left of a gradient.
     of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
-    is_divided = config.dropout_p > 0.0 or config.softmax_type != "vanilla"
-    of_delta = (OUT_STEPS if is_divided else OUT_STEPS / 16.0) * of_out + SCORE_STEPS * eps
+    steepness = STEEPEST.get(config.score_mod or "", 1.0)
+    of_delta = steepness * SCORE_STEPS * eps * config.head_dim_v**0.5
+    if of_out and call.dout is not None and ref.out.numel():
+        rounded_out = torch.where(_row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0)
+        of_delta = of_delta + steepness * OUT_STEPS * of_out / 2 * rounded_out.nan_to_num().square().sum(-1).max().sqrt()
     if name in ("q", "k", "v"):
         queries = (
             sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
         )  # that a key sums over
-        rounded = of_delta * config.head_dim_v**0.5 * problem.scale * max(1.0, queries) ** 0.5
-        least = torch.where(wanted.any(), rounded, max(rounded, NOTHING))
+        rounded = torch.as_tensor(of_delta * problem.scale * max(1.0, queries) ** 0.5, dtype=torch.float64, device=got.device)
+        least = torch.where(wanted.any(), rounded, rounded.clamp(min=NOTHING))
     else:  # sums of the gradients of many scores, which may cancel altogether
-        rounded = of_delta / 4.0 * config.head_dim_v**0.5
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
-        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + rounded) * max(1.0, terms) ** 0.5
+        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + of_delta / 4.0) * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 # Masks of large finite numbers leave scores beyond this. The softmax is defined in float32, which cannot hold their differences as
 # float64 does, so the oracle rounds them to it before an exact softmax. Smaller ones stay: a rounding does little there.
 LARGE = 2.0**13
+LONE = 2.0**11
 FARTHEST = 104.0  # from a row's largest score, where exp is 0 in float32
 NEG_INF = float("-inf")
 WORD = 0xFFFFFFFF
@@ -56,6 +57,7 @@ class Result(NamedTuple):
     dscore: Tensor  # the largest gradient of a score, by magnitude
     num_scores: int
     is_level: Tensor  # bool, as lse: the row's largest score is beyond LARGE, and the others equal it or are far from it
+    is_rounded: Tensor  # bool, as lse: out is not the value of one key alone, which a half type has exactly
     is_vague: Tensor  # bool, as lse: it is beyond LARGE, and others are so near that a rounding decides
     largest: Tensor  # the largest score of each of the other rows: the largest of these, by magnitude
 
@@ -185,15 +187,18 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     counts = (is_below & (s > row_max[..., None] - FARTHEST)).any(-1)  # a weight that a rounding of the scores moves
     largest = torch.cat([size.masked_fill(is_large & ~counts, 0.0).flatten(), size.new_zeros(1)]).max()
 
+    # A lone weight is 1, unless its score is so large that log2(e) times it is rounded by more than a half type would hide.
+    is_rounded = ((shares.detach() != 0) & (shares.detach() != 1)).any(-1) | (size > LONE)
+
     total_q = _rows(x["q"], p.q.fmt).shape[0]
-    lse, is_level, is_vague = (
+    lse, is_rounded, is_level, is_vague = (
         _to_lse_format(_scattered(t.permute(0, 2, 1)[..., None], q_rows, total_q, fill), p.q, x["q"].shape)
-        for t, fill in ((lse, NEG_INF), (is_large & ~near, False), (is_large & near, False))
+        for t, fill in ((lse, NEG_INF), (is_rounded, False), (is_large & ~near, False), (is_large & near, False))
     )
     out = _to_format(_scattered(out.permute(0, 2, 1, 3), q_rows, total_q, 0.0), p.q, x["q"].shape)
     is_real = _scattered(q_real[..., None, None], q_rows, total_q, False)
     max_logit = row_max.amax((0, 2)) if batch else row_max.new_full((heads,), NEG_INF)
-    return Result(out, lse, max_logit, {}, size.new_zeros(()), s.numel(), is_level, is_vague, largest), scores, is_real
+    return Result(out, lse, max_logit, {}, size.new_zeros(()), s.numel(), is_level, is_rounded, is_vague, largest), scores, is_real
 
 
 def press_slopes(heads: int) -> list[float]:
