@@ -234,6 +234,7 @@ def test_kinds_of_blocks(device: str) -> None:
     assert kinds.tolist() == [[[[1, 0, 0], [2, 1, 0], [2, 2, 1], [2, 2, 2]]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["forward", pytest.param("backward", marks=pytest.mark.exhaustive)])
 def test_compiled_ahead_of_time(kernels: str) -> None:
     """The kernels take a block mask on sm_90 with its matrix instructions and without spills in the loops."""

@@ -109,6 +109,7 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("matplotlib")
 def test_the_report_stands_alone(main: Record) -> None:
     parsed = Page()

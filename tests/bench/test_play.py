@@ -258,7 +258,7 @@ def page_blocks() -> list[str]:
     return [text for text in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if text.startswith("$ cp ")]
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("text", page_blocks())
 def test_the_pages_walk_through_a_change_is_real(text: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "kernels_triton", tmp_path / "kernels_triton", ignore=shutil.ignore_patterns("__pycache__"))

@@ -363,6 +363,7 @@ FAULTS_IN_GLUON = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_IN_GLUON)
 def test_injected_fault_is_found_by_the_emulator(name: str, tmp_path: Path) -> None:
@@ -380,6 +381,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

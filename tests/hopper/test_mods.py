@@ -213,7 +213,7 @@ def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str)
     return {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
 
 
-@pytest.mark.sample("dims")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
