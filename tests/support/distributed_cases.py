@@ -1,4 +1,4 @@
-"""What `test_distributed` runs in two gloo processes on the CPU: `python distributed_cases.py <case> <rank> <port>`."""
+"""Cases of `test_distributed`, run in two gloo processes on the CPU: `python -m tests.support.distributed_cases <rank> <port>`."""
 
 from __future__ import annotations
 
@@ -167,11 +167,12 @@ def wrapped() -> None:
 
 
 if __name__ == "__main__":
-    case, rank, port = sys.argv[1:]
+    rank, port = sys.argv[1:]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(rank), world_size=WORLD)
-    {"sharded": sharded, "wrapped": wrapped}[case]()
+    sharded()
+    wrapped()
     dist.barrier()
     dist.destroy_process_group()
     # gloo's threads live on while a mesh holds the group; one that frees a tensor during Python's shutdown cannot have the GIL and
