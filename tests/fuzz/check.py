@@ -19,8 +19,8 @@ FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of plain torch's error in the same
 # Roundings granted where plain torch happens to be exact: of the result's own dtype; in a gradient also of the arithmetic, as dp
 # and delta cancel; in float64, of which there is no wider truth.
 STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
-# In float32 on a GPU, whose tensor cores cut where they add, in place of rounding (Fasi et al., "Numerical behavior of NVIDIA tensor
-# cores", PeerJ Computer Science 2021).
+# In float32 on a GPU, whose tensor cores cut where they add, in place of rounding (Fasi et al., "Numerical behavior of NVIDIA
+# tensor cores", PeerJ Computer Science 2021).
 STEPS_OF_TENSOR_CORES = 8.0
 # In the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many, times the largest of a key.
 SCORE_STEPS, OUT_STEPS = 8.0, 8.0
