@@ -211,7 +211,7 @@ class Operands(NamedTuple):
     mod_numbers: Sequence[float] = ()
     block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
     descales: Sequence[Tensor] = ()  # of q, k, v and dout, as far as in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
-    halves: Sequence[Tensor] = ()  # for a backward in FP8, as they came: dout where it is given in FP8, and q and k if kept
+    copies16: Sequence[Tensor] = ()  # for a backward in FP8, as they came: dout where it is given in FP8, and q and k if kept
 
     def on_meta(self) -> Operands:
         """The same with tensors that have no memory, strides included."""

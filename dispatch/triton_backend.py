@@ -247,7 +247,7 @@ def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[
     sizes = amax_sizes(dout, spec.q_format, x.cu_seqlens_q, x.max_seqlen_q, "block", BLOCK_ROWS)
     descale = torch.empty(sizes, dtype=torch.float32, device=dout.device)
     data = torch.empty(dout.shape, dtype=spec.fp8.grad_dtype, device=dout.device)
-    return x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves]), data
+    return x._replace(descales=[*x.descales, descale], copies16=[dout, *x.copies16]), data
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
@@ -284,7 +284,7 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
 
     launch.keep_in(options.kernel_directory())
     mods = {} if spec.mods is None else _mods(spec.mods, x)
-    formats_of_halves = (spec.q_format, spec.q_format, spec.kv_format)
+    formats_of_copies = (spec.q_format, spec.q_format, spec.kv_format)
     return Problem(
         q=as_bshd(_loadable(x.q), spec.q_format),
         k=as_bshd(_loadable(x.k), spec.kv_format),
@@ -310,7 +310,7 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         **mods,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         descales=tuple(descale.contiguous() for descale in x.descales),
-        halves=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.halves, formats_of_halves, strict=False)),
+        copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, formats_of_copies, strict=False)),
         scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
         is_part=spec.is_part,
     )

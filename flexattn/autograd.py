@@ -114,7 +114,7 @@ class Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         lists, (a, b, c, d) = tensors[_NUM_TENSORS:], ctx.ends
         x = Operands(*tensors[:_NUM_TENSORS], *values)._replace(
-            mod_tensors=lists[:a], block_mask=lists[a:b], descales=lists[b:c], halves=lists[c:d]
+            mod_tensors=lists[:a], block_mask=lists[a:b], descales=lists[b:c], copies16=lists[c:d]
         )
         delayed = Delayed(scale_dout=scale_dout, history_dout=ctx.history)
         found = gradients(x, settings, config, delayed, ops.Incoming(out, lse, dout, dlse))

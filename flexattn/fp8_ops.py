@@ -238,7 +238,7 @@ def gradients(
         fmt, _ = parse_format(qkv_format)
         scale, history = delayed.scale_dout, delayed.history_dout
         dout8, descale, _ = passes.quantize(dout, *lengths, scale, history, fmt, config.grad_dtype, *kind)
-        x, dout = x._replace(descales=[*x.descales, descale], halves=[dout, *x.halves]), dout8
+        x, dout = x._replace(descales=[*x.descales, descale], copies16=[dout, *x.copies16]), dout8
     found = attend(x, dout)
     if not config.rotation:
         return found

@@ -71,7 +71,7 @@ class Fp8Steps:
             return attend(x, dout)
         *_, scale, history = more
         delayed = Delayed(scale_dout=scale, history_dout=history)
-        x = x._replace(descales=more[:_DESCALES], halves=_copies(more))
+        x = x._replace(descales=more[:_DESCALES], copies16=_copies(more))
         return fp8_ops.gradients(x, self.settings.qkv_format, self.config, delayed, dout, passes, attend)
 
     def saved_places(self, places: Sequence[int | None], first: int) -> list[int | None]:
@@ -107,7 +107,7 @@ class Fp8Steps:
         descales, copies = list(more[:_DESCALES]), _copies(more)
         if self.config.quantises_dout:  # dout's descale is laid out as q's
             descales, copies = [*descales, descales[0]], [dout, *copies]
-        return x._replace(descales=descales, halves=copies)
+        return x._replace(descales=descales, copies16=copies)
 
     def quantizer_beside(self, backend: Backend) -> Backend | None:
         """Returns the backend that quantises beside another one; None where that is the same, or where torch's ops do it."""

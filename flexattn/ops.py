@@ -65,7 +65,7 @@ class Settings(NamedTuple):
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
-    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] halves,
+    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,

@@ -122,7 +122,7 @@ def _with_dout(call: Backward) -> Backward:
         return call
     sizes = x.descales[3].shape
     source = Source(
-        x=x.halves[0],
+        x=x.copies16[0],
         data=call.dout,
         cu_seqlens=x.cu_seqlens_q,
         cu_seqlens_padded=x.cu_seqlens_q_padded,

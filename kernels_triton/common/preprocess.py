@@ -211,7 +211,7 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
     if quantises:
         assert x.scale_rows == _TILE.block_m  # a program makes one scale
-        dout, tile = x.halves[0], _TILE if x.v.shape[-1] <= 64 else _TILE_OF_FP8
+        dout, tile = x.copies16[0], _TILE if x.v.shape[-1] <= 64 else _TILE_OF_FP8
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))

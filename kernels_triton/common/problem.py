@@ -205,11 +205,11 @@ class Problem:
     # Factors of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # of a block; 0: there is one
-    halves: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
+    copies16: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
     # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
     # fp32, and a large lse (`large_rows`), are made good.
     is_part: bool = False
-    dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of halves[0]
+    dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of copies16[0]
 
     @property
     def is_fp8(self) -> bool:

@@ -31,7 +31,7 @@ def is_plain(score_meta: dict[str, Any]) -> bool:
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and dout in 16 bits: as the caller gave them where the copy engine reads those, else dequantised."""
     x = problem
-    given = dict(zip(("dout", "q", "k"), x.halves, strict=False))
+    given = dict(zip(("dout", "q", "k"), x.copies16, strict=False))
     scales = scales_of(x)
 
     def copy(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
@@ -55,7 +55,7 @@ def in_16_bits(
     options: dict[str, Any] = {"dtype": dtype, "device": device, "memory_format": torch.contiguous_format}
     q, k, v, dout16 = (torch.empty_like(t, **options) for t in (problem.q, problem.k, problem.v, dout))
     if problem.dout_is_to_come:
-        dout16 = problem.halves[0]
+        dout16 = problem.copies16[0]
     return dataclasses.replace(problem, q=q, k=k, v=v, descales=(), scale_rows=0, dout_is_to_come=False), dout16
 
 

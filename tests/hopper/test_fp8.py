@@ -192,7 +192,7 @@ def test_statistics_that_quantise_compiled(head_dim: int) -> None:
     """A program holds 128 rows of out and dout, and dout in FP8."""
     q, out, dout = (torch.zeros(2, 256, 4, head_dim, dtype=dtype) for dtype in (E4M3, torch.bfloat16, torch.bfloat16))
     descales = (torch.ones(1, 1, 1),) * 3 + (torch.ones(2, 4, 2),)
-    problem = Problem(q, q, q, softmax_scale=0.1, descales=descales, scale_rows=128, halves=(dout,), dout_is_to_come=True)
+    problem = Problem(q, q, q, softmax_scale=0.1, descales=descales, scale_rows=128, copies16=(dout,), dout_is_to_come=True)
     with recorded_launches() as launches:
         tiled_statistics(Backward(problem, out, torch.zeros(2, 4, 256), torch.zeros_like(q), None, q, q, q), 64)
     (report,) = compile_sound([request_for(launch, 90) for launch in launches])
@@ -214,7 +214,7 @@ def test_statistics_that_quantise(head_dim: int, device: str) -> None:
     (dout8,), (descale,), _ = quantization.quantize([Unquantized(dout, "thd", *lengths, None)], E4M3, "block", 128, 0)
     before = dataclasses.replace(problem, descales=(*problem.descales[:3], descale))
     room, data = torch.full_like(descale, float("nan")), torch.full_like(dout, float("nan")).to(E4M3)
-    to_come = dataclasses.replace(problem, descales=(*problem.descales[:3], room), halves=(dout,), dout_is_to_come=True)
+    to_come = dataclasses.replace(problem, descales=(*problem.descales[:3], room), copies16=(dout,), dout_is_to_come=True)
     results = []
     for own, own_dout in ((before, dout8), (to_come, data)):
         doffset = torch.empty(2, device=device)

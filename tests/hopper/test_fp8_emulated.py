@@ -202,19 +202,19 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
     fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
     found = backward_of(fp8, make_dout(given))
     q, k, _ = fp8.stands_for[:3]
-    halves = [(factor * t).nan_to_num().to(torch.bfloat16) for factor, t in ((2, found.stands_for), (4, q), (8, k))]
+    copies16 = [(factor * t).nan_to_num().to(torch.bfloat16) for factor, t in ((2, found.stands_for), (4, q), (8, k))]
 
-    def run(*halves: torch.Tensor) -> list[torch.Tensor]:
+    def run(*copies16: torch.Tensor) -> list[torch.Tensor]:
         with emulated(3, kernels):
-            return run_backward(found._replace(problem=dataclasses.replace(found.problem, halves=halves)), kernels=kernels)
+            return run_backward(found._replace(problem=dataclasses.replace(found.problem, copies16=copies16)), kernels=kernels)
 
     once = run()
     check_backward(found, once)
     for number, factors in ((3, (8, 4, 2)), (1, (1, 1, 2))):
-        for t, expected, factor in zip(run(*halves[:number]), once, factors, strict=True):
+        for t, expected, factor in zip(run(*copies16[:number]), once, factors, strict=True):
             assert t.equal(expected * factor)
-    unaligned = torch.empty(halves[1].numel() + 1, dtype=torch.bfloat16)[1:].view_as(halves[1]).copy_(halves[1])
-    for others in ((halves[0].half(), halves[1].half(), halves[2].half()), (halves[0].half(), unaligned)):
+    unaligned = torch.empty(copies16[1].numel() + 1, dtype=torch.bfloat16)[1:].view_as(copies16[1]).copy_(copies16[1])
+    for others in ((copies16[0].half(), copies16[1].half(), copies16[2].half()), (copies16[0].half(), unaligned)):
         assert all(map(torch.equal, run(*others), once))
 
 
@@ -233,7 +233,7 @@ def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) 
     found = backward_of(fp8, dout, "block")
     room = torch.full_like(found.problem.descales[3], float("nan"))
     problem = dataclasses.replace(
-        found.problem, descales=(*found.problem.descales[:3], room), halves=(dout,), dout_is_to_come=True, scale_rows=128
+        found.problem, descales=(*found.problem.descales[:3], room), copies16=(dout,), dout_is_to_come=True, scale_rows=128
     )
     to_come = found._replace(problem=problem, dout=torch.full_like(found.dout.float(), float("nan")).to(E4M3))
     with emulated(3, kernels):

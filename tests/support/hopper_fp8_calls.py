@@ -132,7 +132,7 @@ def rounded_attention(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, .
 def moved(problem: Problem, device: str) -> Problem:
     fields = {f: getattr(problem, f) for f in problem.__dataclass_fields__}
     tensors = {f: t.to(device) for f, t in fields.items() if isinstance(t, torch.Tensor)}
-    lists = {f: tuple(t.to(device) for t in fields[f]) for f in ("descales", "halves")}
+    lists = {f: tuple(t.to(device) for t in fields[f]) for f in ("descales", "copies16")}
     return dataclasses.replace(problem, **tensors, **lists)
 
 
