@@ -117,7 +117,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
     of_tanh = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     of_scores = ref.largest * eps + of_tanh
-    is_cut = dtype is torch.float32 and config.where == ON_GPU
+    is_cut = dtype is torch.float32 and (config.where.backend, config.where.device) == ("triton", "cuda")
     steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if is_cut else STEPS
     vague = _row_of_out(ref.is_vague, config.q_format)
     for name, t in got.items():
