@@ -1,4 +1,4 @@
-"""The backward of attention as a function, for who keeps the forward's results: rings and other parallelism over the sequence."""
+"""The backward of attention as a function, for callers that keep the forward's results: rings and other sequence parallelism."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """What `attention_backward` returns: a gradient has the shape and dtype of what it is the gradient of, and is contiguous."""
+    """Results of `attention_backward`: each has the shape and dtype of the tensor that it is the gradient of, and is contiguous."""
 
     dq: Tensor
     dk: Tensor
@@ -179,7 +179,7 @@ def attention_backward(
 
 
 def _check_kinds(*qkv: Any) -> None:
-    """What other words would be said of, or none."""
+    """Raises TypeError for kinds of tensors that a forward takes and this does not."""
     for name, t in zip("qkv", qkv, strict=True):
         if type(t).__name__ == "DTensor":
             raise TypeError(f"{name} is a DTensor; accepted: a local tensor, as that of to_local()")
@@ -190,7 +190,7 @@ def _check_kinds(*qkv: Any) -> None:
 
 
 def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
-    """What a backward asks more of a call that is checked as a forward is."""
+    """Raises ValueError or TypeError for what a backward needs beyond a forward's checks."""
     ops.refuse_transforms(x)
     validation.check_backward(x, settings.qkv_format, out, lse, dout, dlse)
     if x.dropout_p == 0.0:

@@ -92,7 +92,7 @@ def create_block_mask(
 
 
 def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
-    """A BlockMask as the operators take it, each list ascending; kept on the mask, for the next call.
+    """Returns a BlockMask as the operators take it, each list ascending; it is kept on the mask, for the next call.
 
     Raises TypeError for anything but a BlockMask, ValueError where it does not fit batch, heads, lengths or device.
     """
@@ -156,7 +156,7 @@ def _check_shapes(given: Sequence[Tensor | None], names: Sequence[str], columns:
 
 
 def _check_values(given: Sequence[Tensor | None], names: Sequence[str]) -> None:
-    """What FLEXATTN_CHECK=1 adds: a ValueError that names the count or index that is out of range, or the block listed twice."""
+    """Raises ValueError, under FLEXATTN_CHECK=1, for a count or index that is out of range or a block that is listed twice."""
     for i in range(0, 8, 4):
         seen: Tensor | int = 0
         for counts, indices, name in zip(given[i : i + 4 : 2], given[i + 1 : i + 4 : 2], names[i : i + 4 : 2], strict=True):
@@ -177,7 +177,7 @@ def _check_values(given: Sequence[Tensor | None], names: Sequence[str]) -> None:
 
 
 def _farthest(values: Tensor) -> int:
-    """Of values the least, if it is negative, else the largest."""
+    """Returns the least of the values if it is negative, else the largest."""
     low, high = (int(x) for x in values.aminmax())
     return low if low < 0 else high
 
@@ -205,7 +205,7 @@ def _block_size(given: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many of the last dim are chosen, where: those first, ascending), int32."""
+    """Returns how many entries of the last dim are chosen, and the indices with those first, ascending; int32."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

@@ -1,14 +1,14 @@
-"""Calls like an earlier one: from the arguments of attention() to what runs them, by one look-up.
+"""Cache of calls: one look-up leads from the arguments of attention() to what runs them.
 
 The key is everything that the checks, the spec and the choice of a backend read of a call: each tensor's type, shape, strides,
-dtype, device, alignment and whether it requires a gradient; each other argument with its type; what the mods compute; and the state
-around it (grad mode, the backend asked for, the environment variables, torch's switches, what backends have refused). An equal key
-means that all of that came out well before, and how. What is not so simple (tensor subclasses, modes, transforms, tracing,
-FLEXATTN_CHECK and FLEXATTN_CANARY) has no key, and takes the operators' way.
+dtype, device, alignment and whether it requires a gradient; each other argument with its type; the graphs of the mods; and the
+state around it (grad mode, the backend asked for, the environment variables, torch's switches, failures of backends). An equal key
+means that the checks passed before, and that the choice is the same. Calls with tensor subclasses, modes, transforms, tracing,
+FLEXATTN_CHECK or FLEXATTN_CANARY have no key: they go by the operators (`autograd`).
 
-The first call with a key is computed as by the operators. The second is taken down (`dispatch.replay`) where its backend's kernels
-can be, and from then on it is played. Backwards likewise, be it over one graph that is retained. At most 1024 are kept; of those
-the ones that are used stay.
+The first call with a key is computed step by step. The second is recorded (`dispatch.replay`) where its backend's kernels can be,
+and later ones are replayed. Backwards likewise, also those over one graph that is retained. At most 1024 calls are kept; those in
+use stay.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cache_info() -> dict[str, int]:
 
 
 def clear_cache() -> None:
-    """Forget every call and the counts."""
+    """Forgets every call and the counts."""
     with _lock:
         _calls.clear()
         _counts.update(hits=0, misses=0, recordings=0)
@@ -69,7 +69,7 @@ class CallKey(NamedTuple):
     """Key of a call, and what the call has beside it."""
 
     parts: Hashable
-    tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; what else a kind of call has; what mods capture
+    tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
     num_arguments: int  # of the tensors, before those that are captured
     addresses: list[int]
     block_mask: Any
@@ -81,9 +81,9 @@ def look_up(
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
 ) -> tuple[CallKey | None, CachedCall | None]:
-    """The key of a call, or None where it has none, and the call that was made with it.
+    """Returns the key of a call, None where it has none, and the call that was kept with it, if any.
 
-    tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and what else a kind of call has.
+    tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and those of FP8 or of a backward.
     others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
     block_mask, or None.
     """
@@ -145,17 +145,17 @@ _make_key = functools.partial(tuple.__new__, CallKey)  # what a NamedTuple's own
 
 
 def _low_bits(addresses: Sequence[int]) -> bytes:
-    """How far each address is from a multiple of 16 bytes."""
+    """Distance of each address from the multiple of 16 bytes below it."""
     return bytes([address & 15 for address in addresses])
 
 
 def _same(ids: Sequence[int]) -> tuple[int, ...]:
-    """Of each tensor the first that is the same object: as what is done once for one tensor is done twice for two."""
+    """Returns for each tensor the position of its first occurrence: a tensor given twice is copied or checked once."""
     return tuple([ids.index(i) for i in ids])
 
 
 def _state() -> Hashable | None:
-    """What besides its arguments a call depends on; None where it needs the operators: modes, transforms, tracing, checks."""
+    """Returns what a call depends on beside its arguments; None where modes, transforms, traces or checks need the operators."""
     if not _is_ordinary():
         return None
     environment = options.snapshot()
@@ -178,7 +178,7 @@ _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_t
 
 
 def _is_ordinary() -> bool:
-    """Whether no mode, transform or trace wants to see the operators."""
+    """Returns whether no mode, transform or trace wants to see the operators."""
     return not (
         _num_modes()
         or _transform() is not None
@@ -189,7 +189,7 @@ def _is_ordinary() -> bool:
 
 
 def _are_device_contexts() -> bool:
-    """Whether the modes of torch functions are those of torch.set_default_device alone, which change nothing here."""
+    """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
     return all(
         type(mode) is DeviceContext
         for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -197,7 +197,7 @@ def _are_device_contexts() -> bool:
 
 
 def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
-    """The tensors that mods capture; what else tells them apart is added to the key's parts. None where there is no such key."""
+    """Returns the tensors that mods capture, and adds what else they depend on to the key's parts; None where they have no key."""
     tensors: list[Tensor] = []
     parts.append(torch.get_default_dtype())  # an index times a number has it
     gradient = getattr(score_mod, "score_mod_gradient", None)
@@ -248,7 +248,7 @@ def new_call(
 
 
 def remember(key: CallKey, call: CachedCall) -> None:
-    """Keep a call that went well."""
+    """Keeps a call that ran without an error."""
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in key.parts):  # type: ignore[attr-defined]
         return  # a number that came in a tensor: the key would be of the object, whatever it holds by then
     with _lock:
@@ -262,7 +262,7 @@ def remember(key: CallKey, call: CachedCall) -> None:
 
 
 class CachedCall:
-    """A call as its key has it: the spec, and per direction a recording once there is one.
+    """Everything that calls with one key share: the spec, and a recording for each direction once there is one.
 
     The inputs of its forward are its operands' tensors, then those of FP8's part; those of its backward are the saved ones of both,
     then out, lse, dout and dlse.
@@ -276,7 +276,7 @@ class CachedCall:
         sources: Sequence[int | Tensor | None],
         of_fp8: Fp8Steps | None,
     ) -> None:
-        """names: of the operands' tensors that it has or may have, the first so many of them."""
+        """names: the operands' tensors that the call has or may have."""
         config = None if of_fp8 is None else of_fp8.config
         self.spec = ops.spec_to_run(x if config is None else fp8_ops.planned(x, settings, config), settings)
         self.of_fp8 = of_fp8
@@ -287,12 +287,12 @@ class CachedCall:
         self.has_run = False
         self.names = tuple(names)
         self.num_mods = len(x.mod_tensors)
-        # All but tensors, so that nothing of a user's is kept alive.
+        # Without tensors, so that nothing of a user's is kept alive.
         nothing: dict[str, Any] = dict.fromkeys(_TENSOR_FIELDS)
         self.template = x._replace(**nothing, mod_tensors=(), block_mask=(), descales=x.descales if of_fp8 is None else ())
         self.sources = tuple(sources)
         self.has_dropout = x.dropout_p > 0.0
-        # Whether the arguments, and what is captured, are the inputs as they come.
+        # True where the arguments and captures are the inputs, in that order.
         is_in_place = all(s is None or type(s) is int for s in sources) and list(sources[len(names) :]) == list(
             range(len(names), len(sources))
         )
@@ -319,7 +319,7 @@ class CachedCall:
             places = of_fp8.saved_places(places, num_results + self.num_inputs)
         self.num_saved = len(places)
         self.given = [i for i, place in enumerate(places) if place is not None]
-        # Of (*results, *inputs) out, lse and what else a backward needs.
+        # Picks out, lse and what else a backward needs from (*results, *inputs).
         self.saved = itemgetter(0, 1, *(place for place in places if place is not None))
         self.recording: Recording | None = None
         self.is_final = False  # whether there is or will be no recording
@@ -376,7 +376,7 @@ class CachedCall:
             self.is_final = True
             if self.is_recordable and self._forward_backend(tensors).can_be_recorded():
                 with contextlib.suppress(RuntimeFailure):  # then the ordinary way asks another backend
-                    results, self.recording = self._take_down(tensors)
+                    results, self.recording = self._record_forward(tensors)
                     _counts["recordings"] += self.recording is not None
                     return results
         self.has_run = True
@@ -384,7 +384,7 @@ class CachedCall:
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
         """Returns the gradients, by the recording where there is one; inputs: what is saved, and then out, lse, dout and dlse."""
-        # What is saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
+        # Tensors saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
         # the call's, and autograd sees to it that dout's and dlse's are.
         parts: list[Any] = [select.generation, options.snapshot()]
         addresses, together, ids = [], 0, []
@@ -410,7 +410,7 @@ class CachedCall:
         spec = self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
         if found is _SEEN and self.is_recordable and self._backward_backend(inputs, spec).can_be_recorded():
             with contextlib.suppress(RuntimeFailure):
-                gradients, recording = self._take_down_backward(inputs, spec)
+                gradients, recording = self._record_backward(inputs, spec)
                 self._keep(key, _NEVER if recording is None else recording)
                 _counts["recordings"] += recording is not None
                 return gradients
@@ -426,7 +426,7 @@ class CachedCall:
         out, lse, max_logit, *more = attend(x) if of_fp8 is None else of_fp8.forward(x, tensors[self.num_inputs :], attend)
         return out, lse, max_logit if self.spec.return_max_logit else None, *more
 
-    def _take_down(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Recording | None]:
+    def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Recording | None]:
         backend = self._forward_backend(tensors)
         also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         return record(
@@ -442,7 +442,7 @@ class CachedCall:
             attend(x, dout) if self.of_fp8 is None else self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, passes, attend)
         )
 
-    def _take_down_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Recording | None]:
+    def _record_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Recording | None]:
         backend = self._backward_backend(inputs, spec)
         also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         out, lse, _, dlse = inputs[-4:]
@@ -476,8 +476,8 @@ class CachedCall:
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
         inputs = (*tensors, out, lse, dout, dlse)
-        is_played = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
-        if not is_played or type(dout) not in _PLAIN or dout.is_neg():
+        is_direct = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
+        if not is_direct or type(dout) not in _PLAIN or dout.is_neg():
             gradients = self._operator_gradients(inputs)
         elif _is_profiled():
             with record_function("flexattn::attention_backward"):
@@ -511,7 +511,7 @@ class CachedCall:
                 self.backwards.popitem(last=False)
 
 
-_SEEN, _NEVER = "seen", "never"  # of a backward that has no recording: the next one is taken down, or none can be
+_SEEN, _NEVER = "seen", "never"  # for a backward without a recording: the next one is recorded, or none can be
 
 
 def _flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
@@ -525,8 +525,8 @@ def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, i
 class CachedAttention(torch.autograd.Function):
     """Attention by a cached call, which no operator sees.
 
-    One object carries all that is not differentiable: each argument of a Function costs, and these are read by nobody else. Results
-    cost too: with returns_lse None out is the only one; None and an lse that nobody asked for are no outputs to autograd.
+    One object carries all that is not differentiable, as each argument of a Function costs time, and so does each result: with
+    returns_lse None out is the only one. None and an lse that was not asked for are no outputs to autograd.
     """
 
     @staticmethod

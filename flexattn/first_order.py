@@ -1,4 +1,4 @@
-"""Attention has first derivatives alone: what makes a derivative of its gradients raise, wherever autograd comes to it."""
+"""Attention has first derivatives only: a guard makes any derivative of its gradients raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def first_order(backward: Backward) -> Backward:
-    """The backward of a Function that saved out first, from backward(ctx, saved tensors, *incoming gradients)."""
+    """Makes a Function's backward of backward(ctx, saved tensors, *incoming gradients); the Function must have saved out first."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -35,7 +35,7 @@ def first_order(backward: Backward) -> Backward:
 
 
 def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients, tied to the graphs of what they were made from so that a derivative of them raises RuntimeError."""
+    """Returns the gradients, tied to the graphs of what they were made from so that a derivative of them raises RuntimeError."""
     tied: tuple[Tensor | None, ...] = _Guard.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
     return tied
 

@@ -31,7 +31,7 @@ MOST_MARGIN = 14  # with more, a tensor's largest value would be below E4M3's no
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How `attention` uses FP8; frozen and hashable. A field that would have no effect raises.
+    """Settings of FP8 in `attention`; frozen and hashable. A field that would have no effect raises.
 
     Args:
         fp8_format: "E4M3", or "HYBRID": dout and, inside the backward, the gradient of the scores are E5M2, of more range and half
@@ -119,23 +119,23 @@ class Recipe:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of dout and of the scores' gradient."""
+        """Dtype of dout and of the scores' gradient."""
         return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
 
     def keeps_16_bit(self, device: torch.device) -> bool:
-        """q and k, for a backward in FP8 on the device."""
+        """Returns whether q and k are kept in 16 bits too, for a backward in FP8 on the device."""
         if self.keep_16_bit is not None:
             return self.keep_16_bit
         return not (self.rotation or self.bf16_backward) and _reads_16_bit(device)
 
     def quantises_dout(self, device: torch.device, backend: str) -> bool:
-        """By a pass before the backward, rather than in it with a scale for each BLOCK_ROWS rows."""
+        """Returns whether dout is quantised before the backward, rather than in it with a scale for each BLOCK_ROWS rows."""
         is_chosen = self.scaling == "delayed" or self.margin != 0 or self.rows not in (0, BLOCK_ROWS)
         return is_chosen or backend == "cudnn" or not _reads_16_bit(device)
 
     @property
     def rows(self) -> int:
-        """Of a block; 0 where there is one block."""
+        """Rows of a block; 0 where there is one block."""
         return (self.block_rows or BLOCK_ROWS) if self.granularity == "block" else 0
 
 
@@ -218,12 +218,12 @@ class DelayedScaling(torch.nn.Module):
         return found
 
     def note(self, name: str, amax: Tensor) -> None:
-        """This step's amax of a tensor, [1, heads | 1, 1]; the largest counts."""
+        """Notes a tensor's amax of this step, [1, heads | 1, 1]; the largest counts."""
         note_amax(self.history(name), amax)
 
     @torch.no_grad()
     def update(self) -> None:
-        """The next step: scales from the history, which moves on by one."""
+        """Goes to the next step: makes scales from the history, which moves on by one."""
         for name in TENSORS:
             history = self.history(name)
             amax = history.amax(0) if self.recipe.amax_compute_algo != "most_recent" else history[0]
@@ -373,7 +373,7 @@ def dequantize(
 
 
 def check_unpacked(q: Any, k: Any, v: Any) -> None:
-    """That none is a QuantizedTensor."""
+    """Raises TypeError where q, k or v is a QuantizedTensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, QuantizedTensor):
             raise TypeError(
@@ -388,7 +388,7 @@ def _check_is_recipe(recipe: Any) -> None:
 
 
 def check_recipe(recipe: Any, state: Any) -> None:
-    """That both are what they should be, and that one comes with the other."""
+    """Raises unless both have their types, and a state comes with delayed scaling and nothing else."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
     is_delayed = recipe is not None and recipe.scaling == "delayed"
@@ -411,7 +411,7 @@ def quantize_config(
     dropout: bool,
     backend: str,
 ) -> tuple[fp8_ops.QuantizeConfig | None, dict[str, Any]]:
-    """How q, k and v are quantised, None where they come in FP8 or stay as they are; and what of `ops.Settings` is FP8's."""
+    """Returns how q, k and v are quantised, None where they come in FP8 or stay in 16 bits, and the FP8 fields of `Settings`."""
     given = q.dtype in FP8_DTYPES
     if recipe is None and not given:
         return None, {}
@@ -459,11 +459,11 @@ def quantize_config(
 
 
 def _reads_16_bit(device: torch.device) -> bool:
-    """Whether a backward in FP8 has use for q, k and dout in 16 bits."""
+    """Returns whether a backward in FP8 has use for q, k and dout in 16 bits."""
     return ops._capability(device) == (9, 0)
 
 
-# What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
+# The flag that torch.compiler.assume_constant_result sets; calling that would import Dynamo.
 _reads_16_bit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -489,7 +489,7 @@ def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads:
 
 
 def _shapes(recipe: Recipe, name: str, heads: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """A tensor's buffers in a DelayedScaling; heads: of q, and of k and v."""
+    """Shapes of a tensor's buffers in a DelayedScaling. heads: the numbers of q, and of k and v."""
     count = 1 if recipe.granularity == "tensor" else heads[1] if name in ("k", "v") else heads[0]
     return {"amax_history": (recipe.amax_history_len or 16, count), "scale": (count,)}
 

@@ -33,7 +33,7 @@ _unrotate_op = torch.ops.flexattn.unrotate.default
 
 
 class State(Protocol):
-    """What delayed scaling is to a call."""
+    """Scales and histories of delayed scaling, by the names of tensors."""
 
     def scale(self, name: str) -> Tensor: ...
 
@@ -41,7 +41,7 @@ class State(Protocol):
 
 
 class QuantizeConfig(NamedTuple):
-    """The static half of quantising inside, in types that an operator's schema has."""
+    """Static settings of quantising q, k, v and dout inside a call, in types that an operator's schema has."""
 
     granularity: str
     block_rows: int

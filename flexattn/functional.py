@@ -1,4 +1,4 @@
-"""What you call: attention, the merge of two of its results, and the explanation of a choice."""
+"""The public functions: attention, the merge of two of its results, and the explanation of a choice."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, r
 def merge_attention(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, qkv_format: str = "bshd"
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from the attention of the same queries over each: what split keys and rings need.
+    """Returns attention over two disjoint sets of keys from the attention of the same queries over each, as rings need it.
 
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), as in FlashAttention (Dao et al., 2022) and ring
     attention (Liu et al., 2023), computed in float32. Differentiable in all four. A side that saw no key has lse = -inf and
@@ -424,7 +424,7 @@ def merge_attention(
 def explain(
     q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
 ) -> explanations.Explanation:
-    """Which backend runs a call in each direction, why, and for each other backend what is in its way.
+    """Returns which backend runs a call in each direction, and why, with the reason against each other backend.
 
     `explain(q, k, v, **arguments)` takes what `attention` takes and runs nothing; `explain(spec, backend=...)` takes an
     AttentionSpec. Print the result, or read its `forward` and `backward` decisions (`backward` is None where no gradient is
@@ -444,7 +444,7 @@ def explain(
 
 
 def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
-    """The arguments of `attention`, checked and sorted as it does, with nothing run; raises what it raises for them."""
+    """Returns the operands and settings of a call of `attention`, with nothing run; raises what it raises for the arguments."""
     call = inspect.signature(attention).bind(*arguments, **named)
     call.apply_defaults()
     x, settings, config = prepare(**call.arguments)

@@ -24,15 +24,15 @@ _HEAD = 200  # bytes that a first line has at most
 
 
 class _Unusable(Exception):
-    """Of a file or folder: why it is not read or written."""
+    """Reason why a file or folder is not read or written."""
 
 
 class _Distrusted(_Unusable):
-    """Somebody else may have written it."""
+    """Reason that a file or folder may have been written by somebody else."""
 
 
 def read(path: Path, kind: str, says: bool) -> bytes | None:
-    """The content of a file that `write` wrote with the same `kind`; None where there is none, or none to be trusted.
+    """Returns the content of a file that `write` wrote with the same `kind`; None where there is none, or none to be trusted.
 
     Raises nothing for whatever is in the file's place. A RuntimeWarning says once for each folder who else could have written it
     and, if `says`, what else is wrong: as a user who named the folder wants to know.
@@ -49,7 +49,7 @@ def read(path: Path, kind: str, says: bool) -> bytes | None:
 
 
 def write(path: Path, kind: str, content: bytes, says: bool) -> str | None:
-    """Write a file at once, as other processes may read it; None, or why it could not be written, which `says` says as in `read`.
+    """Writes a file at once, as other processes may read it. Returns None, or why it could not; `says` is that of `read`.
 
     The folder is made where it is missing, for this user alone, as the file is.
     """
@@ -75,7 +75,7 @@ def write(path: Path, kind: str, content: bytes, says: bool) -> str | None:
 
 
 def let_all_read(folder: Path, suffix: str) -> None:
-    """For files that are made to be shipped: whoever runs the image that they are put into can read them.
+    """Makes files that are to be shipped readable for whoever runs the image that they are put into.
 
     The folder too is opened to readers, unless it holds anything else.
     """

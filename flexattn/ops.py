@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Settings(NamedTuple):
-    """The static half of a call, in types that an operator's schema has."""
+    """Static settings of a call, in types that an operator's schema has."""
 
     qkv_format: str
     padding: bool
@@ -82,7 +82,7 @@ _backward_op = torch.ops.flexattn.attention_backward.default
 
 
 class Incoming(NamedTuple):
-    """What comes to a backward: the forward's results, and their gradients."""
+    """Inputs of a backward beside the operands: the forward's results and their gradients."""
 
     out: Tensor
     lse: Tensor
@@ -104,7 +104,7 @@ def settings_of_backward(settings: Settings) -> Settings:
 
 
 def new_rng_state(device: torch.device) -> Tensor:
-    """A seed and offset from torch's generator of the device."""
+    """Returns a seed and offset drawn from torch's generator of the device."""
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -166,7 +166,7 @@ def _fp8(x: Operands, settings: Settings) -> Fp8:
 
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
-    """The spec of a call on the device that it is on; what `explain` asks about and what the operators run."""
+    """Returns the spec of a call on its device, which `explain` asks about and the operators run."""
     return with_classes(make_spec(x, settings, _capability(x.q.device)), x)
 
 
@@ -185,7 +185,7 @@ def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
 def run(
     spec: AttentionSpec, direction: Direction, request: str, x: Operands, call: Callable[[Backend], T], warns: bool = True
 ) -> T:
-    """`call` with the backend that is selected; with the next one, or a BackendError, where that one refuses after all."""
+    """Returns `call` of the selected backend; where that refuses after all, of the next one, until none is left: BackendError."""
     options.check_all()
     failures = runtime_failures.of_call(x)
     while True:
@@ -205,7 +205,7 @@ def run(
 
 
 def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> Backend:
-    """The backend that runs a call, as far as it is known before."""
+    """Returns the backend that will run a call, unless it refuses at run time."""
     return backend_module(select(spec, direction, request, runtime_failures.of_call(x)).backend)
 
 
@@ -256,7 +256,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
 
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
-    # Not of descales, whose number of blocks would be guarded.
+    # Without descales, as their number of blocks would be guarded.
     return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
 
@@ -283,7 +283,7 @@ def captures_with_gradients(mods: str) -> tuple[bool, ...]:
     return program.tensor_needs_grad if program else ()
 
 
-# What torch.compiler.assume_constant_result sets; that itself would import Dynamo.
+# The flag that torch.compiler.assume_constant_result sets; calling that would import Dynamo.
 captures_with_gradients._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""From the arguments of a call to its tensors and settings: checked, cast under autocast, with mods traced."""
+"""Preparation of a call: its arguments are checked, cast under autocast and sorted, and its mods traced."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _trace_mods(
         from flexattn.mods.dynamo import record_mods
 
         return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
-    from flexattn.mods.trace import trace_mods  # here, as who has no mods should not wait for its import
+    from flexattn.mods.trace import trace_mods  # here, as calls without mods should not wait for its import
 
     return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(total: int, what: str, unit: str, wanted: bool = True) -> Iterator[Callable[[], object]]:
-    """What to call after each of `total`; there is a bar for more than one."""
+    """Yields a function to be called after each of `total` steps; there is a bar for more than one."""
     if not wanted or total < 2 or importlib.util.find_spec("tqdm") is None:
         yield lambda: None
         return

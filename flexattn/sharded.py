@@ -23,7 +23,7 @@ from flexattn.warn import warn_once
 def attend_sharded(
     attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any], default_slopes: Callable[[int, Tensor], Tensor]
 ) -> Any:
-    """attend(q, k, v, **arguments), where one of q, k and v at least is a DTensor.
+    """Returns attend(q, k, v, **arguments), where at least one of q, k and v is a DTensor.
 
     A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; over
     any other every rank gets all. k, v and what has heads or a batch follow q. Plain tensors count as the same on every rank.
@@ -42,12 +42,12 @@ def attend_sharded(
         arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
     def local(x: Any, of_heads: int | None, of_batch: int | None) -> Any:
-        """x's part on this rank; the dims that have heads and the batch, None where all of it is for everybody."""
+        """Returns x's part on this rank. The dims are those of heads and batch, None where every rank takes all of x."""
         if not isinstance(x, Tensor):
             return x
         dims = {"heads": of_heads, "batch": of_batch, "all": None}
         wanted = [Replicate() if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
-        # What every rank has all of gets a part of its gradient from each that has heads or rows of its own.
+        # A tensor that every rank has whole gets a part of its gradient from each rank with heads or rows of its own.
         partial = [Partial() if dims[kind] is None and kind != "all" else place for kind, place in zip(kinds, wanted, strict=True)]
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -92,7 +92,7 @@ def attend_sharded(
 def _kinds(
     q: Any, q_format: str, kv_format: str, mesh: Any, arguments: dict[str, Any], heads: tuple[int, int], batch: int
 ) -> list[str]:
-    """Of each mesh dim what it divides: "heads", "batch", or nothing, "all"."""
+    """Returns for each mesh dim what it divides: "heads", "batch", or "all" for nothing."""
     placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
     kinds = []
     left = {"heads": math.gcd(*heads), "batch": batch}
@@ -150,13 +150,13 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
 
 
 def _common_rng_state(device: torch.device, mesh: Any) -> DTensor:
-    """A seed and offset that are the same on every rank, whatever their generators: the largest of what they draw."""
+    """Returns one seed and offset for all ranks, whatever their generators: the largest of what they draw."""
     drawn = DTensor.from_local(new_rng_state(device), mesh, [Partial("max")] * mesh.ndim, run_check=False)
     return drawn.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
 def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:
-    """The first of `size` heads or rows that is this rank's."""
+    """Returns the first of `size` heads or rows that is this rank's."""
     first, part = 0, size
     for dim, of_dim in enumerate(kinds):
         if of_dim == kind:
@@ -166,7 +166,7 @@ def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:
 
 
 def _rows(cu_seqlens: Any, kinds: list[str], mesh: Any, batch: int) -> Any:
-    """The cumulative lengths of this rank's rows of a dense batch."""
+    """Returns the cumulative lengths of this rank's rows of a dense batch."""
     if cu_seqlens is None or "batch" not in kinds:
         return cu_seqlens
     first = _first(kinds, mesh, "batch", batch)
@@ -175,7 +175,7 @@ def _rows(cu_seqlens: Any, kinds: list[str], mesh: Any, batch: int) -> Any:
 
 
 def _shifted(mod: Callable[..., Any], position: int, first_row: int, first_head: int) -> Callable[..., Any]:
-    """The mod with the batch and head of the whole, of which this rank's are from first_row and first_head on."""
+    """Returns the mod for this rank: its batch entries and heads begin at first_row and first_head of the whole."""
 
     def shifted(*arguments: Any, **named: Any) -> Any:
         before, b, h, after = arguments[:position], arguments[position], arguments[position + 1], arguments[position + 2 :]

@@ -179,7 +179,7 @@ def make_call(
     deterministic: bool = False,
     return_max_logit: bool = True,
 ) -> tuple[AttentionSpec, Operands]:
-    """What a backend gets for `attention(**inputs._asdict(), ...)`: for tests of one backend. Nothing is validated.
+    """Returns what a backend gets for `attention(**inputs._asdict(), ...)`, for tests of one backend. Nothing is validated.
 
     The arguments mean what they mean to `attention`; `mods` is what `flexattn.mods.trace.trace_mods` gives, `blocks` what
     `flexattn.block_mask.block_lists` does; attn_mask_type None is padding where there are cu_seqlens, else no_mask.

@@ -41,7 +41,7 @@ def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_number(argument: str, value: Any, limit: float, accepted: str) -> float:
-    """The value as a Python number, once 0 <= value <= limit: of any real type, or a 0-d tensor's on a CPU.
+    """Returns the value, of any real type or a 0-d tensor's on a CPU, as a Python number; raises unless 0 <= value <= limit.
 
     A tensor on another device is refused, as reading it would wait, and so is one whose gradient would be lost.
     """
@@ -59,7 +59,7 @@ def check_number(argument: str, value: Any, limit: float, accepted: str) -> floa
 
 
 def check_count(argument: str, value: Any, least: int, accepted: str) -> None:
-    """least <= value, of ints."""
+    """Raises unless the value is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{argument} is {describe(value)}; accepted: {accepted}")
     if value < least:
@@ -74,7 +74,7 @@ def check_device(argument: str, device: Any) -> None:
 
 
 def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
-    """Their types; what they compute, the trace says."""
+    """Raises TypeError for mods of wrong types; what they compute is checked by the trace."""
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not callable(mod):
             raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None")
@@ -129,7 +129,7 @@ def check_cu_seqlens(
     cu_seqlens_q_padded: Tensor | None,
     cu_seqlens_kv_padded: Tensor | None,
 ) -> int:
-    """The batch size, once all that gives it agrees."""
+    """Returns the batch size; raises where the tensors and cu_seqlens disagree about it."""
     padding = "padding" in attn_mask_type
     if not padding and "thd" in (q_format, kv_format):
         instead = f"padding_{attn_mask_type}" if "causal" in attn_mask_type else "padding"
@@ -175,7 +175,7 @@ def check_cu_seqlens(
 
 
 def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
-    """The length that a call plans for: a dense format's sequence dim; for thd the argument, else the total number of tokens.
+    """Returns the length that a call plans for: a dense format's sequence dim; for thd the argument, else the number of tokens.
 
     bias_size: of a bias in that dim; None: there is no bias.
     """
@@ -212,7 +212,7 @@ def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size
 
 
 def bias_size(bias: Any, dim: int) -> int | None:
-    """Of a bias in one of its four dims; None without one."""
+    """Size of a bias in one of its four dims; None without one."""
     if bias is None:
         return None
     return bias.shape[dim] if isinstance(bias, Tensor) and bias.dim() == 4 else 0
@@ -274,7 +274,7 @@ def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
 
 
 def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
-    """The captured tensors on q's device: a 0-d tensor on the CPU is moved there, any other must be there."""
+    """Returns the captured tensors on q's device: a 0-d tensor on the CPU is moved there, any other must be there."""
     names = [capture.name for capture in captures if not capture.is_number]
     checked = []
     for name, t in zip(names, tensors, strict=True):
@@ -288,7 +288,7 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
 
 
 def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[float | None, float, float]:
-    """The three as Python numbers."""
+    """Returns the three as Python numbers; raises where one is out of range."""
     largest = torch.finfo(torch.float32).max
     if softmax_scale is not None:
         accepted = "a finite Python number, at least 0, or None for 1/sqrt(head dim)"
@@ -302,7 +302,7 @@ def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[flo
 
 
 def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
-    """What a forward gave and what comes back, of a call whose own arguments are checked."""
+    """Raises where the results of a forward, or their gradients, do not fit a call whose own arguments are checked."""
     q, q_format = x.q, parse_format(qkv_format)[0]
     shape = (*q.shape[:-1], x.v.shape[-1])
     for name, t in (("out", out), ("dout", dout)):
@@ -322,7 +322,7 @@ def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout:
 
 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
-    """q's format, once the four tensors of merge_attention() fit together and it."""
+    """Returns q's format; raises unless the four tensors of merge_attention() fit it and each other."""
     fmt, _ = parse_format(str(qkv_format))
     _check_tensor("out_a", out_a, DTYPES, None)
     _check_tensor("out_b", out_b, (out_a.dtype,), out_a.device)
@@ -350,7 +350,7 @@ def check_fp8(
     block_rows: int,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The three descales as [b | 1, h | 1, blocks | 1]; () where q is not FP8.
+    """Returns the three descales as [b | 1, h | 1, blocks | 1]; () where q is not FP8.
 
     lengths: of q and of k and v, what the call plans for, and max_seqlen as it was given: blocks may be as many as either has.
     """
@@ -389,7 +389,7 @@ def check_fp8(
 
 
 def as_scales(descale: Tensor | None, device: torch.device) -> Tensor:
-    """A descale of attention() as [b | 1, h | 1, blocks | 1]."""
+    """Returns a descale of attention() as [b | 1, h | 1, blocks | 1]."""
     if descale is None:
         return torch.ones(1, 1, 1, dtype=torch.float32, device=device)
     return descale.view(_scale_sizes(descale))
@@ -402,7 +402,7 @@ def _scale_sizes(descale: Tensor) -> tuple[int, ...]:
 def check_lengths_of(
     x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int | None
 ) -> int:
-    """The longest sequence of one tensor in format `fmt`, once what gives its lengths fits."""
+    """Returns the longest sequence of one tensor in format `fmt`; raises where its lengths do not fit it."""
     _check_tensor("x", x, (torch.float16, torch.bfloat16, torch.float32), None)
     if x.dim() != len(fmt):
         raise ValueError(f"x has shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt}")
@@ -425,7 +425,7 @@ def check_lengths_of(
 
 
 def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
-    """What FLEXATTN_CHECK=1 adds: a ValueError that names the entry which is decreasing, past the end or too long.
+    """Raises ValueError, under FLEXATTN_CHECK=1, for an entry that is decreasing, past the end or too long.
 
     Reads all of the tensors in one transfer, and waits for it.
     """
@@ -449,7 +449,7 @@ def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
 
 
 def check_descale_values(x: Operands) -> None:
-    """What FLEXATTN_CHECK=1 adds in FP8: a ValueError that names the descale which is not positive and finite.
+    """Raises ValueError, under FLEXATTN_CHECK=1, for a descale that is not positive and finite.
 
     Reads one flag of each in one transfer, and waits for it.
     """
@@ -466,7 +466,7 @@ def check_descale_values(x: Operands) -> None:
 
 
 def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -> None:
-    """Of sequences in any order, each with all of its tokens in the tensor and in no other's slot."""
+    """Raises unless each sequence, in whatever order, has all of its tokens in the tensor and in no other's slot."""
     last, free_from = -1, 0
     for start, i in sorted((start, i) for i, (start, length) in enumerate(zip(starts, lengths, strict=False)) if length):
         end = start + lengths[i]
@@ -494,7 +494,7 @@ def _check_cumulative(name: str, values: list[int], total: int | None) -> None:
 
 
 def describe(value: object) -> str:
-    """A value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
+    """Returns a value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
     if not isinstance(value, Tensor):
         return f"{reprlib.repr(value)} ({type(value).__name__})"
     strides = "" if value.layout is not torch.strided or value.is_contiguous() else f" with strides {value.stride()}"

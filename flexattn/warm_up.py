@@ -86,7 +86,7 @@ def _resolved(call: AttentionSpec | Mapping[str, Any], backend: str | None) -> _
 
 
 def _with_rng_state(x: Operands) -> Operands:
-    """The operands with a state of the generator where dropout needs one and the call leaves it out."""
+    """Returns the operands with an rng_state where dropout needs one and the call leaves it out."""
     if x.dropout_p == 0.0 or x.rng_state is not None:
         return x
     return x._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=x.q.device))
@@ -97,7 +97,7 @@ def _directions(spec: AttentionSpec) -> tuple[Direction, ...]:
 
 
 def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None:
-    """The Triton kernels that are not on disk, several at a time; one alone is as soon compiled when it is prepared."""
+    """Compiles the Triton kernels that are not on disk, several at a time; a single one is left to its preparation."""
     if not triton_backend.can_be_recorded():
         return
     launches: dict[tuple[int, int], list[Any]] = {}
@@ -116,7 +116,7 @@ def _prepare(spec: AttentionSpec, direction: Direction, request: str, x: Operand
 
 
 def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:
-    """The launches of a call, with nothing launched; one of each kernel. Raises ValueError where the Triton backend has none."""
+    """Returns a call's launches, one of each kernel, with nothing launched; raises ValueError where the Triton backend has none."""
     from flexattn.kernels_triton.runtime.launch import description_of
 
     x = _with_rng_state(x)
@@ -142,7 +142,7 @@ def build_missing(
     what: str = "",
     wanted: bool = True,
 ) -> int:
-    """How many were not in the directory, and are now; a bar on stderr says how far that is."""
+    """Returns how many were not in the directory and are now; a bar on stderr shows the progress."""
     from flexattn.kernels_triton.ahead_of_time.build import build, missing
 
     architecture, where = 10 * capability[0] + capability[1], Path(directory) if directory is not None else None

@@ -1,4 +1,4 @@
-"""How flexattn warns: once, as what it warns of is in a call that repeats."""
+"""Warnings of flexattn: each comes once, as calls repeat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _lock = threading.Lock()
 
 
 def warn_once(key: str, message: str) -> None:
-    """A RuntimeWarning the first time in the process that `key` comes, in whichever thread."""
+    """Gives a RuntimeWarning the first time that `key` comes in the process, in whichever thread."""
     with _lock:
         if key in _warned:
             return

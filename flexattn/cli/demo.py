@@ -176,7 +176,7 @@ def run_and_check(console: Console, batch: Batch, backend: str) -> bool:
     table = right_aligned("error", "max", "RMS", "of plain torch: max", "RMS", "")
     failures = []
     for n, name in enumerate(Results._fields):
-        # Of the pieces' three kinds of results, each as one vector.
+        # Concatenates the pieces' three kinds of results, each into one vector.
         got, ref, eager = (torch.cat([results[n].flatten() for results in kind]) for kind in zip(*pieces, strict=True))
         errors = (got - ref).abs(), (eager - ref).abs()
         numbers = (norm.item() for e in errors for norm in (e.amax(), e.square().mean().sqrt()))
@@ -194,7 +194,7 @@ def run_and_check(console: Console, batch: Batch, backend: str) -> bool:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dtype: torch.dtype) -> Results:
-    """The reference on one document ([s, h, d] each), computing in `dtype`."""
+    """Runs the reference on one document ([s, h, d] each), computing in `dtype`."""
     inputs = Inputs(q[None], k[None], v[None], "bshd", *(None,) * 6)
     spec, x = make_call(inputs, attn_mask_type="causal")
     out, _, _ = reference_attention(spec, x, dtype)
@@ -241,7 +241,7 @@ def flops(batch: Batch, lengths: list[int]) -> float:
 
 
 def median_time(function: Callable[[], object], repeats: int) -> float:
-    """Seconds. On a GPU one more run comes first, which may compile kernels."""
+    """Median time in seconds. On a GPU one more run comes first, which may compile kernels."""
     if torch.cuda.is_available():
         function()
     times = []

@@ -54,7 +54,7 @@ def run() -> int:
 
 
 def report() -> list[Finding]:
-    """Everything that was found, in the order in which one thing needs another."""
+    """Returns everything that was found, in the order in which one thing needs another."""
     findings: list[Finding] = []
     for what, probe in PROBES.items():
         findings += _guarded(what, probe)
@@ -124,7 +124,7 @@ def _cudnn() -> list[Finding]:
 
 
 def _libraries() -> list[Finding]:
-    """Which libcudnn the process has loaded, and the others that it might have: two versions mixed fail when a graph is built."""
+    """Reports which libcudnn the process has loaded, and others that it might: two versions mixed fail when a graph is built."""
     loaded = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn.so" in line})
     patterns = [str(Path(folder) / "nvidia" / "cudnn" / "lib" / "libcudnn.so*") for folder in sys.path]
     patterns += [str(Path(folder) / "libcudnn.so*") for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -138,7 +138,7 @@ def _libraries() -> list[Finding]:
 
 
 def _frontends() -> list[Finding]:
-    """Packages that bring the same module twice: which one is imported is then chance."""
+    """Reports packages that bring the same module twice: which one is imported is then chance."""
     findings = []
     for module in ("triton", "cudnn"):
         owners = sorted(set(importlib.metadata.packages_distributions().get(module, ())))
@@ -149,7 +149,7 @@ def _frontends() -> list[Finding]:
 
 
 def _backends() -> list[Finding]:
-    """Whether each fused backend can run on the first device at all."""
+    """Reports whether each fused backend can run on the first device at all."""
     if not torch.cuda.is_available():
         return []
     capability = torch.cuda.get_device_capability(0)

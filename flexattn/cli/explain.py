@@ -59,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(args: argparse.Namespace) -> explanations.Explanation:
-    """What `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
+    """Returns what `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
     x, settings, spec = parse(args)
     return explanations.explain(spec, settings.backend, x)
 
 
 def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSpec]:
-    """The call, on the meta device, and its spec on the GPU that is meant; raises ValueError and TypeError as `attention` does."""
+    """Returns the call, on the meta device, and its spec on the GPU asked about; raises the errors of `attention`."""
     q_format, kv_format = parse_format(args.format)
     dtype, training = DTYPES[args.dtype], not args.no_grad
     heads = args.q[q_format.index("h")] if len(args.q) == len(q_format) else 1
@@ -117,7 +117,7 @@ def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSp
 
 
 def source(args: argparse.Namespace) -> str:
-    """What --source prints; raises ValueError where no mod is given."""
+    """Returns what --source prints; raises ValueError where no mod is given."""
     if args.score_mod is None and args.mask_mod is None:
         raise ValueError("--source is for mods: give --score-mod or --mask-mod, as package.module:function")
     return mod_source(args.score_mod, args.mask_mod)
@@ -138,7 +138,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> 
 
 
 def positive(text: str) -> int:
-    """A size on the command line: 1 or more."""
+    """Parses a size on the command line: 1 or more."""
     try:
         number = int(text)
     except ValueError:
@@ -166,7 +166,7 @@ _CAPABILITY = re.compile(r"(?:sm_?)?(\d{1,2}?)(?:\.?(\d))?[af]?")
 
 
 def _capability(text: str) -> tuple[int, int]:
-    """(9, 0) of "9.0", "90", "sm_90", "sm90" and "sm_9.0", (10, 3) of "103": of digits without a point the last is the minor."""
+    """Parses "9.0", "90", "sm_90", "sm90" and "sm_9.0" as (9, 0), "103" as (10, 3): without a point the last digit is the minor."""
     found = _CAPABILITY.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"it is {text!r}; accepted: a compute capability, as 9.0, 90, sm_90 or sm_103")

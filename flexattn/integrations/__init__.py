@@ -1,1 +1,1 @@
-"""One file per ecosystem, each imported only by who needs it. Other libraries' spellings are converted here and nowhere else."""
+"""Integrations, one file per ecosystem, each imported only where it is used; other libraries' spellings are converted only here."""

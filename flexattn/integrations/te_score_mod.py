@@ -26,7 +26,7 @@ _OPERANDS = ("input", "a", "input0", "b", "input1", "comparison", "bias", "scale
 
 
 class GraphTensor:
-    """What a node of the graph gives; its layout and type are the kernel's business, so setting them changes nothing."""
+    """Result of a node of the graph; its layout and type are the kernel's business, so setting them changes nothing."""
 
     is_trace_state = True  # kept on a user's object between the callbacks, it is no capture
 
@@ -72,7 +72,7 @@ class ScoreGraph:
         self._indices = indices
 
     def gen_index(self, input: GraphTensor, axis: int, **_: Any) -> GraphTensor:
-        """The position in the batch (axis 0), among the heads (1), queries (2) or keys (3)."""
+        """Returns the position in the batch (axis 0), among the heads (1), queries (2) or keys (3)."""
         return GraphTensor(self._indices[axis])
 
     def __getattr__(self, name: str) -> Callable[..., GraphTensor]:
@@ -143,7 +143,7 @@ class TEScoreMod:
 
     @property
     def score_mod_gradient(self) -> Callback | None:
-        """The gradient of the score as the bprop gives it, for `flexattn.mods.trace.trace_mods`; None without a bprop."""
+        """Returns the gradient of the score as the bprop gives it, for `flexattn.mods.trace.trace_mods`; None without a bprop."""
         return self._gradient if self.bprop is not None else None
 
     def _gradient(self, dscore: Any, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -152,7 +152,7 @@ class TEScoreMod:
         return self._run(bprop, dscore, self.bprop_tensors, (b, h, q_idx, kv_idx))
 
     def _on_a_copy(self) -> tuple[Callback, Any]:
-        """Both callbacks bound to one copy of their object, so that a trace leaves nothing behind on it."""
+        """Binds both callbacks to one copy of their object, so that a trace leaves nothing behind on it."""
         owner = getattr(self.forward, "__self__", None)
         if not isinstance(self.forward, types.MethodType):
             return self.forward, self.bprop
@@ -175,7 +175,7 @@ class TEScoreMod:
         return result.value
 
     def check_bprop(self, samples: int = 1000) -> None:
-        """Compare score_mod_bprop with the derived gradient, at `samples` scores and positions, in fp64.
+        """Compares score_mod_bprop with the derived gradient, at `samples` scores and positions, in fp64.
 
         Raises:
             ValueError: where they differ most, with both values; or there is no bprop.
@@ -210,7 +210,7 @@ class TEScoreMod:
 
 
 def _readable(argument: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, those of one element as 0-d: on the CPU they are numbers, as for cuDNN's pass by value."""
+    """Returns the tensors, those of one element as 0-d: on the CPU they are numbers, as for cuDNN's pass by value."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor) or (t.dim() != 4 and t.numel() != 1):
             shape = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__

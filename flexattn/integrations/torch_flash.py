@@ -75,7 +75,7 @@ def _call(
     seqused_k: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Operands, ops.Settings]:
-    """The call as the operators take it. A window is counted from the bottom-right diagonal, as FlashAttention counts it."""
+    """Returns the call as the operators take it. Windows are counted from the bottom-right diagonal, as FlashAttention does."""
     left, right = (-1 if side is None or side < 0 else side for side in window)
     arguments |= {"window_size": (left, right)}
     if cu_seqlens_q is not None:
@@ -97,7 +97,7 @@ def _run(x: Operands, settings: ops.Settings, trained: tuple[Tensor, ...]) -> tu
 
 
 def _laid_out_as(result: Tensor, x: Tensor) -> Tensor:
-    """result with the strides of torch.empty_like(x), which torch's own operators promise."""
+    """Returns result with the strides of torch.empty_like(x), which torch's own operators promise."""
     if result.stride() == torch.empty_like(x, device="meta").stride():
         return result
     return torch.empty_like(x).copy_(result)
@@ -110,7 +110,7 @@ def _rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
 
 
 def _states(rng_state: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What an operator returns of its generator, and an empty mask."""
+    """Returns an operator's results that are no attention: states of its generator, and an empty mask."""
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     return rng_state.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
@@ -216,7 +216,7 @@ def _backward(
 
 
 def _format(query: Tensor) -> tuple[str, bool]:
-    """The format in which out is laid out as query is, and whether heads and tokens are to be swapped for it."""
+    """Returns the format in which out is laid out as query is, and whether heads and tokens are to be swapped for it."""
     swapped = query.stride(1) < query.stride(2)
     return ("bshd" if swapped else "bhsd"), swapped
 
@@ -270,7 +270,7 @@ def _sdpa_backward(
 
 
 def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
-    """scaled_dot_product_attention's causal mask starts in the top-left corner."""
+    """Returns the arguments of `attention`; the causal mask of scaled_dot_product_attention starts in the top-left corner."""
     return {
         "qkv_format": fmt,
         "attn_mask_type": "causal" if is_causal else "no_mask",

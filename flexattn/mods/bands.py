@@ -1,4 +1,4 @@
-"""What a mod hides, found in its graph: scores that are -inf become a mask, and a mask on kv_idx - q_idx becomes a band.
+"""Masks and bands hidden in a mod's graph: scores that are -inf become a mask, and a mask on kv_idx - q_idx becomes a band.
 
 So a causal or window mask costs what attn_mask_type and window_size cost, however it is written: blocks outside are never visited.
 """
@@ -17,7 +17,7 @@ from flexattn.dispatch.mod_program import call, op_name
 
 
 class Implied(NamedTuple):
-    """Query i sees at most keys i - left .. i + right, None leaving a side open; of these, those that `rest` says, None for all."""
+    """Band and remaining mask: query i sees the keys i - left to i + right (None: open) that `rest` lets through (None: all)."""
 
     left: int | None
     right: int | None
@@ -28,7 +28,7 @@ _LARGEST = 2**29  # of a factor or a constant: nothing made of such leaves int64
 
 
 class _Affine(NamedTuple):
-    """of_q * q_idx + of_kv * kv_idx + constant"""
+    """The expression of_q * q_idx + of_kv * kv_idx + constant."""
 
     of_q: int
     of_kv: int
@@ -36,7 +36,7 @@ class _Affine(NamedTuple):
 
 
 def split_hidden(score: Graph) -> tuple[Graph, Graph | None]:
-    """(what is left of a score_mod, the mask_mod that it holds): of torch.where(visible, x, -inf), x and visible."""
+    """Splits a score_mod into a score_mod and the mask_mod that it holds: torch.where(visible, x, -inf) into x and visible."""
     result = _output(score)
     if result.op != "call_function" or op_name(result) != "where":
         return score, None
@@ -55,7 +55,7 @@ def split_hidden(score: Graph) -> tuple[Graph, Graph | None]:
 
 
 def conjunction(a: Graph, b: Graph) -> Graph:
-    """The mask that lets through what both do; their captures keep their names."""
+    """Returns the mask that lets through what both do; their captures keep their names."""
     graph = Graph()
     inputs: dict[str, Node] = {}
     results = []
@@ -82,7 +82,7 @@ def is_identity(score: Graph) -> bool:
 
 
 def implied_band(mask: Graph) -> Implied:
-    """The band that a mask_mod's top-level conjunction says, and what else it says."""
+    """Returns the band that a mask_mod's top-level conjunction implies, and the mask that is left of it."""
     left: int | None = None
     right: int | None = None
     others: list[Node] = []
@@ -104,7 +104,7 @@ def implied_band(mask: Graph) -> Implied:
 
 
 def _all_of(mask: Graph, terms: Sequence[Node]) -> Graph | None:
-    """The mask that lets through what all of its terms do; None for none of them."""
+    """Returns the mask that lets through what all terms do; None without terms."""
     parts = [_with_output(mask, term) for term in terms]
     return functools.reduce(conjunction, parts) if parts else None
 
@@ -116,7 +116,7 @@ def _is_conjunction(term: Node) -> bool:
 
 
 def _bounds(term: Node) -> list[tuple[str, int]]:
-    """What a comparison says: ("left", n) for q_idx - kv_idx <= n, ("right", n) for kv_idx - q_idx <= n; nothing if neither."""
+    """Yields the bounds of a comparison: ("left", n) for q_idx - kv_idx <= n, ("right", n) for kv_idx - q_idx <= n."""
     if term.op != "call_function" or op_name(term) not in ("ge", "gt", "le", "lt"):
         return []
     op = op_name(term)
@@ -170,7 +170,7 @@ def _is_minus_inf(x: Any) -> bool:
 
 
 def _with_output(graph: Graph, result: Any) -> Graph:
-    """A copy that returns another of its nodes, without what that does not need."""
+    """Returns a copy that returns another of its nodes, without nodes that this does not need."""
     new = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""What a callable depends on: a key that is equal only where the same graph would be traced, and the values that are its inputs.
+"""Captures of a callable: a key that is equal only where the same graph would be traced, and the values that are its inputs.
 
 Tensors and floats are inputs: their values are in no key. All else that the callable can read is in the key, by its contents and
 never by an address: closures, defaults, globals, the attributes that its code names of objects, classes and modules, and what
@@ -35,7 +35,7 @@ class Captures(NamedTuple):
 
 
 class _Memo:
-    """What was found of a function, and where: while all that was read is still there, it is found again without looking for it.
+    """Result of a walk through a function, and where it was read: while all of that is still there, the walk is not repeated.
 
     It holds nothing that leads back to the function, which else would live until the garbage collector finds the cycle.
     """
@@ -100,10 +100,10 @@ class _Memo:
 
 
 def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) -> Captures:
-    """What `function` depends on; without `lift`, floats are part of the key too.
+    """Returns what `function` depends on; without `lift`, floats are part of the key too.
 
     Without `tensors_too` the key may say of a tensor what it was before its dtype, dims or requires_grad were changed in place: for
-    who looks at all of these himself.
+    callers that check these themselves.
     """
     can_remember = lift and type(function) in (types.FunctionType, functools.partial)
     if can_remember:
@@ -124,12 +124,12 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
 
 
 def with_floats(function: Any, values: Iterator[Any]) -> Any:
-    """`function` with each of its floats, in the order of `find_captures`, replaced; the function itself is not touched."""
+    """Returns `function` with each of its floats, in the order of `find_captures`, replaced; the function itself is not touched."""
     return _walked(function, True, values)[2]
 
 
 def _walked(function: Any, lift: bool, values: Iterator[Any] | None) -> tuple[Walk, Hashable, Any]:
-    """The walk that knew from its beginning all names that the code it meets has, the key, and what replaces the function."""
+    """Returns a walk that began with all names of the code that it meets, its key, and what replaces the function."""
     name = getattr(function, "__name__", "mod")
     scope = Scope()
     walks = []  # which keep alive what they met, so that no address is taken anew
@@ -147,7 +147,7 @@ def _walked(function: Any, lift: bool, values: Iterator[Any] | None) -> tuple[Wa
 
 
 def runs_as_it_is(function: Any) -> None:
-    """Keep torch.compile away from a function and all that it calls, where it has broken its graph and runs Python: at no cost.
+    """Keeps torch.compile away from a function and all that it calls, behind a graph break, at no cost.
 
     What torch.compiler.disable does takes a microsecond in each call.
     """

@@ -1,4 +1,4 @@
-"""What a function's code can reach: its globals, the attributes that it names, and whether a value behaves the same in every call.
+"""Facts about a function's code: its globals, the attributes that it names, and which values behave the same in every call.
 
 Python reads an attribute by a name in the code, or by a function that is given the name as a string. So once every function that a
 mod can reach is either Python code that was looked at or in `is_pure`'s list, there is no other way to read anything.
@@ -28,7 +28,7 @@ BARE: frozenset[Chain] = frozenset(((),))
 
 
 class Facts(NamedTuple):
-    """Of a code object and those inside it. A chain is what follows a variable: ("a", "b") in x.a.b, () in any other use of x."""
+    """Names in a code object and those inside it. A chain follows a variable: ("a", "b") in x.a.b, () in other uses of x."""
 
     roots: tuple[str, ...]  # names of globals, sorted
     attributes: frozenset[str]
@@ -148,7 +148,7 @@ _REPR_FILES = (reprlib.__file__, getattr(sys.modules.get("dataclasses"), "__file
 
 @functools.cache
 def _pure() -> dict[int, Any]:
-    """By address, and kept alive, so that no address is another's."""
+    """Returns pure functions by address, kept alive, so that no address becomes another's."""
 
     def found() -> Iterator[Any]:
         yield from (vars(builtins)[name] for name in _BUILTINS)
@@ -171,7 +171,7 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def is_pure(value: Any) -> bool:
-    """Whether a function or class gives the same for the same arguments whatever else changes: torch's, math's, some builtins."""
+    """Returns whether a function or class depends on nothing but its arguments: torch's, math's, some builtins."""
     if id(value) in _pure():
         return True
     kind = type(value)
@@ -194,6 +194,6 @@ def is_pure(value: Any) -> bool:
 
 
 def unwrapped_repr(function: types.FunctionType) -> types.FunctionType:
-    """The function itself, or the one that reprlib or dataclasses guard against recursion."""
+    """Returns the function itself, or the one that reprlib or dataclasses guard against recursion."""
     inner = getattr(function, "__wrapped__", None)
     return inner if function.__code__.co_filename in _REPR_FILES and isinstance(inner, types.FunctionType) else function

@@ -1,7 +1,7 @@
-"""Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, and what is done with them is written down.
+"""Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, and the operations on them are recorded.
 
-What is written down, a tape, is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on
-it stay in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself.
+A recording is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on it stay
+in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself.
 Dynamo guards all else that the mod read.
 """
 
@@ -23,7 +23,7 @@ from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
 
 
 class Text(NamedTuple):
-    """What a call needs to know of a Program."""
+    """The parts of a Program that a call reads."""
 
     text: str
     captures: tuple[Capture, ...]
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """As `score_mod.Traced`, but for the program, which is text."""
+    """Same as `trace.Traced`, with the program as text."""
 
     program: Text
     tensors: tuple[Tensor, ...]
@@ -49,44 +49,46 @@ def record_mods(
     find_band: bool,
     q: Tensor,
 ) -> Recorded:
-    """`trace_mods`, for Dynamo to trace. A number that changes from call to call becomes a 0-d tensor on q's device."""
+    """Does what `trace_mods` does, for Dynamo to trace. A number that changes between calls becomes a 0-d tensor on q's device."""
     gradient = getattr(score_mod, "score_mod_gradient", None)
     named = dict(score_mod_tensors) if isinstance(score_mod_tensors, Mapping) else {}
     listed = () if isinstance(score_mod_tensors, Mapping) else tuple(score_mod_tensors)
-    tapes: list[_Tape] = []
+    recordings: list[_Recording] = []
     facts: list[tuple[Any, ...]] = []
     for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod), ("score_mod_gradient", gradient)):
         if mod is None:
             continue
-        tape = _Tape(role, q)
+        recording = _Recording(role, q)
         # Within a checkpoint Dynamo takes a mode that is entered for a side effect, which is over when it is left.
         result = _disable_side_effect_safety_checks_for_current_subtracer(
-            _run, tape, mod, *((listed, named) if role == "score_mod" else ((), {}))
+            _run, recording, mod, *((listed, named) if role == "score_mod" else ((), {}))
         )
-        output = tape.written(result)
-        tapes.append(tape)
-        facts.append((role, tuple(tape.nodes), output))
+        output = recording.written(result)
+        recordings.append(recording)
+        facts.append((role, tuple(recording.nodes), output))
     is_grad = torch.is_grad_enabled()
-    looked_at = _shapes_looked_at(tuple(facts), tuple(_forms(tape, ()) for tape in tapes), needs_grad, find_band, is_grad)
-    forms = tuple(_forms(tape, looked_at[i]) for i, tape in enumerate(tapes))
+    looked_at = _shapes_looked_at(
+        tuple(facts), tuple(_forms(recording, ()) for recording in recordings), needs_grad, find_band, is_grad
+    )
+    forms = tuple(_forms(recording, looked_at[i]) for i, recording in enumerate(recordings))
     text, captures, flags, is_empty, left, right, positions = _program(tuple(facts), forms, needs_grad, find_band, is_grad)
     program = Text(text, tuple(Capture(*capture) for capture in captures), flags, is_empty)
-    return Recorded(program, tuple(tapes[i].tensors[n] for i, n in positions), (), left, right)
+    return Recorded(program, tuple(recordings[i].tensors[n] for i, n in positions), (), left, right)
 
 
-def _run(tape: _Tape, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
-    with _Recorder(tape):
-        return mod(*tuple(tape.values), *listed, **named)
+def _run(recording: _Recording, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
+    with _Recorder(recording):
+        return mod(*tuple(recording.values), *listed, **named)
 
 
-class _Tape:
-    """One mod's operations: the tensors among their arguments, and a tensor of no memory for each result and each scalar given."""
+class _Recording:
+    """Operations of one mod: the tensors among their arguments, and a tensor of no memory for each result and each scalar given."""
 
     def __init__(self, role: str, q: Tensor) -> None:
         self.q = q
         self.nodes: list[tuple[Any, ...]] = []
         self.tensors: list[Tensor] = []
-        # On meta, so that what is computed from one in any way but on the tape is refused for its device.
+        # On meta, so that what is computed from one in any way but on the recording is refused for its device.
         self.values = [
             torch.zeros((), dtype=torch.float32 if name in ("score", GRADIENT) else torch.int64, device="meta")
             for name in ARGUMENTS_OF[role]
@@ -130,7 +132,7 @@ class _Tape:
         return position
 
     def is_on(self, values: Any) -> bool:
-        """Whether a result of the tape is among the values, however deep."""
+        """Returns whether a result of the recording is among the values, however deep."""
         for x in values:
             if isinstance(x, Tensor) and _position(self.values, x) >= 0:
                 return True
@@ -149,23 +151,23 @@ def _position(tensors: Sequence[Tensor], x: Tensor) -> int:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down what torch is asked to do with what is on the tape, and runs all else."""
+    """Records the torch operations on tensors of the recording, and runs all others."""
 
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(self, recording: _Recording) -> None:
         super().__init__()
-        self.tape = tape
+        self.recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.tape.is_on(args) or self.tape.is_on(tuple(kwargs.values())):
-            return self.tape.append(func, args, kwargs)
+        if self.recording.is_on(args) or self.recording.is_on(tuple(kwargs.values())):
+            return self.recording.append(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _forms(tape: _Tape, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
-    """dtype, shape and need of a gradient of each tensor; a size that changes is fixed only where the mod looks at it."""
+def _forms(recording: _Recording, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns dtype, shape and need of a gradient of each tensor; a size that changes is fixed only where the mod looks at it."""
     forms = []
-    for n, t in enumerate(tape.tensors):
+    for n, t in enumerate(recording.tensors):
         shape = []
         for size in t.shape:
             if has_static_value(size):
@@ -177,17 +179,17 @@ def _forms(tape: _Tape, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _shapes_looked_at(*tapes: Any) -> tuple[tuple[int, ...], ...]:
-    """Of each tape, the tensors whose shapes decide what the mod does."""
-    traced, tensors = _traced(*tapes)
-    return tuple(tuple(n for n, t in enumerate(of_tape) if any(t is x for x in traced.looked_at)) for of_tape in tensors)
+def _shapes_looked_at(*recordings: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns for each recording the tensors whose shapes decide what the mod does."""
+    traced, tensors = _traced(*recordings)
+    return tuple(tuple(n for n, t in enumerate(of_recording) if any(t is x for x in traced.looked_at)) for of_recording in tensors)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _program(*tapes: Any) -> tuple[Any, ...]:
-    """The program of the tapes, the band beside it, and which of the tapes' tensors it takes."""
-    traced, of_tapes = _traced(*tapes)
-    places = {id(t): (i, n) for i, tensors in enumerate(of_tapes) for n, t in enumerate(tensors)}
+def _program(*recordings: Any) -> tuple[Any, ...]:
+    """Returns the program of the recordings, the band beside it, and which of the recordings' tensors it takes."""
+    traced, of_recordings = _traced(*recordings)
+    places = {id(t): (i, n) for i, tensors in enumerate(of_recordings) for n, t in enumerate(tensors)}
     program = traced.program
     return (
         program.text,
@@ -203,8 +205,8 @@ def _program(*tapes: Any) -> tuple[Any, ...]:
 def _traced(facts: Any, forms: Any, needs_grad: bool, find_band: bool, is_grad: bool) -> tuple[Any, list[list[Tensor]]]:
     mods: dict[str, Any] = {}
     tensors = []
-    for (role, nodes, output), of_tape in zip(facts, forms, strict=True):
-        tensors.append([_stand_in(dtype, shape, grad) for dtype, shape, grad in of_tape])
+    for (role, nodes, output), of_recording in zip(facts, forms, strict=True):
+        tensors.append([_stand_in(dtype, shape, grad) for dtype, shape, grad in of_recording])
         mods[role] = _replayed(nodes, output, tuple(tensors[-1]))
     if "score_mod_gradient" in mods:
         mods["score_mod"].score_mod_gradient = mods["score_mod_gradient"]
@@ -217,7 +219,7 @@ def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -
 
 
 def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
-    """The mod that a tape is of; what it does is in its closure, where it is found as any mod's."""
+    """Rebuilds a callable mod from a recording, which stands in its closure, so that `trace_mods` can trace it."""
     is_read = {function: getattr(function, "__name__", "") == "__getitem__" for function, _, _ in nodes}
     steps = tuple((operator.getitem if is_read[function] else function, *given) for function, *given in nodes)
 

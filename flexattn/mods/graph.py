@@ -140,7 +140,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
 
 
 def cancel_factors(graph: Graph) -> None:
-    """x * c * y / c becomes x * y, for a c that is the same for a whole head: autograd leaves such pairs, as of c * tanh(x / c)."""
+    """Turns x * c * y / c into x * y for a c that is one for a whole head; autograd leaves such pairs, as of c * tanh(x / c)."""
     varying = _varying(graph)
     for root in reversed([node for node in graph.nodes if _is_product(node)]):
         if not root.users or any(_is_product(user) for user in root.users):
@@ -175,7 +175,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _factors(root: Node, x: Any, above: list[Any], below: list[Any]) -> None:
-    """What a product multiplies and divides by, through the products that nothing else uses."""
+    """Returns the factors and divisors of a product, through the products that nothing else uses."""
     if isinstance(x, Node) and _is_product(x) and (x is root or len(x.users) == 1):
         left, right = x.args
         _factors(root, left, above, below)
@@ -189,7 +189,7 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _varying(graph: Graph) -> set[Node]:
-    """The nodes that differ from score to score."""
+    """Returns the nodes that differ from score to score."""
     varying: set[Node] = set()
     for node in graph.nodes:
         is_varying = node.op == "placeholder" and node.target in ("score", "q_idx", "kv_idx", GRADIENT)
@@ -199,7 +199,7 @@ def _varying(graph: Graph) -> set[Node]:
 
 
 def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An op on a captured tensor that is not fully indexed yet."""
+    """Returns a captured tensor, not fully indexed yet, as it is after one more op."""
     view: _View = args[0]
     given = cast(Node, node.args[0]).meta["val"]
     at = list(view.at)
@@ -253,7 +253,7 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
 
 
 def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
-    """The capture's index for one of a slice; outside of the slice one outside of the capture, where a read gives 0."""
+    """Returns the capture's index for one into a slice; outside of the slice one outside of the capture, where a read gives 0."""
     length = shown.length
     if length is None:
         return index
@@ -277,7 +277,7 @@ def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
 
 
 def _settled(graph: Graph, view: _View) -> Any:
-    """A read, once no dim is left."""
+    """Returns a read of the capture once no dim is left, else the view."""
     if view.ndim > 0:
         return view
     return call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])

@@ -42,7 +42,7 @@ _CACHE_SIZE = 256  # of each cache of traces
 
 
 class Traced(NamedTuple):
-    """What a call hands to the operators: the program, the values of its captures, and a band that its mask is beside."""
+    """Mods as a call hands them to the operators: the program, the values of its captures, and the band beside its mask."""
 
     program: Program
     tensors: tuple[Tensor, ...]
@@ -53,7 +53,7 @@ class Traced(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """As `mod_trace.Trace`, but the graph is text, which is equal for equal graphs: a mod without a key is derived once too."""
+    """Same as `tracer.Trace` with the graph as text, which is equal for equal graphs: a mod without a key is derived once too."""
 
     text: str
     captures: tuple[Capture, ...]
@@ -76,7 +76,7 @@ def cache_info() -> dict[str, int]:
 
 
 def clear_cache() -> None:
-    """Forget every trace and the counts."""
+    """Forgets every trace and the counts."""
     with _lock:
         for cache in (_traces, _looked_at, _unlifted):
             cache.clear()
@@ -90,7 +90,7 @@ def trace_mods(
     needs_grad: bool = False,
     find_band: bool = False,
 ) -> Traced:
-    """The program of a call's mods and the values of what they capture.
+    """Returns the program of a call's mods and the values of what they capture.
 
     score_mod(score, b, h, q_idx, kv_idx, *score_mod_tensors) returns the modified score, mask_mod(b, h, q_idx, kv_idx) whether the
     query sees the key; score_mod_tensors may be a mapping, then they are keyword arguments. needs_grad: derive the backward, as is
@@ -129,7 +129,7 @@ runs_as_it_is(trace_mods)
 def mod_source(
     score_mod: Mod | None = None, mask_mod: Mod | None = None, score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = ()
 ) -> str:
-    """The Triton functions that the kernels inline for these mods: forward, gradient of the score, gradients of captures, mask.
+    """Returns the Triton functions that kernels inline for these mods: forward, gradient of the score, gradients of captures, mask.
 
     Raises what `trace_mods` raises, and ImportError without Triton.
     """
@@ -141,7 +141,7 @@ def mod_source(
 def _joined(
     graphs: tuple[tuple[str, tuple[Capture, ...]], ...], roles: tuple[str, ...], needs_grad: bool, find_band: bool
 ) -> tuple[Program, int | None, int | None]:
-    """One program for both mods, whose captures follow one another, each with a name of its own; and the band beside it."""
+    """Returns one program for both mods, whose captures follow one another, each with a name of its own; and the band beside it."""
     taken: set[str] = {*ARGUMENTS, GRADIENT}
     captures: list[Capture] = []
     joined: list[Graph] = []
@@ -178,7 +178,7 @@ def _joined(
 
 
 def _listed(gradient: Graph) -> Graph:
-    """A gradient of the score as a derivative's outputs: a list with it alone."""
+    """Returns a graph with its output in a list, as the outputs of a derivative are."""
     output = next(node for node in gradient.nodes if node.op == "output")
     output.args = ([output.args[0]],)
     return gradient
@@ -213,7 +213,7 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tenso
 
 
 def _found(role: str, whole: Mod) -> tuple[Captures, Hashable | None]:
-    """What a mod depends on, and the key of its traces: the default dtype is what an index times a number has."""
+    """Returns what a mod depends on, and the key of its traces; the default dtype is in it, as an index times a number has that."""
     found = find_captures(whole)
     if found.key is None:
         return found, None
@@ -271,7 +271,7 @@ def _new_trace(role: str, mod: Mod, whole: Mod) -> tuple[_Trace, Captures]:
 
 
 def _check_trace(role: str, mod: Mod, whole: Mod, kept: _Trace, found: Captures) -> None:
-    """FLEXATTN_CHECK=1: that a trace which is kept is what would be traced now."""
+    """Raises, under FLEXATTN_CHECK=1, where a kept trace differs from what would be traced now."""
     with _tracing:
         traced, _ = trace(role, whole, found)
     text = json.dumps(encode_graph(traced.graph), separators=(",", ":"))
@@ -309,7 +309,7 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
 
 
 def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
-    """The gradient of the score, and of each read of a capture that needs one, from the gradient of what score_mod returns.
+    """Derives the gradient of the score, and of each read of a capture that needs one, from that of score_mod's result.
 
     torch's autograd on the graph gives it, traced in turn. Outputs as `Program` says.
     """

@@ -1,4 +1,4 @@
-"""A mod is run once on scalars without values, and what torch is asked to do is written down as a graph of a program's ops.
+"""Tracing: a mod is run once on scalars without values, and the torch ops that it calls become a graph of a program's ops.
 
 Nothing here is process-wide: unlike torch.fx's tracers it patches no function, so other threads may compile and trace meanwhile.
 """
@@ -36,7 +36,7 @@ ANY_SIZE = 4099  # stands in for a size that changes from call to call, where th
 
 
 class Trace(NamedTuple):
-    """graph, as mod_graph.normalised gives it, and what it takes of what was found."""
+    """Graph of a mod, as `graph.normalised` gives it, and what it takes of the captures that were found."""
 
     graph: Graph
     captures: tuple[Capture, ...]
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
 
 
 class NeedsValueError(ValueError):
-    """The mod asked for the value of what is known only when a kernel runs."""
+    """Raised where a mod asks for a value that is known only when a kernel runs."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_paused = False
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new fake tensor, which is an input of the graph."""
+        """Returns a new fake tensor, which is an input of the graph."""
         was_paused, self.is_paused = self.is_paused, True
         tensor = torch.empty(tuple(shape), dtype=dtype)
         self.is_paused = was_paused
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def finish(self, result: Any) -> Graph:
-        """The graph that returns the tensor, or the list of them."""
+        """Returns the graph that returns the tensor, or the list of them."""
         self.graph.output(tree_map(self._node_of, result))
         self.graph.eliminate_dead_code()
         return self.graph
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace(
     role: str, mod: Callable[..., Any], found: Captures, shapes: Sequence[Sequence[int]] | None = None
 ) -> tuple[Trace, Captures]:
-    """The mod's graph, and `found` with the tensors that were met besides; shapes: of those found, where not their own.
+    """Returns the mod's graph, and `found` with the tensors that were met besides. shapes: to be taken instead of the tensors' own.
 
     Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
     """
@@ -182,7 +182,7 @@ def fake_mode() -> FakeTensorMode:
 
 @functools.cache
 def _imported() -> None:
-    """Let torch import what its first fake tensors need: it keeps an error of that, and so all frames that led there.
+    """Lets torch import what its first fake tensors need: it keeps an error of that, and so all frames that led there.
 
     In a thread those hold nothing; in a call they would keep its tensors for ever.
     """
@@ -202,7 +202,7 @@ def _capture(role: str, name: str, tensor: Tensor, has_gradients: bool) -> Captu
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Those that take every pointwise op to one of a program's."""
+    """Returns decompositions that take every pointwise op to those of a program."""
     more = (
         *(_aten.gelu, _aten.elu, _aten.leaky_relu, _aten.hardtanh, _aten.copysign, _aten.hypot, _aten.masked_fill, _aten.where),
         *(_aten.tanh_backward, _aten.sigmoid_backward, _aten.gelu_backward, _aten.threshold_backward, _aten.isfinite),
@@ -211,7 +211,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
-    """Identifiers like the names, no two alike, and none like an argument's or one of `others`."""
+    """Returns identifiers like the names, no two alike, and none like an argument's or one of `others`."""
     taken = {*ARGUMENTS, GRADIENT, *others}
     distinct = []
     for name in names:
@@ -225,7 +225,7 @@ def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
     return distinct
 
 
-# What is asked of a tensor and says nothing of its shape, besides how many dims it has, which is in the key.
+# Attributes of a tensor that say nothing of its shape, besides how many dims it has, which is in the key.
 _SHAPELESS = frozenset(
     ("__getitem__", "dim", "detach", "permute", "transpose", "swapaxes", "swapdims", "t", "unsqueeze", "is_floating_point", "clone")
 )
@@ -236,7 +236,7 @@ _VALUES = frozenset(
 
 
 class _Watch(TorchFunctionMode):
-    """While a mod runs: puts stand-ins for what it captures, keeps indices symbolic, and knows which line of the mod it is at."""
+    """Mode for the run of a mod: puts stand-ins for its captures, keeps indices symbolic, and notes the line of the mod."""
 
     def __init__(self, role: str, recorder: Recorder, fakes: FakeTensorMode, names: Sequence[str]) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class _Watch(TorchFunctionMode):
         self.stand_in_of: dict[int, Tensor] = {}
         self.position: dict[int, int] = {}  # of stand-ins and of views of them: which tensor they are of
         self.num_tensors = 0
-        self.met: list[tuple[str, Tensor]] = []  # tensors that nobody had found before
+        self.met: list[tuple[str, Tensor]] = []  # tensors that were not found before
         self.looked_at: set[int] = set()
         self.line: tuple[str, int] | None = None
 
@@ -259,7 +259,7 @@ class _Watch(TorchFunctionMode):
             self.num_tensors += 1
 
     def known(self, x: Any) -> Any:
-        """The stand-in of a tensor that is none of the trace's."""
+        """Returns the stand-in of a tensor that is none of the trace's."""
         if not isinstance(x, Tensor) or (type(x) is FakeTensor and x.fake_mode is self.fakes):
             return x
         if id(x) not in self.stand_in_of:
@@ -271,7 +271,7 @@ class _Watch(TorchFunctionMode):
         return self.stand_in_of[id(x)]
 
     def place(self) -> str:
-        """' at file:line: text', where the mod is."""
+        """Returns ' at file:line: text' for the line that the mod is at."""
         return "" if self.line is None else place_of(self.line)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -302,7 +302,7 @@ class _Watch(TorchFunctionMode):
         return out
 
     def _marked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """func(*args), with this line noted on the nodes that it adds."""
+        """Returns func(*args), with this line noted on the nodes that it adds."""
         out = func(*args, **kwargs)
         if self.line is not None:
             for node in reversed(self.recorder.graph.nodes):
@@ -312,7 +312,7 @@ class _Watch(TorchFunctionMode):
         return out
 
     def _item(self, tensor: Tensor, index: Any) -> Tensor:
-        """tensor[index] for integers, slices, ... and scalar tensors, which stay symbolic."""
+        """Returns tensor[index] for integers, slices, ... and scalar tensors, which stay symbolic."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if Ellipsis in [p for p in parts if not isinstance(p, Tensor)]:
             at = next(i for i, p in enumerate(parts) if p is Ellipsis)

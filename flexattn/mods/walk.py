@@ -30,7 +30,7 @@ _FIELD: Any = type(vars(collections.namedtuple("_Pair", "a b"))["a"])  # of a na
 
 
 class Scope:
-    """What all the code that is reached can ask, of objects wherever they were handed to.
+    """Names that the code which is reached can ask for, of objects wherever they were handed to.
 
     It grows while objects are visited; once something grew that an object had been asked by before, there must be another walk.
     """
@@ -83,7 +83,7 @@ class Scope:
         return self.all_names() if id(value) in self.whole else {chain[0] for chain in self.chains.get(id(value), ())}
 
     def beyond(self, value: Any, name: str) -> frozenset[Chain]:
-        """What is asked of an attribute of `value`."""
+        """Returns the chains that are asked of an attribute of `value`."""
         if id(value) in self.whole:
             return BARE
         return frozenset(chain[1:] for chain in self.chains.get(id(value), ()) if chain[0] == name)
@@ -92,7 +92,7 @@ class Scope:
 _FORMATTING = frozenset(("__repr__", "__str__", "__format__", "__bytes__"))
 _CONSTRUCTING = frozenset(("__init__", "__new__", "__post_init__"))
 _COPYING = frozenset(("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"))
-# What Python calls or reads only where a name in the code says so, or before a call.
+# Attributes that Python calls or reads only where a name in the code says so, or before a call.
 # fmt: off
 _NOT_IMPLICIT = _FORMATTING | _CONSTRUCTING | _COPYING | frozenset((
     "__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__", "__class_getitem__",
@@ -157,7 +157,7 @@ class Walk:
         return (key, *added), new
 
     def visit(self, name: str, value: Any, lift: bool, depth: int, chains: frozenset[Chain] = BARE) -> tuple[Hashable, Any]:
-        """(key, the value or what replaces it); with `lift` floats in it are inputs. chains: what is asked of it here."""
+        """Returns the key and the value or its replacement; with `lift` its floats are inputs. chains: what is asked of it here."""
         kind = type(value)
         if kind in _CONSTANTS:
             return (kind, value), value
@@ -272,7 +272,7 @@ class Walk:
     def _items(
         self, attributes: Mapping[str, Any], names: Iterable[str], lift: bool, depth: int, of: Any = ABSENT
     ) -> tuple[Hashable, dict[str, Any]]:
-        """The key of the entries that are there, and those of them that are replaced; of: the object whose attributes they are."""
+        """Returns the key of the entries, and those of them that are replaced. of: the object whose attributes they are."""
         keys, news = [], {}
         for name in sorted(names):
             value = attributes.get(name, ABSENT)
@@ -285,10 +285,10 @@ class Walk:
         return tuple(keys), news
 
     def _met(self, facts: Facts, ignoring: frozenset[str] = frozenset()) -> None:
-        """Note what code asks for."""
+        """Notes what code asks for."""
         self.scope.add(facts, ignoring)
         self.is_all_read = self.is_all_read and not facts.catches
-        self.is_tied = self.is_tied or facts.writes  # on a copy nobody would see it
+        self.is_tied = self.is_tied or facts.writes  # on a copy it would have no effect
 
     def _function(self, function: types.FunctionType, lift: bool, depth: int) -> tuple[Hashable, Any]:
         code, facts = function.__code__, facts_of(function.__code__)
@@ -404,7 +404,7 @@ class Walk:
         return tuple(keys), _clone(value, news)
 
     def _check_module(self, name: str, module: torch.nn.Module) -> None:
-        """Of a torch.nn.Module all is covered but hooks, and methods of torch's that go through all its parts."""
+        """Checks a torch.nn.Module: all is covered but hooks, and methods of torch's that go through all its parts."""
         attributes = vars(module)
         if id(module) in self.scope.whole:  # and may be called
             self.scope.add(_FORWARD)
@@ -420,7 +420,7 @@ class Walk:
                 self._give_up(f"{attr} of a torch.nn.Module may read all of it")
 
     def _class(self, name: str, value: Any, kind: type, beside: tuple[type, ...], depth: int) -> Hashable:
-        """What an object of a class, or it itself, can be asked, by name or by operator; beside: bases of C's that may be there."""
+        """Returns the key of what a class or its objects can be asked, by name or operator. beside: bases in C that it may have."""
         scope, names, is_whole = self.scope, self.scope.names_of(value), id(value) in self.scope.whole
         implicit = frozenset(
             (_FORMATTING if scope.formats else frozenset())
@@ -507,14 +507,14 @@ _DICTS = (collections.OrderedDict, collections.defaultdict)
 
 
 def _first(function: Any) -> frozenset[Chain]:
-    """What a method asks of its object."""
+    """Returns the chains that a method asks of its object."""
     if function is None:
         return frozenset()
     return facts_of(function.__code__).first if type(function) is types.FunctionType else BARE
 
 
 def _clone(value: Any, attributes: Mapping[str, Any]) -> Any:
-    """An object like `value` but for these attributes; itself where there are none."""
+    """Returns an object like `value` but for these attributes; itself where there are none."""
     if not attributes:
         return value
     clone = object.__new__(type(value))
@@ -523,7 +523,7 @@ def _clone(value: Any, attributes: Mapping[str, Any]) -> Any:
 
 
 def _is_python(kind: type) -> bool:
-    """Whether a class was written in Python, so that its objects hold no more than their attributes."""
+    """Returns whether a class was written in Python, so that its objects hold no more than their attributes."""
     is_heap = bool(kind.__flags__ & 1 << 9)
     return is_heap and not any(type(member) in _OF_C for member in vars(kind).values())
 
