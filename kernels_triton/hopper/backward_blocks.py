@@ -1,26 +1,22 @@
-"""A backward's programs: the block of queries or keys that each has, and what it reads of its rows."""
+"""Programs of a backward: the block of queries or keys that each has, the statistics of its rows, the heads it goes through."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.arguments import Head, Scores
 from flexattn.kernels_triton.common.preprocess import statistics_tile
-from flexattn.kernels_triton.common.primitives import load_large, packed_start
+from flexattn.kernels_triton.common.primitives import behind, head_values, is_any_large, load_head, load_large, packed_start
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.work_table import work_table
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries
-from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, block_of, sequence_of
-
-
-class BackwardWork(NamedTuple):
-    """The programs, one for each block of a head's queries or keys, and their order."""
-
-    table_ptr: Any  # `work_table`'s; None without lengths
-    num_heads: int
-    group_size: int
-    blocks: int
-    heads_per_section: int
+from flexattn.kernels_triton.hopper.masking import SequenceBand, band_of_sequence
+from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, Work, block_of_program, heads_per_l2_section, sequence_of
 
 
 class LargeLse(NamedTuple):
@@ -28,6 +24,25 @@ class LargeLse(NamedTuple):
 
     is_any_ptr: Any
     lse_ptr: Any
+
+
+def backward_work(problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int) -> tuple[Work, int]:
+    """Returns (the order of programs of `rows` queries or keys each, their number).
+
+    bytes_per_head: of what the programs of one head read, or add to, again and again.
+    """
+    x = problem
+    longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
+    blocks = triton.cdiv(longest, rows)
+    table = None if x.cu_seqlens_q is None else work_table(x, rows, side, by_sequence=True)
+    work = Work(
+        table_ptr=table,
+        num_heads=x.num_heads,
+        group_size=x.group_size,
+        blocks=blocks,
+        heads_per_l2_section=heads_per_l2_section(x, heads, bytes_per_head),
+    )
+    return work, (blocks * x.batch if table is None else table.shape[0] - 2) * heads
 
 
 class Block(NamedTuple):
@@ -38,7 +53,7 @@ class Block(NamedTuple):
     h: Any  # of a block of keys, the first of its group
     h_kv: Any
     sequence: Sequence
-    shift: Any  # the band's diagonal
+    band: SequenceBand
     large: Any  # `load_large`
     first_head: Any  # the batch element's, in dropout's count
     num_blocks: Any  # of one head
@@ -47,7 +62,7 @@ class Block(NamedTuple):
 
 
 @gluon.jit
-def _large(args, sequence: Sequence, META: gl.constexpr):
+def _load_large(args, sequence: Sequence, META: gl.constexpr):
     num_tokens = args.lengths_q.num_tokens
     return load_large(args.large.is_any_ptr, args.large.lse_ptr, args.work.num_heads, num_tokens, sequence.start_q, META)
 
@@ -55,13 +70,13 @@ def _large(args, sequence: Sequence, META: gl.constexpr):
 @gluon.jit
 def query_block_of_program(args, META: gl.constexpr):
     # args: of a kernel for dq
-    work, band = args.work, args.band
-    m_block, h, b = block_of(work.table_ptr, work.num_heads, work.blocks, work.heads_per_section, True, META)
+    work = args.work
+    m_block, h, b = block_of_program(work, work.num_heads, True, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-    len_q, len_kv = sequence.len_q, sequence.len_kv
-    shift = (len_kv - len_q) * band.bottom_right
+    len_q = sequence.len_q
+    band = band_of_sequence(args.band, len_q, sequence.len_kv)
     first_row = gl.minimum(m_block * META.BLOCK_M, len_q)
-    num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, band.left, band.right, args.lists, META)
+    num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
     num_blocks = gl.where(first_row < len_q, num_blocks, 0)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
@@ -70,8 +85,8 @@ def query_block_of_program(args, META: gl.constexpr):
         h=h,
         h_kv=h // work.group_size,
         sequence=sequence,
-        shift=shift,
-        large=_large(args, sequence, META),
+        band=band,
+        large=_load_large(args, sequence, META),
         first_head=b * work.num_heads,
         num_blocks=num_blocks,
         block_range=block_range,
@@ -82,15 +97,14 @@ def query_block_of_program(args, META: gl.constexpr):
 @gluon.jit
 def key_block_of_program(args, META: gl.constexpr):
     # args: of a kernel for dk and dv
-    work, band = args.work, args.band
-    heads = work.num_heads // work.group_size
-    n_block, h_kv, b = block_of(work.table_ptr, heads, work.blocks, work.heads_per_section, False, META)
+    work = args.work
+    n_block, h_kv, b = block_of_program(work, work.num_heads // work.group_size, False, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-    len_q, len_kv = sequence.len_q, sequence.len_kv
-    shift = (len_kv - len_q) * band.bottom_right
+    len_kv = sequence.len_kv
+    band = band_of_sequence(args.band, sequence.len_q, len_kv)
     first_row = gl.minimum(n_block * META.BLOCK_N, len_kv)
     h = h_kv * work.group_size
-    num_blocks, block_range = blocks_of_queries(first_row, b, h, len_q, shift, band.left, band.right, args.lists, META)
+    num_blocks, block_range = blocks_of_queries(first_row, b, h, band, args.lists, META)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
         first_row=first_row,
@@ -98,10 +112,110 @@ def key_block_of_program(args, META: gl.constexpr):
         h=h,
         h_kv=h_kv,
         sequence=sequence,
-        shift=shift,
-        large=_large(args, sequence, META),
+        band=band,
+        large=_load_large(args, sequence, META),
         first_head=b * work.num_heads,
         num_blocks=gl.where(first_row < len_kv, num_blocks, 0),
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.BLOCK_M),
     )
+
+
+class QueryStatistics(NamedTuple):
+    """The statistics of the queries of one consumer of dq."""
+
+    minus_lse: Any  # in units of log2; -inf for a row past the end
+    minus_delta: Any
+
+
+@gluon.jit
+def load_query_statistics(statistics_ptr, rows, len_q, META: gl.constexpr):
+    # statistics_ptr: where those of the sequence's head begin
+    SIZE: gl.constexpr = META.STATISTICS
+    pointers = statistics_ptr + (rows // SIZE).to(gl.int64) * (2 * SIZE) + rows % SIZE
+    minus_lse = gl.load(pointers, mask=rows < len_q, other=float("-inf"))
+    minus_delta = gl.load(pointers + SIZE, mask=rows < len_q, other=0.0)
+    return QueryStatistics(minus_lse=minus_lse, minus_delta=minus_delta)
+
+
+@gluon.jit
+def statistics_of_block(args, block: Block, META: gl.constexpr):
+    return args.statistics_ptr + block.first_statistics.to(gl.int64) * (2 * META.STATISTICS)
+
+
+class QueryHead(NamedTuple):
+    """Where a program of dk and dv is: at one block of queries of one query head of its group."""
+
+    n: Any  # the block's number, of those that this head has
+    h: Any
+    bias_ptr: Any
+    alibi_slope: Any
+
+
+# What mods read of the head, `head_values`, goes beside it: Triton takes no tuple inside another through a loop.
+@gluon.jit
+def first_query_head(block: Block, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
+    bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, block.h, META)
+    values = head_values(block.b, block.h, scores.captures, MODS, META)
+    return QueryHead(n=0, h=block.h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
+
+
+@gluon.jit
+def next_query_block(at: QueryHead, values, block: Block, group_size, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
+    n, h, bias_ptr, alibi_slope = at.n + 1, at.h, at.bias_ptr, at.alibi_slope
+    if n == block.num_blocks:
+        n = 0
+        h += 1
+        next_h = gl.minimum(h, block.h + group_size - 1)
+        bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, next_h, META)
+        values = head_values(block.b, next_h, scores.captures, MODS, META)
+    return QueryHead(n=n, h=h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
+
+
+@gluon.jit
+def head_at(at: QueryHead, values, block: Block, scores: Scores, META: gl.constexpr):
+    # As `primitives.head_of`, of what is read already
+    return Head(
+        b=block.b,
+        h=at.h,
+        len_q=block.sequence.len_q,
+        len_kv=block.sequence.len_kv,
+        shift=block.band.shift,
+        softcap=scores.softcap,
+        bias_ptr=at.bias_ptr,
+        bias_stride_m=scores.bias.stride_m,
+        bias_stride_n=scores.bias.stride_n,
+        alibi_slope=at.alibi_slope,
+        captures=behind(scores.captures, values, META),
+    )
+
+
+@gluon.jit
+def last_key_seen_by_all(m_start, band: SequenceBand, META: gl.constexpr):
+    # Blocks of keys that end past it need a mask for the queries from m_start on.
+    last = band.len_kv
+    if META.HAS_RIGHT:
+        last = gl.minimum(band.len_kv, m_start + band.shift + band.right + 1)
+    return last
+
+
+@gluon.jit
+def hides_some_key(column, last, m_start, block: Block, META: gl.constexpr):
+    # True if the band or the sequence's end needs the mask for the block of keys at `column` and the ROWS queries from m_start on.
+    # It is a scalar, so that the other blocks do not pay for masks. last: `last_key_seen_by_all`
+    is_cut = column + META.BLOCK_N > last
+    if META.HAS_LEFT:
+        is_cut = is_cut | (column < m_start + ROWS - 1 + block.band.shift - block.band.left)
+    return is_cut
+
+
+@gluon.jit
+def hides_some_query(row, n_start, block: Block, META: gl.constexpr):
+    # True if the band or a large lse needs the masks for the block of queries at `row` and the ROWS keys from n_start on
+    band = block.band
+    is_cut = is_any_large(block.large, META)
+    if META.HAS_RIGHT:
+        is_cut = is_cut | (row < n_start + ROWS - 1 - band.shift - band.right)
+    if META.HAS_LEFT:
+        is_cut = is_cut | (row + META.BLOCK_M > n_start - band.shift + band.left + 1)
+    return is_cut

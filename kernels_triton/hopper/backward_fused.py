@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -20,18 +19,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
-    behind,
-    head_values,
     is_any_large,
-    load_head,
     logits,
     relative_to_lse,
     through_mods,
 )
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HopperOnePassTile
-from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper.backward_blocks import BackwardWork, Block, LargeLse, key_block_of_program
+from flexattn.kernels_triton.common.work_table import zero_padding
+from flexattn.kernels_triton.hopper.backward_blocks import (
+    Block,
+    LargeLse,
+    backward_work,
+    first_query_head,
+    head_at,
+    key_block_of_program,
+    next_query_block,
+)
 from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
     LAST,
@@ -44,14 +48,27 @@ from flexattn.kernels_triton.hopper.barriers import (
 )
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.conditions import KEYS, fused_tile
-from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, load_statistics, ragged_descriptor, step_of, store_rows
-from flexattn.kernels_triton.hopper.dq_sums import add_dq, convert_dq, dq_product, hand_over, write_dq
+from flexattn.kernels_triton.hopper.descriptors import (
+    Step,
+    load_rows,
+    load_statistics,
+    ragged_descriptor,
+    statistics_descriptor,
+    step_of,
+    store_rows,
+)
+from flexattn.kernels_triton.hopper.dq_sums import DqRing, add_dq, convert_dq, dq_product, hand_over_dq, write_dq
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
-from flexattn.kernels_triton.hopper.masking import FAR, apply_mask_mod, hide_queries_past_the_end, mask_band
+from flexattn.kernels_triton.hopper.masking import (
+    apply_mask_mod,
+    first_uncut_query,
+    hide_queries_past_the_end,
+    mask_queries_and_end,
+)
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles, opaque_zero
+from flexattn.kernels_triton.hopper.pairs import origin_of
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, release, wait_empty
-from flexattn.kernels_triton.hopper.scores import head_from
-from flexattn.kernels_triton.hopper.tile_scheduler import section_of
+from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
@@ -89,9 +106,7 @@ class OnePassMeta(NamedTuple):
     DQ_STAGES: int  # of dq in shared memory
 
 
-class Tensors(NamedTuple):
-    """The descriptors of the tensors."""
-
+class Descriptors(NamedTuple):
     q: Any
     dout: Any
     k: Any
@@ -112,10 +127,10 @@ class Steps(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    descriptors: Tensors
+    descriptors: Descriptors
     tiles_of_statistics: int  # of a head
     large: LargeLse
-    work: BackwardWork
+    work: Work
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
@@ -150,21 +165,21 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def _load(args: Arguments, tiles: Tiles, barriers: Barriers, block: Block, META: gl.constexpr):
-    descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
+    of, steps, sequence = args.descriptors, args.steps, block.sequence
     b, h, h_kv = block.b, block.h, block.h_kv
-    q_token, q_head = sequence.start_q + b * steps.q.tokens, h + b * steps.q.heads
-    dout_token, dout_head = sequence.start_q + b * steps.dout.tokens, h + b * steps.dout.heads
-    k_token, k_head = sequence.start_kv + b * steps.k.tokens, h_kv + b * steps.k.heads
-    v_token, v_head = sequence.start_kv + b * steps.v.tokens, h_kv + b * steps.v.heads
-    dk_token, dk_head = sequence.start_kv + b * steps.dk.tokens, h_kv + b * steps.dk.heads
-    dv_token, dv_head = sequence.start_kv + b * steps.dv.tokens, h_kv + b * steps.dv.heads
+    q = origin_of(steps.q, sequence.start_q, h, b)
+    dout = origin_of(steps.dout, sequence.start_q, h, b)
+    k = origin_of(steps.k, sequence.start_kv, h_kv, b)
+    v = origin_of(steps.v, sequence.start_kv, h_kv, b)
+    dk = origin_of(steps.dk, sequence.start_kv, h_kv, b)
+    dv = origin_of(steps.dv, sequence.start_kv, h_kv, b)
     len_q, len_kv = sequence.len_q, sequence.len_kv
     full = barriers.kv_full.index(0)
-    mbarrier.expect(full, 2 * (descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes))
+    mbarrier.expect(full, 2 * (of.k.block_type.nbytes + of.v.block_type.nbytes))
     for part in gl.static_range(2):
         row = block.first_row + part * ROWS
-        load_rows(descriptors.k, k_token, len_kv, row, k_head, 0, full, tiles.k.index(part))
-        load_rows(descriptors.v, v_token, len_kv, row, v_head, 0, full, tiles.v.index(part))
+        load_rows(of.k, k.token, len_kv, row, k.head, 0, full, tiles.k.index(part))
+        load_rows(of.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
     n = 0
     head = 0
     for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
@@ -172,15 +187,15 @@ def _load(args: Arguments, tiles: Tiles, barriers: Barriers, block: Block, META:
         stage = m_block % STAGES
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, m_block, STAGES)
-        mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.statistics.block_type.nbytes)
-        load_rows(descriptors.q, q_token, len_q, row, q_head + head, 0, full, tiles.q.index(stage))
+        mbarrier.expect(full, of.q.block_type.nbytes + of.statistics.block_type.nbytes)
+        load_rows(of.q, q.token, len_q, row, q.head + head, 0, full, tiles.q.index(stage))
         of_head = block.first_statistics + head * args.tiles_of_statistics
-        load_statistics(descriptors.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         full = barriers.dout_full.index(stage)
         if META.DOUT_APART:
             wait_empty(barriers.dout_empty, m_block, STAGES)
-        mbarrier.expect(full, descriptors.dout.block_type.nbytes)
-        load_rows(descriptors.dout, dout_token, len_q, row, dout_head + head, 0, full, tiles.dout.index(stage))
+        mbarrier.expect(full, of.dout.block_type.nbytes)
+        load_rows(of.dout, dout.token, len_q, row, dout.head + head, 0, full, tiles.dout.index(stage))
         n += 1
         if n == block.num_blocks:
             n = 0
@@ -188,25 +203,9 @@ def _load(args: Arguments, tiles: Tiles, barriers: Barriers, block: Block, META:
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     for part in gl.static_range(2):
         row = block.first_row + part * ROWS
-        store_rows(descriptors.dk, dk_token, len_kv, row, dk_head, 0, tiles.k.index(part))
-        store_rows(descriptors.dv, dv_token, len_kv, row, dv_head, 0, tiles.v.index(part))
+        store_rows(of.dk, dk.token, len_kv, row, dk.head, 0, tiles.k.index(part))
+        store_rows(of.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _add_dq(args: Arguments, tiles: Tiles, barriers: Barriers, block: Block, META: gl.constexpr):
-    place = (block.sequence.len_q, block.first_statistics, args.tiles_of_statistics)
-    add_dq(
-        args.descriptors.dq,
-        tiles.dq,
-        barriers.dq_full,
-        barriers.dq_empty,
-        place,
-        args.work.group_size,
-        block.num_blocks,
-        block.block_range,
-        META,
-    )
 
 
 @gluon.jit
@@ -235,12 +234,9 @@ def _compute(
     #   DP_FIRST   dp | p | dv | ds | dk, dq of the last iteration
     #   else       dq of the last iteration | p | dv, dp | ds | dk
     # Before all of it come the scores, which IS_AHEAD has begun at the end of the iteration before.
-    sequence, b, first_head = block.sequence, block.b, block.h
-    len_q, len_kv = sequence.len_q, sequence.len_kv
-    window_left, window_right = args.band.left, args.band.right
-    shift, large = block.shift, block.large
-    softmax_scale, captures = args.scores.scale, args.scores.captures
-    group_size = args.work.group_size
+    b, len_q, band, large = block.b, block.sequence.len_q, block.band, block.large
+    scores, group_size = args.scores, args.work.group_size
+    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     DTYPE: gl.constexpr = tiles.k.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
@@ -255,10 +251,7 @@ def _compute(
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-    uncut_from = 0  # blocks of queries that begin before it need the mask
-    if META.HAS_RIGHT:
-        uncut_from = n_start + ROWS - 1 - shift - window_right
-    uncut_from = gl.where(n_start + ROWS > len_kv, FAR, uncut_from)
+    uncut_from = first_uncut_query(n_start, band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
     iterations = block.num_blocks * group_size
     # As if there had been an iteration before the first, whose ds is 0.
@@ -271,10 +264,7 @@ def _compute(
         if META.TAKES_TURNS and CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    n = 0
-    h = first_head
-    bias_ptr, alibi_slope = load_head(args.scores.bias, args.scores.alibi, b, h, META)
-    values = head_values(b, h, captures, MODS, META)
+    at, values = first_query_head(block, scores, MODS, META)
     kq = zeros
     if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if iterations > 0:
@@ -282,7 +272,7 @@ def _compute(
             first_scores = _begin_scores(tiles, own_k, barriers, 0, 0, iterations > 0, META)
             kq = warpgroup_mma_wait(0, deps=[first_scores])
     for m_block in range(iterations):  # of all query heads
-        row, is_full = query_block(n, block.block_range, META)
+        row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
         stage = m_block % STAGES
@@ -303,20 +293,20 @@ def _compute(
         else:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)
-        drawn = drawn_weights(draws, h, row, n_start, BLOCK_M, True, META)
+        drawn = drawn_weights(draws, at.h, row, n_start, BLOCK_M, True, META)
         if META.TAKES_TURNS:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         i, j = columns[None, :], rows[:, None]
-        head = head_from(args.scores, b, h, sequence, shift, bias_ptr, alibi_slope, behind(captures, values, META))
-        s, factor, cap_tanh, score = logits(kq, i, j, softmax_scale, head, MODS, META)
+        head = head_at(at, values, block, scores, META)
+        s, factor, cap_tanh, score = logits(kq, i, j, scores.scale, head, MODS, META)
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
         if META.HAS_LEFT:
-            is_cut = is_cut | (row + BLOCK_M > n_start - shift + window_left + 1)
+            is_cut = is_cut | (row + BLOCK_M > n_start - band.shift + band.left + 1)
         if is_cut | is_any_large(large, META):
-            s = mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_queries_and_end(s, rows, columns, band, META)
             if META.IS_UNBOUNDED:
                 of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-                s = relative_to_lse(s, of_queries[None, :], large, b, h, i, len_q, META)
+                s = relative_to_lse(s, of_queries[None, :], large, b, at.h, i, len_q, META)
         s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
@@ -337,10 +327,10 @@ def _compute(
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             if m_block > 0:  # under the product; dp then takes the registers of dq
-                write_dq(dq, tiles.dq, barriers.dq_empty, m_block - 1, CONSUMER, META)
+                write_dq(dq, ring, m_block - 1, CONSUMER, META)
             dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
             if m_block > 0:
-                hand_over(barriers.dq_full, m_block - 1, META)
+                hand_over_dq(ring, m_block - 1, META)
             dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         if not META.DP_FIRST:
@@ -382,26 +372,20 @@ def _compute(
             if is_there:
                 named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
             if m_block > 0:
-                write_dq(dq, tiles.dq, barriers.dq_empty, m_block - 1, CONSUMER, META)
-                hand_over(barriers.dq_full, m_block - 1, META)
+                write_dq(dq, ring, m_block - 1, CONSUMER, META)
+                hand_over_dq(ring, m_block - 1, META)
         if META.IS_AHEAD:
             kq = warpgroup_mma_wait(0, deps=[next_scores])
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            h += 1
-            next_h = gl.minimum(h, first_head + group_size - 1)
-            bias_ptr, alibi_slope = load_head(args.scores.bias, args.scores.alibi, b, next_h, META)
-            values = head_values(b, next_h, captures, MODS, META)
+        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
         sum_of_k = dq_product(tiles.ds, tiles.k, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        write_dq(dq, tiles.dq, barriers.dq_empty, iterations - 1, CONSUMER, META)
-        hand_over(barriers.dq_full, iterations - 1, META)
+        write_dq(dq, ring, iterations - 1, CONSUMER, META)
+        hand_over_dq(ring, iterations - 1, META)
     named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now k and v are no longer needed
-    tiles.k.index(CONSUMER).reshape([ROWS, DIM]).store((dk * softmax_scale).to(DTYPE))
+    tiles.k.index(CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
     tiles.v.index(CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
@@ -409,17 +393,17 @@ def _compute(
 
 @hopper_kernel
 def _attn_bwd_one_pass_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
-    descriptors = args.descriptors
-    DTYPE: gl.constexpr = descriptors.q.dtype
+    of = args.descriptors
+    DTYPE: gl.constexpr = of.q.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    q_tiles = allocate_tiles(STAGES, descriptors.q)
-    dout_tiles = allocate_tiles(STAGES, descriptors.dout)
-    k_tiles = allocate_tiles(2, descriptors.k)
-    v_tiles = allocate_tiles(2, descriptors.v)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout)
+    q_tiles = allocate_tiles(STAGES, of.q)
+    dout_tiles = allocate_tiles(STAGES, of.dout)
+    k_tiles = allocate_tiles(2, of.k)
+    v_tiles = allocate_tiles(2, of.v)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    dq_tiles = allocate_tiles(2 * META.DQ_STAGES, descriptors.dq)
+    dq_tiles = allocate_tiles(2 * META.DQ_STAGES, of.dq)
     tiles = Tiles(q=q_tiles, dout=dout_tiles, k=k_tiles, v=v_tiles, statistics=statistics_tiles, ds=ds_tiles, dq=dq_tiles)
     q_empty = allocate_barriers(STAGES, 2)
     # None may be without a use: Triton would give its memory to what partitions are handed (`CompileReport.idle_barriers`).
@@ -437,12 +421,13 @@ def _attn_bwd_one_pass_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
         dkdv_full=allocate_barriers(1, 2),
     )
     block = key_block_of_program(args, META)
+    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     gl.warp_specialize(
         [
             (_compute, (args, tiles, barriers, block, 0, MODS, META)),
             (_compute, (args, tiles, barriers, block, 1, MODS, META)),
             (_load, (args, tiles, barriers, block, META)),
-            (_add_dq, (args, tiles, barriers, block, META)),
+            (add_dq, (of.dq, ring, block, args.tiles_of_statistics, args.work.group_size, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -459,13 +444,9 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # k, v, q and dout of two bytes, dq of four
-    section = section_of(x, x.num_heads_kv, bytes_per_head)
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
     dq_block = [ROWS.value, size * dim // (2 * ROWS.value)]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
-    blocks = triton.cdiv(x.longest_kv, KEYS)
-    table = work_table(x, KEYS, "kv", by_sequence=True) if has_lengths else None
-    programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     meta = OnePassMeta(
         IS_RAGGED_Q=x.q.dim() == 3,
         IS_RAGGED_KV=x.k.dim() == 3,
@@ -489,12 +470,12 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
     q, dout_rows = (ragged_descriptor(t, size, dim) for t in (x.q, dout))
     k, v, dk_rows, dv_rows = (ragged_descriptor(t, ROWS.value, dim) for t in (x.k, x.v, dk, dv))
     arguments = Arguments(
-        descriptors=Tensors(
+        descriptors=Descriptors(
             q=q,
             dout=dout_rows,
             k=k,
             v=v,
-            statistics=TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+            statistics=statistics_descriptor(statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
             dk=dk_rows,
             dv=dv_rows,
@@ -502,9 +483,7 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
         steps=Steps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dk=step_of(dk), dv=step_of(dv)),
         tiles_of_statistics=tiles,
         large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
-        work=BackwardWork(
-            table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_section=section
-        ),
+        work=work,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,
         band=x.band,

@@ -112,6 +112,12 @@ def reduce_add(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
 
 
+def statistics_descriptor(statistics: Tensor, size: int) -> TensorDescriptor:
+    """Returns the descriptor of `tiled_statistics`, a tile of which has lse and delta of `size` queries."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], layout)
+
+
 @gluon.jit
 def load_statistics(descriptor, first_tile, row, len_q, barrier, destination, META: gl.constexpr):
     # Those of the BLOCK_M queries from `row` on, of the head whose tiles begin at first_tile. A listed block may lie past the end,

@@ -38,26 +38,44 @@ from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrie
 from flexattn.kernels_triton.hopper.block_ranges import (
     ListCut,
     blocks_by_lists,
+    blocks_of_consumer,
     blocks_of_keys,
     blocks_of_split,
+    cut_key_lists,
     key_block,
-    listed_keys,
-    own_blocks,
 )
 from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
 from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.hopper.dropout import DropoutState, drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.hopper.masking import TileBand, apply_mask_mod, mask_keys
+from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles, keep_pairs, unpack_pairs
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, pass_over, release, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.pairs import (
+    Pair,
+    allocate_pair,
+    load_pair,
+    origin_of,
+    pair_bytes,
+    pair_descriptor,
+    score_product,
+)
+from flexattn.kernels_triton.hopper.pipeline import (
+    ForwardBarriers,
+    allocate_forward_barriers,
+    release,
+    skip_blocks,
+    wait_empty,
+    wait_full,
+)
 from flexattn.kernels_triton.hopper.softmax import for_threads, rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.hopper.tile_scheduler import (
-    amount_of_work,
-    hear,
-    piece_of_work,
-    query_heads_per_section,
+    Work,
+    broadcast_end,
+    broadcast_tile,
+    num_work_tiles,
+    query_heads_per_l2_section,
+    receive_tile,
     sequence_of,
-    tell,
+    work_tile,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
 
@@ -99,7 +117,7 @@ class ForwardMeta(NamedTuple):
     V0: int
     STAGES: int
     CONSUMERS: int
-    TAKES_TURNS: bool
+    PINGPONG: bool  # between consumers, at the tensor cores
     LAZY: bool  # rows are rescaled when their maximum has risen by much
     OUT_PARTS: int
     REGISTERS: int
@@ -112,33 +130,18 @@ class ForwardMeta(NamedTuple):
     # of a block mask what `listed_keys` and `_unmasked_blocks` find
 
 
-class ForwardTensors(NamedTuple):
-    """The descriptors of the tensors; those of a second part of the head dim, where there is none, are the first's again."""
-
-    q: Any
-    k: Any
+class Descriptors(NamedTuple):
+    q: Pair
+    k: Pair
     v: Any
     out: Any
-    q1: Any
-    k1: Any
 
 
-class ForwardSteps(NamedTuple):
+class Steps(NamedTuple):
     q: Step
     k: Step
     v: Step
     out: Step
-
-
-class Work(NamedTuple):
-    """Work tiles, of BLOCK_M rows each, and the order in which they are handed out."""
-
-    table_ptr: Any  # `work_table`'s; without lengths its counter alone
-    num_heads: int
-    group_size: int
-    blocks: int
-    heads_per_section: int
-    num_splits: int | None
 
 
 class Results(NamedTuple):
@@ -150,13 +153,14 @@ class Results(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    descriptors: ForwardTensors
+    descriptors: Descriptors
     results: Results
     work: Work
+    num_splits: int | None
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
-    steps: ForwardSteps
+    steps: Steps
     scores: Scores
     softmax_offset_ptr: Any
     dropout: Dropout
@@ -166,29 +170,15 @@ class Arguments(NamedTuple):
 class Tiles(NamedTuple):
     """In shared memory: q by consumer and stage, k and v by stage, out by consumer."""
 
-    q: Any
-    k: Any
+    q: Pair
+    k: Pair
     v: Any
     out: Any
-    q1: Any
-    k1: Any
-
-
-class Barriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    tile_full: Any  # of the broadcast slots, and these
-    tile_empty: Any
-    tile_slots: Any
 
 
 class Buffers(NamedTuple):
     tiles: Tiles
-    barriers: Barriers
+    barriers: ForwardBarriers
 
 
 class WorkTile(NamedTuple):
@@ -213,7 +203,7 @@ class Invariants(NamedTuple):
     m_start: Any  # the first of the consumer's queries
     rows: Any
     block_columns: Any
-    band: TileBand
+    band: SequenceBand
     scale: Any
     head: Head
     draws: DropoutState
@@ -244,53 +234,45 @@ class Carry(NamedTuple):
 
 @gluon.jit
 def _num_work_tiles(args: Arguments, META: gl.constexpr):
-    work = args.work
-    amount = amount_of_work(work.table_ptr, args.lengths_q.batch, work.num_heads // META.GROUP, work.blocks, META)
+    amount = num_work_tiles(args.work, args.work.num_heads // META.GROUP, args.lengths_q.batch, META)
     if META.IS_SPLIT:
-        amount = amount * work.num_splits
+        amount = amount * args.num_splits
     return amount
 
 
 @gluon.jit
 def _work_tile(t, amount, args: Arguments, META: gl.constexpr):
-    work = args.work
     split = 0
     if META.IS_SPLIT:
-        split = t % work.num_splits
-        t = t // work.num_splits
-        amount = amount // work.num_splits
-    heads = work.num_heads // META.GROUP
-    first_row, h, b = piece_of_work(
-        t, amount, work.table_ptr, args.lengths_q.batch, heads, work.blocks, work.heads_per_section, META
-    )
+        split = t % args.num_splits
+        t = t // args.num_splits
+        amount = amount // args.num_splits
+    first_row, h, b = work_tile(t, amount, args.work, args.work.num_heads // META.GROUP, args.lengths_q.batch, META)
     return WorkTile(first_row=first_row // META.GROUP, h=h * META.GROUP, b=b, split=split)
 
 
 @gluon.jit
-def _blocks_of_tile(tile: WorkTile, listed, band: TileBand, args: Arguments, META: gl.constexpr):
-    # The blocks of keys of a tile, or of its split, as `blocks_of_keys` gives them; of a block mask by what `listed_keys` found
+def _blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
+    # (number of blocks, block range) of the keys of a tile, or of its split. cut: of a block mask, `cut_key_lists`
     if META.BLOCK_SIZE_Q > 0:
-        num_blocks, found = blocks_by_lists(listed, tile.first_row, tile.b, tile.h, args.lists, META)
+        num_blocks, block_range = blocks_by_lists(cut, tile.first_row, tile.b, tile.h, args.lists, META)
     else:
         QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
-        num_blocks, found = blocks_of_keys(
-            tile.first_row, tile.b, tile.h, band.len_kv, band.shift, band.left, band.right, args.lists, META, QUERIES
-        )
+        num_blocks, block_range = blocks_of_keys(tile.first_row, tile.b, tile.h, band, args.lists, META, QUERIES)
     if META.IS_SPLIT:
-        num_blocks, found = blocks_of_split(tile.split, args.work.num_splits, num_blocks, found, META)
-    return num_blocks, found
+        num_blocks, block_range = blocks_of_split(tile.split, args.num_splits, num_blocks, block_range, META)
+    return num_blocks, block_range
 
 
 @gluon.jit
 def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
-    descriptors, steps = args.descriptors, args.steps
+    of, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
-    QK0: gl.constexpr = META.QK0
     GROUP: gl.constexpr = META.GROUP
-    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + (descriptors.q1.block_type.nbytes if META.QK1 > 0 else 0)
-    K_BYTES: gl.constexpr = descriptors.k.block_type.nbytes + (descriptors.k1.block_type.nbytes if META.QK1 > 0 else 0)
+    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
+    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
     amount = _num_work_tiles(args, META)
     n_block = 0  # of all work tiles
     n_tile = 0
@@ -300,67 +282,48 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         tile = _work_tile(t, amount, args, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
-        band = TileBand(len_kv=len_kv, shift=(len_kv - len_q) * args.band.bottom_right, left=args.band.left, right=args.band.right)
+        band = band_of_sequence(args.band, len_q, len_kv)
         numbers = (tile.first_row, tile.h, tile.b, tile.split)
         if META.HAS_LENGTHS:
             numbers = numbers + (sequence.start_q, len_q, len_kv)
-        listed = ()
+        cut = ()
         if META.BLOCK_SIZE_Q > 0:
-            listed = listed_keys(tile.first_row, tile.b, tile.h, band.len_kv, band.shift, band.left, band.right, args.lists, META)
-        num_blocks, block_range = _blocks_of_tile(tile, listed, band, args, META)
+            cut = cut_key_lists(tile.first_row, tile.b, tile.h, band, args.lists, META)
+        num_blocks, block_range = _blocks_of_tile(tile, cut, band, args, META)
         if META.BLOCK_SIZE_Q > 0:
             unmasked = _unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, META)
-            numbers = numbers + (listed.num_masked, listed.num_full, listed.masked_before, listed.full_before)
+            numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
             numbers = numbers + (unmasked.begin, unmasked.end)
-        tell(numbers, n_tile, barriers, META)
+        broadcast_tile(numbers, n_tile, barriers, META)
         h_kv = tile.h // args.work.group_size
         for consumer in gl.static_range(CONSUMERS):
             row = tile.first_row + consumer * (ROWS // GROUP)
-            token, head = sequence.start_q + tile.b * steps.q.tokens, tile.h + tile.b * steps.q.heads
+            origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
             slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
             full = barriers.q_full.index(slot)
             mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(full, Q_BYTES)
-            load_rows(descriptors.q, token, len_q, row, head, 0, full, tiles.q.index(slot))
-            if META.QK1 > 0:
-                load_rows(descriptors.q1, token, len_q, row, head, QK0, full, tiles.q1.index(slot))
+            load_pair(of.q, origin, len_q, row, full, tiles.q, slot, META)
         for n in range(num_blocks):
             row = key_block(num_blocks - 1 - n, block_range, META)[0]
             stage = n_block % STAGES
-            token, head = sequence.start_kv + tile.b * steps.k.tokens, h_kv + tile.b * steps.k.heads
+            origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
             full = barriers.k_full.index(stage)
             wait_empty(barriers.k_empty, n_block, STAGES)
             mbarrier.expect(full, K_BYTES)
-            load_rows(descriptors.k, token, len_kv, row, head, 0, full, tiles.k.index(stage))
-            if META.QK1 > 0:
-                load_rows(descriptors.k1, token, len_kv, row, head, QK0, full, tiles.k1.index(stage))
+            load_pair(of.k, origin, len_kv, row, full, tiles.k, stage, META)
             wait_empty(barriers.v_empty, n_block, STAGES)
-            mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
-            token, head = sequence.start_kv + tile.b * steps.v.tokens, h_kv + tile.b * steps.v.heads
-            load_rows(descriptors.v, token, len_kv, row, head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
+            mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
+            origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
+            load_rows(of.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
         t = drawn + gl.num_programs(0)
         n_tile += 1
-    tell((-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), n_tile, barriers, META)
+    broadcast_end(n_tile, barriers, META)
 
 
 @gluon.jit
-def _scores(tiles: Tiles, q_slot, stage, zeros, META: gl.constexpr):
-    BLOCK_N: gl.constexpr = META.BLOCK_N
-    QK0: gl.constexpr = META.QK0
-    QK1: gl.constexpr = META.QK1
-    q0 = tiles.q.index(q_slot).reshape([ROWS, QK0])
-    k0 = tiles.k.index(stage).reshape([BLOCK_N, QK0])
-    qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if QK1 > 0:
-        q1 = tiles.q1.index(q_slot).reshape([ROWS, QK1])
-        k1 = tiles.k1.index(stage).reshape([BLOCK_N, QK1])
-        qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
-    return qk
-
-
-@gluon.jit
-def _unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: TileBand, META: gl.constexpr):
+def _unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
     # Of the blocks of keys of QUERIES from m_start on, of which the last come first, those from which no edge or block mask hides
     # anything, but the first of all; up to 0 if they are few, others follow, and there is a loop for these.
     begin = 1
@@ -390,7 +353,7 @@ def _unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, ba
 
 
 @gluon.jit
-def _mask(s, rows, columns, column, m_start, band: TileBand, META: gl.constexpr):
+def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
     # What the band hides, and what is past the end; a scalar branch, so that blocks which neither cuts do not pay for it.
     is_cut = column + META.BLOCK_N > band.len_kv
     if META.HAS_RIGHT:
@@ -398,20 +361,20 @@ def _mask(s, rows, columns, column, m_start, band: TileBand, META: gl.constexpr)
     if META.HAS_LEFT:
         is_cut = is_cut | (column < m_start + band.shift + ROWS // META.GROUP - 1 - band.left)
     if is_cut:
-        s = mask_keys(s, rows, columns, band.len_kv, band.shift, band.left, band.right, META)
+        s = mask_keys(s, rows, columns, band, META)
     return s
 
 
 @gluon.jit
-def _visible_scores(qk, column, is_full, fixed: Invariants, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+def _visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     # (scores of the products with the block of keys at `column`, -inf where hidden; their factor in the exponent)
-    columns = column + fixed.block_columns
-    i, j = fixed.rows[:, None], columns[None, :]
-    s, factor, _cap_tanh, _score = logits(qk, i, j, fixed.scale, fixed.head, MODS, META)
+    columns = column + same.block_columns
+    i, j = same.rows[:, None], columns[None, :]
+    s, factor, _cap_tanh, _score = logits(qk, i, j, same.scale, same.head, MODS, META)
     if IS_CUT:
-        s = _mask(s, fixed.rows, columns, column, fixed.m_start, fixed.band, META)
+        s = _mask(s, same.rows, columns, column, same.m_start, same.band, META)
     if IS_CUT or META.BLOCK_SIZE_Q == 0:
-        s = apply_mask_mod(s, i, j, is_full, fixed.head, MODS, META)
+        s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
     return s, factor
 
 
@@ -419,7 +382,7 @@ def _visible_scores(qk, column, is_full, fixed: Invariants, IS_CUT: gl.constexpr
 def _iterate(
     iteration,
     carry: Carry,
-    fixed: Invariants,
+    same: Invariants,
     buffers: Buffers,
     CONSUMER: gl.constexpr,
     IS_CUT: gl.constexpr,
@@ -428,28 +391,28 @@ def _iterate(
 ):
     # The next block of keys: its scores, and under their softmax the product of the block before with v.
     tiles, barriers = buffers.tiles, buffers.barriers
-    DTYPE: gl.constexpr = tiles.k.dtype
+    DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     STAGES: gl.constexpr = META.STAGES
     V0: gl.constexpr = META.V0
     P: gl.constexpr = gl.DotOperandLayout(0, carry.acc.type.layout, 2)
     n_block = carry.n_block
-    column, is_full = key_block(fixed.num_blocks - 1 - iteration, fixed.block_range, META)  # from a list while the products run
+    column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)  # from a list while the products run
     # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
     wait_full(barriers.k_full, n_block, STAGES)
-    if META.TAKES_TURNS:
+    if META.PINGPONG:
         named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)
+    product = score_product(tiles.q, same.q_slot, tiles.k, n_block % STAGES, same.zeros, BLOCK_N, META)
     wait_full(barriers.v_full, n_block - 1, STAGES)
     v = tiles.v.index((n_block - 1) % STAGES).reshape([BLOCK_N, V0])
     sum_of_v = warpgroup_mma(p, v, carry.acc, is_async=True)
-    if META.TAKES_TURNS:
+    if META.PINGPONG:
         named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
-    drawn = drawn_weights(fixed.draws, fixed.b_h, fixed.m_start, column, BLOCK_N, False, META, META.GROUP)
+    drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(1, deps=[product])
     release(barriers.k_empty, n_block, STAGES)
-    s, factor = _visible_scores(qk, column, is_full, fixed, IS_CUT, MODS, META)
+    s, factor = _visible_scores(qk, column, is_full, same, IS_CUT, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, carry.row_max, carry.row_sum, factor, drawn, DTYPE, META)
     acc = warpgroup_mma_wait(0, deps=[sum_of_v])
     keep_pairs(carry.weights)
@@ -462,7 +425,7 @@ def _iterate(
 def _run(
     sums: Sums,
     span: Span,
-    fixed: Invariants,
+    same: Invariants,
     buffers: Buffers,
     CONSUMER: gl.constexpr,
     IS_CUT: gl.constexpr,
@@ -472,23 +435,23 @@ def _run(
     # A block of keys, with nothing under its softmax; if the next is the span's first, the span too, whose blocks are unmasked or,
     # with IS_CUT, may be cut. With a branch for that in every iteration ptxas would move the wait for the product with v up to it.
     tiles, barriers = buffers.tiles, buffers.barriers
-    DTYPE: gl.constexpr = tiles.k.dtype
+    DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     STAGES: gl.constexpr = META.STAGES
     P: gl.constexpr = gl.DotOperandLayout(0, sums.acc.type.layout, 2)
     iteration = sums.iterations
     n_block = sums.n_block
     wait_full(barriers.k_full, n_block, STAGES)
-    if META.TAKES_TURNS:
+    if META.PINGPONG:
         named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-    product = _scores(tiles, fixed.q_slot, n_block % STAGES, fixed.zeros, META)
-    if META.TAKES_TURNS:
+    product = score_product(tiles.q, same.q_slot, tiles.k, n_block % STAGES, same.zeros, BLOCK_N, META)
+    if META.PINGPONG:
         named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
-    column, is_full = key_block(fixed.num_blocks - 1 - iteration, fixed.block_range, META)
-    drawn = drawn_weights(fixed.draws, fixed.b_h, fixed.m_start, column, BLOCK_N, False, META, META.GROUP)
+    column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
+    drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(0, deps=[product])
     release(barriers.k_empty, n_block, STAGES)
-    s, factor = _visible_scores(qk, column, is_full, fixed, True, MODS, META)
+    s, factor = _visible_scores(qk, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, sums.row_max, sums.row_sum, factor, drawn, DTYPE, META)
     acc = sums.acc
     if META.HAS_RUNS:
@@ -497,8 +460,8 @@ def _run(
     iteration += 1
     end = gl.where(iteration == span.begin, span.end, iteration)
     for following in range(iteration, end):
-        carry = _iterate(following, carry, fixed, buffers, CONSUMER, IS_CUT, MODS, META)
-    mbarrier.arrive(barriers.q_empty.index(fixed.q_slot), count=1, pred=end == fixed.num_blocks)
+        carry = _iterate(following, carry, same, buffers, CONSUMER, IS_CUT, MODS, META)
+    mbarrier.arrive(barriers.q_empty.index(same.q_slot), count=1, pred=end == same.num_blocks)
     n_block = carry.n_block
     wait_full(barriers.v_full, n_block - 1, STAGES)
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
@@ -535,11 +498,11 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(args.dropout, 0, META)
-    if META.TAKES_TURNS and CONSUMER == META.CONSUMERS - 1:
+    if META.PINGPONG and CONSUMER == META.CONSUMERS - 1:
         named_barrier_arrive(PINGPONG, BOTH)  # consumer 0 begins
     n_block = 0
     n_tile = 0
-    numbers = hear(n_tile, barriers, META)
+    numbers = receive_tile(n_tile, barriers, META)
     while numbers[0] >= 0:
         tile = WorkTile(first_row=numbers[0], h=numbers[1], b=numbers[2], split=numbers[3])
         h, b = tile.h, tile.b
@@ -548,20 +511,19 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         else:
             sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
             start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
-        shift = (len_kv - len_q) * args.band.bottom_right
-        band = TileBand(len_kv=len_kv, shift=shift, left=args.band.left, right=args.band.right)
+        band = band_of_sequence(args.band, len_q, len_kv)
         LISTED: gl.constexpr = META.NUMBERS - 6
-        listed = ()
+        cut = ()
         if META.BLOCK_SIZE_Q > 0:
-            listed = ListCut(
+            cut = ListCut(
                 num_masked=numbers[LISTED],
                 num_full=numbers[LISTED + 1],
                 masked_before=numbers[LISTED + 2],
                 full_before=numbers[LISTED + 3],
             )
-        num_blocks, block_range = _blocks_of_tile(tile, listed, band, args, META)
+        num_blocks, block_range = _blocks_of_tile(tile, cut, band, args, META)
         m_start = tile.first_row + CONSUMER * (ROWS // GROUP)
-        skipped, own_num_blocks, own_range = own_blocks(m_start, num_blocks, block_range, len_q, shift, band.left, band.right, META)
+        skipped, own_num_blocks, own_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
         rows = m_start + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         h_of_rows, h_of_scores = h, h
         if GROUP > 1:
@@ -569,7 +531,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             rows = m_start + in_tile // GROUP
             h_of_rows = h + in_tile % GROUP
             h_of_scores = h_of_rows[:, None]
-        head = head_of(args.scores, b, h_of_scores, len_q, len_kv, shift, MODS, META)
+        head = head_of(args.scores, b, h_of_scores, len_q, len_kv, band.shift, MODS, META)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
         row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
@@ -585,8 +547,8 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
         mbarrier.wait(barriers.q_full.index(q_slot), (n_tile // META.Q_STAGES) & 1)
         if META.SKIPS:
-            n_block = pass_over(skipped, n_block, barriers, CONSUMER, META)
-        fixed = Invariants(
+            n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
+        same = Invariants(
             num_blocks=own_num_blocks,
             block_range=own_range,
             m_start=m_start,
@@ -610,12 +572,12 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             if META.HAS_CUT_LOOP:
                 last = unmasked.end
             while sums.iterations < last:
-                sums = _run(sums, unmasked, fixed, buffers, CONSUMER, False, MODS, META)
+                sums = _run(sums, unmasked, same, buffers, CONSUMER, False, MODS, META)
         if META.HAS_CUT_LOOP or not META.HAS_RUNS:
             following = sums.iterations + 1
             if following <= own_num_blocks:
                 rest = Span(begin=following, end=own_num_blocks)
-                sums = _run(sums, rest, fixed, buffers, CONSUMER, META.HAS_CUT_LOOP, MODS, META)
+                sums = _run(sums, rest, same, buffers, CONSUMER, META.HAS_CUT_LOOP, MODS, META)
         row_max = sums.row_max
         row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW_LAYOUT)
         acc = sums.acc
@@ -623,7 +585,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         if own_num_blocks == 0:
             mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         if META.SKIPS:
-            n_block = pass_over(num_blocks - skipped - own_num_blocks, n_block, barriers, CONSUMER, META)
+            n_block = skip_blocks(num_blocks - skipped - own_num_blocks, n_block, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
             of_head = args.results.max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
             gl.atomic_max(of_head, row_max * (1.0 if META.IS_UNBOUNDED else LN2), mask=rows < len_q, sem="relaxed")
@@ -648,7 +610,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             factor = exponent_factor(row_max)
             lse, lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, 0.0), row_sum_or_1)
             if META.IS_SPLIT:
-                lost_row = lse_row + part_row(args.work.num_splits, batch, num_heads, num_tokens_q, META)
+                lost_row = lse_row + part_row(args.num_splits, batch, num_heads, num_tokens_q, META)
                 gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
             gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
         else:
@@ -670,43 +632,25 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                 _store_out(low, 0, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
                 _store_out(high, V0 // 2, token, len_q, m_start, out_head, args.descriptors.out, out_tile)
         n_tile += 1
-        numbers = hear(n_tile, barriers, META)
+        numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
-    if META.TAKES_TURNS and CONSUMER == 0:
+    if META.PINGPONG and CONSUMER == 0:
         named_barrier_sync(PINGPONG, BOTH)
 
 
 @hopper_kernel
 def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
-    descriptors = args.descriptors
+    of = args.descriptors
     CONSUMERS: gl.constexpr = META.CONSUMERS
-    STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
-    q_tiles = allocate_tiles(Q_TILES, descriptors.q)
-    out_tiles = q_tiles
+    q_tiles = allocate_pair(Q_TILES, of.q, META)
+    out_tiles = q_tiles.first  # never used
     if not META.IS_SPLIT:
-        out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
-    k_tiles = allocate_tiles(STAGES, descriptors.k)
-    v_tiles = allocate_tiles(STAGES, descriptors.v)
-    q1_tiles = q_tiles
-    k1_tiles = k_tiles
-    if META.QK1 > 0:
-        q1_tiles = allocate_tiles(Q_TILES, descriptors.q1)
-        k1_tiles = allocate_tiles(STAGES, descriptors.k1)
-    tile_slots = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = Barriers(
-        q_full=allocate_barriers(Q_TILES, 1),
-        q_empty=allocate_barriers(Q_TILES, 1),
-        k_full=allocate_barriers(STAGES, 1),
-        k_empty=allocate_barriers(STAGES, CONSUMERS),
-        v_full=allocate_barriers(STAGES, 1),
-        v_empty=allocate_barriers(STAGES, CONSUMERS),
-        tile_full=allocate_barriers(2, 1),
-        tile_empty=allocate_barriers(2, CONSUMERS),
-        tile_slots=tile_slots,
-    )
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, q1=q1_tiles, k1=k1_tiles)
+        out_tiles = allocate_tiles(CONSUMERS, of.out)
+    k_tiles = allocate_pair(META.STAGES, of.k, META)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=allocate_tiles(META.STAGES, of.v), out=out_tiles)
+    barriers = allocate_forward_barriers(META)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
@@ -806,7 +750,7 @@ def hopper_forward(
         V0=tile.head_dim_v,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // ROWS.value,
-        TAKES_TURNS=tile.takes_turns,
+        PINGPONG=tile.takes_turns,
         LAZY=tile.is_lazy and max_logit is None,
         OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,
@@ -817,13 +761,7 @@ def hopper_forward(
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
     )
-    tensors = (x.q, x.k, x.v, out)
-    widths = (qk0, qk0, tile.head_dim_v, tile.head_dim_v // tile.out_parts)
-    own, keys = (ROWS.value // group, group), (tile.block_n, 1)
-    boxes = (own, keys, keys, own)
-    shapes = zip(tensors, boxes, widths, strict=True)
-    q, k, v, into = (ragged_descriptor(t, r, width, h) for t, (r, h), width in shapes)
-    q1, k1 = (ragged_descriptor(t, r, qk1, h) for t, (r, h) in ((x.q, own), (x.k, keys))) if qk1 else (q, k)
+    own_rows = ROWS.value // group
     if has_lengths:
         table = work_table(x, queries, "q", by_sequence=False)
     else:
@@ -831,8 +769,13 @@ def hopper_forward(
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = Arguments(
-        descriptors=ForwardTensors(q=q, k=k, v=v, out=into, q1=q1, k1=k1),
-        steps=ForwardSteps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
+        descriptors=Descriptors(
+            q=pair_descriptor(x.q, own_rows, (qk0, qk1), group),
+            k=pair_descriptor(x.k, tile.block_n, (qk0, qk1)),
+            v=ragged_descriptor(x.v, tile.block_n, tile.head_dim_v),
+            out=ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, group),
+        ),
+        steps=Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
         results=Results(
             lse_ptr=lse if parts is None else parts.lse,
             max_logit_ptr=max_logit,
@@ -843,9 +786,9 @@ def hopper_forward(
             num_heads=x.num_heads,
             group_size=x.group_size,
             blocks=blocks,
-            heads_per_section=query_heads_per_section(x) // group,
-            num_splits=None if parts is None else splits,
+            heads_per_l2_section=query_heads_per_l2_section(x) // group,
         ),
+        num_splits=None if parts is None else splits,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,
         band=x.band,

@@ -17,11 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Head, Lengths, Scores
-from flexattn.kernels_triton.common.primitives import behind, load_head, load_sequence
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, batch_steps_of
-from flexattn.kernels_triton.hopper.pairs import Origin
+from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
 
 BLOCK = gl.constexpr(128)
 """Tokens of a transposed tile. What is past a sequence's end is 0 there."""
@@ -71,111 +68,6 @@ class BackwardDescales(NamedTuple):
     k: Descale
     v: Descale
     dout: Descale
-
-
-class BackwardWork(NamedTuple):
-    """A backward's programs, one for each block of a head's queries or keys, and their order."""
-
-    table_ptr: Any  # `work_table`'s; None without lengths
-    num_heads: int
-    group_size: int
-    blocks: int
-    heads_per_section: int
-
-
-class LargeLse(NamedTuple):
-    """What `load_large` reads: `large_rows`."""
-
-    any_ptr: Any
-    lse_ptr: Any
-
-
-class Step(NamedTuple):
-    """How far apart the batch elements of a tensor are: `batch_steps`."""
-
-    tokens: int
-    heads: int
-
-
-def step_of(x: Tensor) -> Step:
-    tokens, heads = batch_steps_of(x)
-    return Step(tokens=tokens, heads=heads)
-
-
-@gluon.jit
-def origin_of(step: Step, start, h, b):
-    return Origin(token=start + b * step.tokens, head=h + b * step.heads)
-
-
-class Place(NamedTuple):
-    len_q: Any
-    len_kv: Any
-    shift: Any
-    b: Any
-    h: Any
-
-
-class KeyTile(NamedTuple):
-    """The keys of a program, and the blocks of queries that see some of them."""
-
-    first_row: Any
-    place: Place  # with the first query head
-    h_kv: Any
-    large: Any
-    num_blocks: Any
-    block_range: Any  # what `query_block` finds them by
-
-
-class TileBand(NamedTuple):
-    len_kv: Any
-    shift: Any
-    left: Any
-    right: Any
-
-
-class Sequence(NamedTuple):
-    start_q: Any
-    len_q: Any
-    start_kv: Any
-    len_kv: Any
-
-
-@gluon.jit
-def sequence_of(q: Lengths, kv: Lengths, b, META: gl.constexpr):
-    start_q, len_q = load_sequence(q, b, META.IS_RAGGED_Q)
-    start_kv, len_kv = load_sequence(kv, b, META.IS_RAGGED_KV)
-    return Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
-
-
-class HeadScores(NamedTuple):
-    """What a loop over several heads loads of each."""
-
-    bias_ptr: Any
-    alibi_slope: Any
-
-
-@gluon.jit
-def load_head_scores(scores: Scores, b, h, META: gl.constexpr):
-    bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, b, h, META)
-    return HeadScores(bias_ptr=bias_ptr, alibi_slope=alibi_slope)
-
-
-@gluon.jit
-def head_at(place: Place, scores: Scores, own: HeadScores, values, META: gl.constexpr):
-    # values: the head's `head_values`
-    return Head(
-        b=place.b,
-        h=place.h,
-        len_q=place.len_q,
-        len_kv=place.len_kv,
-        shift=place.shift,
-        softcap=scores.softcap,
-        bias_ptr=own.bias_ptr,
-        bias_stride_m=scores.bias.stride_m,
-        bias_stride_n=scores.bias.stride_n,
-        alibi_slope=own.alibi_slope,
-        captures=behind(scores.captures, values, META),
-    )
 
 
 @gluon.jit

@@ -7,49 +7,57 @@ released once dp is there, what is read in a half type at the end of a turn, so 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     LOG2E,
     head_of,
-    head_values,
     is_any_large,
-    load_large,
     logits,
-    packed_start,
     relative_to_lse,
     through_mods,
 )
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries, key_block, query_block
-from flexattn.kernels_triton.hopper.conditions import backward_slower, backward_unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, ragged_descriptor, store_rows
-from flexattn.kernels_triton.hopper.fp8 import (
-    BackwardWork,
-    Descale,
-    KeyTile,
+from flexattn.kernels_triton.common.work_table import zero_padding
+from flexattn.kernels_triton.hopper.backward_blocks import (
+    Block,
     LargeLse,
-    Place,
-    allocate_factors,
+    backward_work,
+    first_query_head,
     head_at,
-    load_descale,
-    load_head_scores,
-    origin_of,
-    read_factor,
-    sequence_of,
+    hides_some_key,
+    hides_some_query,
+    key_block_of_program,
+    last_key_seen_by_all,
+    load_query_statistics,
+    next_query_block,
+    query_block_of_program,
+    statistics_of_block,
+)
+from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
+from flexattn.kernels_triton.hopper.block_ranges import key_block, query_block
+from flexattn.kernels_triton.hopper.conditions import QUERIES, backward_slower, backward_unsupported_block_mask
+from flexattn.kernels_triton.hopper.descriptors import (
+    load_rows,
+    load_statistics,
+    ragged_descriptor,
+    statistics_descriptor,
     step_of,
+    store_rows,
+)
+from flexattn.kernels_triton.hopper.fp8 import (
+    Descale,
+    allocate_factors,
+    load_descale,
+    read_factor,
     write_factors,
 )
 from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
@@ -67,7 +75,6 @@ from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
     DqOrigins,
     DqSteps,
     DqTiles,
-    QueryTile,
 )
 from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     backward_descales,
@@ -75,23 +82,22 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     is_plain,
     unsupported_operands,
 )
-from flexattn.kernels_triton.hopper.masking import hide_queries_past_the_end, mask_by_mod, mask_keys, mask_queries
+from flexattn.kernels_triton.hopper.masking import apply_mask_mod, hide_queries_past_the_end, mask_keys, mask_queries
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pairs import (
     Pair,
     allocate_pair,
     allocate_tiles,
     load_pair,
-    next_head,
+    origin_of,
+    origin_of_head,
     pair_bytes,
+    pair_descriptor,
     score_product,
     store_pair,
 )
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
-from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, release, wait_empty, wait_full
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
-
-_QUERIES = 128  # of a dq program: two warpgroups'
 
 
 class Fp8BackwardTile(NamedTuple):
@@ -185,11 +191,11 @@ def _logits(product, i, j, head: Head, scale, s_factor, MODS: gl.constexpr, META
 
 
 @gluon.jit
-def _dq_load(buffers: DqBuffers, tile: QueryTile, args: DqArguments, origins: DqOrigins, META: gl.constexpr):
+def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOrigins, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     of = args.descriptors
-    first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
-    len_q, len_kv = tile.place.len_q, tile.place.len_kv
+    first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
+    len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
     Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
     K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
     K16_BYTES: gl.constexpr = pair_bytes(of.k16.first.block_type.nbytes, of.k16.second.block_type.nbytes, META.QK1)
@@ -203,19 +209,19 @@ def _dq_load(buffers: DqBuffers, tile: QueryTile, args: DqArguments, origins: Dq
     dp_factor = _clipped_descale(args.descales.dout, b, h, first_row, len_q)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    for n_block in range(tile.num_blocks):
-        row = key_block(n_block, tile.block_range, META)[0]
+    for n_block in range(block.num_blocks):
+        row = key_block(n_block, block.block_range, META)[0]
         descale_k = _clipped_descale(args.descales.k, b, h_kv, row, len_kv)
         descale_v = _clipped_descale(args.descales.v, b, h_kv, row, len_kv)
         stage = n_block % META.STAGES
         full = barriers.full8.index(stage)
-        mbarrier.wait(barriers.empty8.index(stage), ((n_block // META.STAGES) & 1) ^ 1)
+        wait_empty(barriers.empty8, n_block, META.STAGES)
         write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)
         mbarrier.expect(full, K_BYTES + of.v.block_type.nbytes)
         load_pair(of.k, origins.k, len_kv, row, full, tiles.k, stage, META)
         load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(stage))
         stage = n_block % META.STAGES16
-        mbarrier.wait(barriers.empty16.index(stage), ((n_block // META.STAGES16) & 1) ^ 1)
+        wait_empty(barriers.empty16, n_block, META.STAGES16)
         mbarrier.expect(barriers.full16.index(stage), K16_BYTES)
         load_pair(of.k16, origins.k16, len_kv, row, barriers.full16.index(stage), tiles.k16, stage, META)
     mbarrier.wait(barriers.dq_full.index(0), 0)
@@ -227,7 +233,7 @@ def _dq_load(buffers: DqBuffers, tile: QueryTile, args: DqArguments, origins: Dq
 @gluon.jit
 def _dq_compute(
     buffers: DqBuffers,
-    tile: QueryTile,
+    block: Block,
     head: Head,
     statistics_ptr,
     args: DqArguments,
@@ -236,15 +242,12 @@ def _dq_compute(
     META: gl.constexpr,
 ):
     tiles, barriers = buffers.tiles, buffers.barriers
-    first_row, large, block_range, place = tile.first_row, tile.large, tile.block_range, tile.place
-    len_q, len_kv, shift, b, h = place.len_q, place.len_kv, place.shift, place.b, place.h
-    window_left, window_right = args.band.left, args.band.right
+    b, h, len_q, large = block.b, block.h, block.sequence.len_q, block.large
     DTYPE: gl.constexpr = tiles.k16.first.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
     V0: gl.constexpr = META.V0
-    SIZE: gl.constexpr = META.STATISTICS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
     DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -254,22 +257,19 @@ def _dq_compute(
     if QK1 > 0:
         DQ1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
         dq1 = gl.zeros([ROWS, QK1], gl.float32, layout=DQ1)
-    own_row = first_row + CONSUMER * ROWS
-    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    m_start = block.first_row + CONSUMER * ROWS
+    rows = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_N, layout=COLUMNS)
-    pointers = statistics_ptr + (rows // SIZE).to(gl.int64) * (2 * SIZE) + rows % SIZE
-    minus_lse = gl.load(pointers, mask=rows < len_q, other=float("-inf"))
-    minus_delta = gl.load(pointers + SIZE, mask=rows < len_q, other=0.0)
-    last_seen_by_all = len_kv  # blocks that end past it need the mask
-    if META.HAS_RIGHT:
-        last_seen_by_all = gl.minimum(len_kv, own_row + shift + window_right + 1)
+    statistics = load_query_statistics(statistics_ptr, rows, len_q, META)
+    minus_lse = statistics.minus_lse
+    last = last_key_seen_by_all(m_start, block.band, META)
     mbarrier.wait(barriers.q_full.index(0), 0)
-    for n_block in range(tile.num_blocks):
-        column, is_full = key_block(n_block, block_range, META)
+    for n_block in range(block.num_blocks):
+        column, is_full = key_block(n_block, block.block_range, META)
         columns = column + block_columns
         own = CONSUMER + opaque_zero(n_block)
         stage = n_block % META.STAGES
-        mbarrier.wait(barriers.full8.index(stage), (n_block // META.STAGES) & 1)
+        wait_full(barriers.full8, n_block, META.STAGES)
         qk = score_product(tiles.q, own, tiles.k, stage, zeros, BLOCK_N, META)
         v = tiles.v.index(stage).reshape([BLOCK_N, V0])
         dp = warpgroup_mma(tiles.dout.index(own).reshape([ROWS, V0]), v.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -278,19 +278,16 @@ def _dq_compute(
         qk = warpgroup_mma_wait(1, deps=[qk])
         scored = _logits(qk, rows[:, None], columns[None, :], head, args.scores.scale, s_factor, MODS, META)
         s = scored.s
-        is_cut = column + BLOCK_N > last_seen_by_all
-        if META.HAS_LEFT:
-            is_cut = is_cut | (column < own_row + ROWS - 1 + shift - window_left)
-        if is_cut | is_any_large(large, META):
-            s = mask_keys(s, rows, columns, len_kv, shift, window_left, window_right, META)
+        if hides_some_key(column, last, m_start, block, META) | is_any_large(large, META):
+            s = mask_keys(s, rows, columns, block.band, META)
             s = relative_to_lse(s, minus_lse[:, None], large, b, h, rows[:, None], len_q, META)
-        s = mask_by_mod(s, rows[:, None], columns[None, :], is_full, place, head.captures, MODS, META)
+        s = apply_mask_mod(s, rows[:, None], columns[None, :], is_full, head, MODS, META)
         p = gl.exp2(s * scored.factor + minus_lse[:, None])
         stage16 = n_block % META.STAGES16
-        mbarrier.wait(barriers.full16.index(stage16), (n_block // META.STAGES16) & 1)
+        wait_full(barriers.full16, n_block, META.STAGES16)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(barriers.empty8.index(stage), count=1)
-        dlogit = p * (dp * dp_factor + minus_delta[:, None])
+        release(barriers.empty8, n_block, META.STAGES)
+        dlogit = p * (dp * dp_factor + statistics.minus_delta[:, None])
         dscore = through_mods(dlogit, scored.cap_tanh, scored.score, rows[:, None], columns[None, :], head, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
         sum_of_k = warpgroup_mma(ds, tiles.k16.first.index(stage16).reshape([BLOCK_N, QK0]), dq, is_async=True)
@@ -299,7 +296,7 @@ def _dq_compute(
             dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
         else:
             dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
-        mbarrier.arrive(barriers.empty16.index(stage16), count=1)
+        release(barriers.empty16, n_block, META.STAGES16)
     if not META.OWN_TILES:
         named_barrier_sync(LAST, BOTH)  # k in a half type was the other warpgroup's too; now it is no longer needed
     tiles.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * args.scores.scale).to(DTYPE))
@@ -313,7 +310,7 @@ def _dq_compute(
 def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: gl.constexpr):
     STAGES: gl.constexpr = META.STAGES
     STAGES16: gl.constexpr = META.STAGES16
-    of, work, steps, band = args.descriptors, args.work, args.steps, args.band
+    of, steps = args.descriptors, args.steps
     q_tiles = allocate_pair(2, of.q, META)
     k_tiles = allocate_pair(STAGES, of.k, META)
     k16_tiles = allocate_pair(STAGES16, of.k16, META)
@@ -338,40 +335,23 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
         dq_full=allocate_barriers(1, 2),
     )
     buffers = DqBuffers(tiles=tiles, barriers=barriers)
-    block, h, b = block_of(work.table_ptr, work.num_heads, work.blocks, work.heads_per_section, True, META)
-    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-    start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
-    shift = (len_kv - len_q) * band.bottom_right
-    first_row = gl.minimum(block * META.BLOCK_M, len_q)
-    num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, band.left, band.right, args.lists, META)
-    num_blocks = gl.where(first_row < len_q, num_blocks, 0)
-    h_kv = h // work.group_size
-    place_q = packed_start(args.lengths_q, b, start_q)
-    first_statistics = statistics_tile(b, h, work.num_heads, place_q, args.statistics_tiles, META, META.STATISTICS)
-    own_statistics = args.statistics_ptr + first_statistics.to(gl.int64) * (2 * META.STATISTICS)
+    block = query_block_of_program(args, META)
+    sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
     origins = DqOrigins(
-        q=origin_of(steps.q, start_q, h, b),
-        dout=origin_of(steps.dout, start_q, h, b),
-        k=origin_of(steps.k, start_kv, h_kv, b),
-        k16=origin_of(steps.k16, start_kv, h_kv, b),
-        v=origin_of(steps.v, start_kv, h_kv, b),
-        dq=origin_of(steps.dq, start_q, h, b),
+        q=origin_of(steps.q, sequence.start_q, h, b),
+        dout=origin_of(steps.dout, sequence.start_q, h, b),
+        k=origin_of(steps.k, sequence.start_kv, h_kv, b),
+        k16=origin_of(steps.k16, sequence.start_kv, h_kv, b),
+        v=origin_of(steps.v, sequence.start_kv, h_kv, b),
+        dq=origin_of(steps.dq, sequence.start_q, h, b),
     )
-    place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
-    head = head_of(args.scores, b, h, len_q, len_kv, shift, MODS, META)
-    tile = QueryTile(
-        first_row=first_row,
-        place=place,
-        h_kv=h_kv,
-        large=load_large(args.large.any_ptr, args.large.lse_ptr, work.num_heads, args.lengths_q.num_tokens, start_q, META),
-        num_blocks=num_blocks,
-        block_range=block_range,
-    )
+    head = head_of(args.scores, b, h, sequence.len_q, sequence.len_kv, block.band.shift, MODS, META)
+    statistics_ptr = statistics_of_block(args, block, META)
     gl.warp_specialize(
         [
-            (_dq_compute, (buffers, tile, head, own_statistics, args, 0, MODS, META)),
-            (_dq_compute, (buffers, tile, head, own_statistics, args, 1, MODS, META)),
-            (_dq_load, (buffers, tile, args, origins, META)),
+            (_dq_compute, (buffers, block, head, statistics_ptr, args, 0, MODS, META)),
+            (_dq_compute, (buffers, block, head, statistics_ptr, args, 1, MODS, META)),
+            (_dq_load, (buffers, block, args, origins, META)),
         ],
         [4, 1],
         [240, 24],
@@ -379,13 +359,11 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
 
 
 @gluon.jit
-def _dkdv_load(
-    buffers: DkdvBuffers, tile: KeyTile, args: DkdvArguments, origins: DkdvOrigins, first_statistics, META: gl.constexpr
-):
+def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins: DkdvOrigins, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     of = args.descriptors
-    first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
-    len_q, len_kv = tile.place.len_q, tile.place.len_kv
+    first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
+    len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
     Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
     Q16_BYTES: gl.constexpr = pair_bytes(of.q16.first.block_type.nbytes, of.q16.second.block_type.nbytes, META.QK1)
@@ -401,35 +379,35 @@ def _dkdv_load(
     dp_factor = _clipped_descale(args.descales.v, b, h_kv, first_row, len_kv)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    t = 0
+    n = 0
     head = 0
-    for iteration in range(tile.num_blocks * args.work.group_size):
-        row = query_block(t, tile.block_range, META)[0]
+    for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
+        row = query_block(n, block.block_range, META)[0]
         descale_q = _clipped_descale(args.descales.q, b, h + head, row, len_q)
         descale_dout = _clipped_descale(args.descales.dout, b, h + head, row, len_q)
-        stage = iteration % META.STAGES
+        stage = m_block % META.STAGES
         full = barriers.full8.index(stage)
-        mbarrier.wait(barriers.empty8.index(stage), ((iteration // META.STAGES) & 1) ^ 1)
+        wait_empty(barriers.empty8, m_block, META.STAGES)
         write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
-        load_pair(of.q, next_head(origins.q, head), len_q, row, full, tiles.q, stage, META)
+        load_pair(of.q, origin_of_head(origins.q, head), len_q, row, full, tiles.q, stage, META)
         load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
-        of_head = first_statistics + head * args.statistics_tiles
+        of_head = block.first_statistics + head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
-        stage = iteration % META.STAGES16
+        stage = m_block % META.STAGES16
         full = barriers.full16.index(stage)
-        mbarrier.wait(barriers.empty16.index(stage), ((iteration // META.STAGES16) & 1) ^ 1)
+        wait_empty(barriers.empty16, m_block, META.STAGES16)
         mbarrier.expect(full, of.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
         load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
         if META.SPLITS_COLUMNS:
-            stage = iteration % META.STAGES_Q16
+            stage = m_block % META.STAGES_Q16
             full = barriers.q16_full.index(stage)
-            mbarrier.wait(barriers.q16_empty.index(stage), ((iteration // META.STAGES_Q16) & 1) ^ 1)
+            wait_empty(barriers.q16_empty, m_block, META.STAGES_Q16)
             mbarrier.expect(full, Q16_BYTES)
-        load_pair(of.q16, next_head(origins.q16, head), len_q, row, full, tiles.q16, stage, META)
-        t += 1
-        if t == tile.num_blocks:
-            t = 0
+        load_pair(of.q16, origin_of_head(origins.q16, head), len_q, row, full, tiles.q16, stage, META)
+        n += 1
+        if n == block.num_blocks:
+            n = 0
             head += 1
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     for part in gl.static_range(PARTS):
@@ -441,14 +419,11 @@ def _dkdv_load(
 
 @gluon.jit
 def _dkdv_compute(
-    buffers: DkdvBuffers, tile: KeyTile, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+    buffers: DkdvBuffers, block: Block, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     tiles, barriers = buffers.tiles, buffers.barriers
-    first_row, large, block_range = tile.first_row, tile.large, tile.block_range
-    len_q, len_kv, shift, b = tile.place.len_q, tile.place.len_kv, tile.place.shift, tile.place.b
-    first_head = tile.place.h
-    num_blocks, group_size = tile.num_blocks, args.work.group_size
-    window_left, window_right = args.band.left, args.band.right
+    b, len_q, large = block.b, block.sequence.len_q, block.large
+    scores, group_size = args.scores, args.work.group_size
     DTYPE: gl.constexpr = tiles.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     QK0: gl.constexpr = META.QK0
@@ -466,51 +441,42 @@ def _dkdv_compute(
     if QK1 > 0:
         DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
         dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
-    own_row = first_row + CONSUMER * ROWS
-    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    n_start = block.first_row + CONSUMER * ROWS
+    rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    t, h = 0, first_head
-    own_scores = load_head_scores(args.scores, b, h, META)
-    values = head_values(b, h, args.scores.captures, MODS, META)
-    for iteration in range(num_blocks * group_size):
-        row, is_full = query_block(t, block_range, META)
+    at, values = first_query_head(block, scores, MODS, META)
+    for m_block in range(block.num_blocks * group_size):  # of all query heads
+        row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
-        own = CONSUMER + opaque_zero(iteration)
-        stage = iteration % META.STAGES
-        mbarrier.wait(barriers.full8.index(stage), (iteration // META.STAGES) & 1)
+        own = CONSUMER + opaque_zero(m_block)
+        stage = m_block % META.STAGES
+        wait_full(barriers.full8, m_block, META.STAGES)
         kq = score_product(tiles.k, own, tiles.q, stage, zeros, BLOCK_M, META)
         dout = tiles.dout.index(stage).reshape([BLOCK_M, V0])
         dp = warpgroup_mma(tiles.v.index(own).reshape([ROWS, V0]), dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
         kq = warpgroup_mma_wait(1, deps=[kq])
-        place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
-        head = head_at(place, args.scores, own_scores, values, META)
+        head = head_at(at, values, block, scores, META)
         scored = _logits(kq, columns[None, :], rows[:, None], head, args.scores.scale, s_factor, MODS, META)
         s = scored.s
-        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
-            is_cut = is_any_large(large, META)
-            if META.HAS_RIGHT:
-                is_cut = is_cut | (row < own_row + ROWS - 1 - shift - window_right)
-            if META.HAS_LEFT:
-                is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
-            if is_cut:
-                s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-                if META.IS_UNBOUNDED:
-                    of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-                    s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, head.captures, MODS, META)
+        if hides_some_query(row, n_start, block, META):
+            s = mask_queries(s, rows, columns, block.band, META)
+            if META.IS_UNBOUNDED:
+                of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+                s = relative_to_lse(s, of_queries[None, :], large, b, at.h, columns[None, :], len_q, META)
+        s = apply_mask_mod(s, columns[None, :], rows[:, None], is_full, head, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * scored.factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), P)
-        stage16 = iteration % META.STAGES16
-        mbarrier.wait(barriers.full16.index(stage16), (iteration // META.STAGES16) & 1)
+        stage16 = m_block % META.STAGES16
+        wait_full(barriers.full16, m_block, META.STAGES16)
         sum_of_dout = warpgroup_mma(p16, tiles.dout16.index(stage16).reshape([BLOCK_M, V0]), dv, is_async=True)
         minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         dp_factor = read_factor(tiles.factors, 2 * stage + 1, COLUMNS)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        mbarrier.arrive(barriers.empty8.index(stage), count=1)
+        release(barriers.empty8, m_block, META.STAGES)
         dlogit = p * (dp * dp_factor + minus_delta[None, :])
         dscore = through_mods(dlogit, scored.cap_tanh, scored.score, columns[None, :], rows[:, None], head, MODS, META)
         ds = gl.convert_layout(dscore.to(DTYPE), DS)
@@ -520,14 +486,8 @@ def _dkdv_compute(
             dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, sum_of_q1, p16, ds])
         else:
             dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])
-        mbarrier.arrive(barriers.empty16.index(stage16), count=1)
-        t += 1
-        if t == num_blocks:
-            t = 0
-            h += 1
-            next_h = gl.minimum(h, first_head + group_size - 1)
-            own_scores = load_head_scores(args.scores, b, next_h, META)
-            values = head_values(b, next_h, args.scores.captures, MODS, META)
+        release(barriers.empty16, m_block, META.STAGES16)
+        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     if not META.OWN_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in a half type was the other warpgroup's too; now it is no longer needed
     tiles.dk.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * args.scores.scale).to(DTYPE))
@@ -540,15 +500,12 @@ def _dkdv_compute(
 
 @gluon.jit
 def _dkdv_compute_columns(
-    buffers: DkdvBuffers, tile: KeyTile, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
+    buffers: DkdvBuffers, block: Block, args: DkdvArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr
 ):
     # Each warpgroup computes the scores of half of the queries, and half of the columns of dk and dv from all of them.
     tiles, barriers = buffers.tiles, buffers.barriers
-    first_row, large, block_range = tile.first_row, tile.large, tile.block_range
-    len_q, len_kv, shift, b = tile.place.len_q, tile.place.len_kv, tile.place.shift, tile.place.b
-    first_head = tile.place.h
-    num_blocks, group_size = tile.num_blocks, args.work.group_size
-    window_left, window_right = args.band.left, args.band.right
+    b, len_q, large = block.b, block.sequence.len_q, block.large
+    scores, group_size = args.scores, args.work.group_size
     DTYPE: gl.constexpr = tiles.dout16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HALF: gl.constexpr = META.BLOCK_M // 2
@@ -562,18 +519,16 @@ def _dkdv_compute_columns(
     zeros = gl.zeros([ROWS, HALF], gl.float32, layout=SCORES)
     dk = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
     dv = gl.zeros([ROWS, HALF_DIM], gl.float32, layout=DK)
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    rows = block.first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    t, h = 0, first_head
-    own_scores = load_head_scores(args.scores, b, h, META)
-    values = head_values(b, h, args.scores.captures, MODS, META)
-    for iteration in range(num_blocks * group_size):
-        row, is_full = query_block(t, block_range, META)
+    at, values = first_query_head(block, scores, MODS, META)
+    for m_block in range(block.num_blocks * group_size):  # of all query heads
+        row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
-        zero = opaque_zero(iteration)
-        stage = iteration % META.STAGES
-        mbarrier.wait(barriers.full8.index(stage), (iteration // META.STAGES) & 1)
+        zero = opaque_zero(m_block)
+        stage = m_block % META.STAGES
+        wait_full(barriers.full8, m_block, META.STAGES)
         own_q = tiles.q.first.index(stage).reshape([BLOCK_M, DIM]).slice(FIRST, HALF, 0).permute([1, 0])
         kq = warpgroup_mma(tiles.k.first.index(zero).reshape([ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
         own_dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM]).slice(FIRST, HALF, 0).permute([1, 0])
@@ -581,33 +536,26 @@ def _dkdv_compute_columns(
         minus_lse = tiles.statistics.index(stage).slice(FIRST, HALF).load(COLUMNS)
         s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
         kq = warpgroup_mma_wait(1, deps=[kq])
-        place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
-        head = head_at(place, args.scores, own_scores, values, META)
+        head = head_at(at, values, block, scores, META)
         scored = _logits(kq, columns[None, :], rows[:, None], head, args.scores.scale, s_factor, MODS, META)
         s = scored.s
-        if META.HAS_LEFT or META.HAS_RIGHT or META.IS_UNBOUNDED:
-            is_cut = is_any_large(large, META)
-            if META.HAS_RIGHT:
-                is_cut = is_cut | (row < first_row + ROWS - 1 - shift - window_right)
-            if META.HAS_LEFT:
-                is_cut = is_cut | (row + BLOCK_M > first_row - shift + window_left + 1)
-            if is_cut:
-                s = mask_queries(s, rows, columns, shift, window_left, window_right, META)
-                s = relative_to_lse(s, minus_lse[None, :], large, b, h, columns[None, :], len_q, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, head.captures, MODS, META)
+        if hides_some_query(row, block.first_row, block, META):
+            s = mask_queries(s, rows, columns, block.band, META)
+            s = relative_to_lse(s, minus_lse[None, :], large, b, at.h, columns[None, :], len_q, META)
+        s = apply_mask_mod(s, columns[None, :], rows[:, None], is_full, head, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * scored.factor + minus_lse[None, :])
-        buffer = (iteration & 1) * 2  # two, so that one barrier a product is enough
+        buffer = (m_block & 1) * 2  # two, so that one barrier a product is enough
         tiles.p.index(buffer + CONSUMER).store(p.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(P_WRITTEN, BOTH)
         minus_delta = tiles.statistics.index(stage).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
         dp_factor = read_factor(tiles.factors, 2 * stage + 1, COLUMNS)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(barriers.empty8.index(stage), count=1)
-        stage = iteration % META.STAGES16
-        q16_stage = iteration % META.STAGES_Q16
-        mbarrier.wait(barriers.full16.index(stage), (iteration // META.STAGES16) & 1)
+        release(barriers.empty8, m_block, META.STAGES)
+        stage = m_block % META.STAGES16
+        q16_stage = m_block % META.STAGES_Q16
+        wait_full(barriers.full16, m_block, META.STAGES16)
         dout16 = tiles.dout16.index(stage).reshape([BLOCK_M, DIM])
         sum_of_dout = dv
         for half in gl.static_range(2):
@@ -618,22 +566,16 @@ def _dkdv_compute_columns(
         tiles.ds.index(buffer + CONSUMER).store(dscore.to(DTYPE))
         fence_async_shared()
         named_barrier_sync(DS_WRITTEN, BOTH)
-        mbarrier.wait(barriers.q16_full.index(q16_stage), (iteration // META.STAGES_Q16) & 1)
+        wait_full(barriers.q16_full, m_block, META.STAGES_Q16)
         q16 = tiles.q16.first.index(q16_stage).reshape([BLOCK_M, DIM])
         sum_of_q = dk
         for half in gl.static_range(2):
             part = q16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_q = warpgroup_mma(tiles.ds.index(buffer + half), part, sum_of_q, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q])
-        mbarrier.arrive(barriers.q16_empty.index(q16_stage), count=1)
-        mbarrier.arrive(barriers.empty16.index(stage), count=1)
-        t += 1
-        if t == num_blocks:
-            t = 0
-            h += 1
-            next_h = gl.minimum(h, first_head + group_size - 1)
-            own_scores = load_head_scores(args.scores, b, next_h, META)
-            values = head_values(b, next_h, args.scores.captures, MODS, META)
+        release(barriers.q16_empty, m_block, META.STAGES_Q16)
+        release(barriers.empty16, m_block, META.STAGES16)
+        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     if not META.OWN_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in a half type was the other warpgroup's too; now it is no longer needed
     tiles.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * args.scores.scale).to(DTYPE))
@@ -648,7 +590,7 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
     STAGES16: gl.constexpr = META.STAGES16
     BLOCK_M: gl.constexpr = META.BLOCK_M
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    of, work, steps, band = args.descriptors, args.work, args.steps, args.band
+    of, steps = args.descriptors, args.steps
     DTYPE: gl.constexpr = of.dout16.dtype
     q_tiles = allocate_pair(STAGES, of.q, META)
     q16_tiles = allocate_pair(META.STAGES_Q16, of.q16, META)
@@ -678,33 +620,17 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
         kv_full=allocate_barriers(1, 1),
         dkdv_full=allocate_barriers(1, 2),
     )
-    block, h_kv, b = block_of(work.table_ptr, work.num_heads // work.group_size, work.blocks, work.heads_per_section, False, META)
-    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-    start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
-    shift = (len_kv - len_q) * band.bottom_right
-    first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    h = h_kv * work.group_size
-    num_blocks, block_range = blocks_of_queries(first_row, b, h, len_q, shift, band.left, band.right, args.lists, META)
-    num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    place_q = packed_start(args.lengths_q, b, start_q)
-    first_statistics = statistics_tile(b, h, work.num_heads, place_q, args.statistics_tiles, META, BLOCK_M)
+    block = key_block_of_program(args, META)
+    sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
     origins = DkdvOrigins(
-        q=origin_of(steps.q, start_q, h, b),
-        q16=origin_of(steps.q16, start_q, h, b),
-        dout=origin_of(steps.dout, start_q, h, b),
-        dout16=origin_of(steps.dout16, start_q, h, b),
-        k=origin_of(steps.k, start_kv, h_kv, b),
-        v=origin_of(steps.v, start_kv, h_kv, b),
-        dk=origin_of(steps.dk, start_kv, h_kv, b),
-        dv=origin_of(steps.dv, start_kv, h_kv, b),
-    )
-    tile = KeyTile(
-        first_row=first_row,
-        place=Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h),
-        h_kv=h_kv,
-        large=load_large(args.large.any_ptr, args.large.lse_ptr, work.num_heads, args.lengths_q.num_tokens, start_q, META),
-        num_blocks=num_blocks,
-        block_range=block_range,
+        q=origin_of(steps.q, sequence.start_q, h, b),
+        q16=origin_of(steps.q16, sequence.start_q, h, b),
+        dout=origin_of(steps.dout, sequence.start_q, h, b),
+        dout16=origin_of(steps.dout16, sequence.start_q, h, b),
+        k=origin_of(steps.k, sequence.start_kv, h_kv, b),
+        v=origin_of(steps.v, sequence.start_kv, h_kv, b),
+        dk=origin_of(steps.dk, sequence.start_kv, h_kv, b),
+        dv=origin_of(steps.dv, sequence.start_kv, h_kv, b),
     )
     p_tiles, ds_tiles = factors, factors  # never used
     if META.SPLITS_COLUMNS:
@@ -729,9 +655,9 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
     if META.SPLITS_COLUMNS:
         gl.warp_specialize(
             [
-                (_dkdv_compute_columns, (buffers, tile, args, 0, MODS, META)),
-                (_dkdv_compute_columns, (buffers, tile, args, 1, MODS, META)),
-                (_dkdv_load, (buffers, tile, args, origins, first_statistics, META)),
+                (_dkdv_compute_columns, (buffers, block, args, 0, MODS, META)),
+                (_dkdv_compute_columns, (buffers, block, args, 1, MODS, META)),
+                (_dkdv_load, (buffers, block, args, origins, META)),
             ],
             [4, 1],
             [240, 24],
@@ -739,9 +665,9 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
     else:
         gl.warp_specialize(
             [
-                (_dkdv_compute, (buffers, tile, args, 0, MODS, META)),
-                (_dkdv_compute, (buffers, tile, args, 1, MODS, META)),
-                (_dkdv_load, (buffers, tile, args, origins, first_statistics, META)),
+                (_dkdv_compute, (buffers, block, args, 0, MODS, META)),
+                (_dkdv_compute, (buffers, block, args, 1, MODS, META)),
+                (_dkdv_load, (buffers, block, args, origins, META)),
             ],
             [4, 1],
             [240, 24],
@@ -809,12 +735,11 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
         )
 
     def pair(x: Tensor, rows: int) -> Pair:
-        """Descriptors of the first part of the head dim and of the second; without one, anything."""
-        return Pair(first=ragged_descriptor(x, rows, qk0), second=ragged_descriptor(x, rows, qk1 or qk0))
+        return pair_descriptor(x, rows, (qk0, qk1))
 
     shared: dict[str, Any] = {
-        "statistics_tiles": tiles,
-        "large": LargeLse(any_ptr=large.is_any, lse_ptr=large.lse),
+        "tiles_of_statistics": tiles,
+        "large": LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
         "descales": backward_descales(x),
         "lengths_q": x.lengths_q,
         "lengths_kv": x.lengths_kv,
@@ -822,20 +747,8 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
         "scores": x.scores,
     }
 
-    def work(rows: int, side: Literal["q", "kv"], bytes_per_head: int) -> tuple[BackwardWork, int]:
-        """How many programs of `rows` rows there are, and their order."""
-        longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
-        blocks = triton.cdiv(longest, rows)
-        table = work_table(x, rows, side, by_sequence=True) if has_lengths else None
-        programs = (blocks * x.batch if table is None else table.shape[0] - 2) * heads
-        section = section_of(x, heads, bytes_per_head)
-        order = BackwardWork(
-            table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_section=section
-        )
-        return order, programs
-
     # As in the 16-bit backward: k in both forms and v for dq, q and dout in both for dk and dv.
-    dq_work, programs = work(_QUERIES, "q", x.longest_kv * (3 * (qk0 + qk1) + v0))
+    dq_work, programs = backward_work(x, QUERIES, "q", x.longest_kv * (3 * (qk0 + qk1) + v0))
     dq_arguments = DqArguments(
         descriptors=DqDescriptors(
             q=pair(x.q, 64),
@@ -851,11 +764,10 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
         lists=x.lists("kv"),
         **shared,
     )
-    dq_meta = meta(tile.dq_stages, tile.block_n, False, BLOCK_M=_QUERIES, BLOCK_N=tile.block_n)
-    dq_tile = Tile(_QUERIES, tile.block_n, 4, 2)
+    dq_meta = meta(tile.dq_stages, tile.block_n, False, BLOCK_M=QUERIES, BLOCK_N=tile.block_n)
+    dq_tile = Tile(QUERIES, tile.block_n, 4, 2)
     launch(_attn_bwd_dq_fp8_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dkdv_work, programs = work(tile.keys, "kv", x.longest_q * 6 * (qk0 + qk1 + v0))
+    dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 6 * (qk0 + qk1 + v0))
     dkdv_arguments = DkdvArguments(
         descriptors=DkdvDescriptors(
             q=pair(x.q, size),
@@ -866,7 +778,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
             dout16=ragged_descriptor(dout16, size, v0),
             v=ragged_descriptor(x.v, 64, v0),
             dv=ragged_descriptor(dv, 64, v0),
-            statistics=TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+            statistics=statistics_descriptor(statistics, size),
         ),
         work=dkdv_work,
         steps=DkdvSteps(

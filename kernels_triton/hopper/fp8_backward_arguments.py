@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Lengths, Scores
-from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, BackwardWork, LargeLse, Place, Step
+from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
+from flexattn.kernels_triton.hopper.descriptors import Step
+from flexattn.kernels_triton.hopper.fp8 import BackwardDescales
 from flexattn.kernels_triton.hopper.pairs import Origin, Pair
+from flexattn.kernels_triton.hopper.tile_scheduler import Work
 
 
 class DqDescriptors(NamedTuple):
@@ -30,9 +33,9 @@ class DqSteps(NamedTuple):
 class DqArguments(NamedTuple):
     descriptors: DqDescriptors
     statistics_ptr: Any
-    statistics_tiles: int  # of a head
+    tiles_of_statistics: int  # of a head
     large: LargeLse
-    work: BackwardWork
+    work: Work
     descales: BackwardDescales
     lengths_q: Lengths
     lengths_kv: Lengths
@@ -79,17 +82,6 @@ class DqOrigins(NamedTuple):
     dq: Origin
 
 
-class QueryTile(NamedTuple):
-    """The queries of a program, and the blocks of keys that some of them see."""
-
-    first_row: Any
-    place: Place
-    h_kv: Any
-    large: Any
-    num_blocks: Any
-    block_range: Any  # what `key_block` finds them by
-
-
 class DkdvDescriptors(NamedTuple):
     q: Pair
     q16: Pair
@@ -115,9 +107,9 @@ class DkdvSteps(NamedTuple):
 
 class DkdvArguments(NamedTuple):
     descriptors: DkdvDescriptors
-    statistics_tiles: int  # of a head
+    tiles_of_statistics: int  # of a head
     large: LargeLse
-    work: BackwardWork
+    work: Work
     descales: BackwardDescales
     lengths_q: Lengths
     lengths_kv: Lengths

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,19 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Lengths, Scores
-from flexattn.kernels_triton.common.preprocess import statistics_tile, tiled_statistics
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.primitives import (
     LOG2E,
-    head_values,
     is_any_large,
-    load_large,
     logits,
-    packed_start,
     relative_to_lse,
     through_mods,
 )
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.work_table import work_table, zero_padding
+from flexattn.kernels_triton.common.work_table import zero_padding
+from flexattn.kernels_triton.hopper.backward_blocks import (
+    Block,
+    LargeLse,
+    backward_work,
+    first_query_head,
+    head_at,
+    key_block_of_program,
+    next_query_block,
+)
 from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
     LAST,
@@ -42,30 +47,23 @@ from flexattn.kernels_triton.hopper.barriers import (
     named_barrier_sync,
     named_barrier_sync_at,
 )
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_queries, query_block
+from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
 from flexattn.kernels_triton.hopper.descriptors import (
+    Step,
     load_rows,
     load_statistics,
     ragged_descriptor,
+    statistics_descriptor,
+    step_of,
     store_rows,
 )
-from flexattn.kernels_triton.hopper.dq_sums import add_dq, convert_dq, dq_product, hand_over, write_dq
+from flexattn.kernels_triton.hopper.dq_sums import DqRing, add_dq, convert_dq, dq_product, hand_over_dq, write_dq
 from flexattn.kernels_triton.hopper.fp8 import (
     BackwardDescales,
-    BackwardWork,
-    KeyTile,
-    LargeLse,
-    Place,
-    Step,
     allocate_factors,
-    head_at,
     load_descale,
-    load_head_scores,
-    origin_of,
     read_factor,
-    sequence_of,
-    step_of,
     write_factor,
 )
 from flexattn.kernels_triton.hopper.fp8_backward_operands import (
@@ -74,11 +72,16 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     is_plain,
     unsupported_operands,
 )
-from flexattn.kernels_triton.hopper.masking import FAR, hide_queries_past_the_end, mask_band, mask_by_mod
+from flexattn.kernels_triton.hopper.masking import (
+    apply_mask_mod,
+    first_uncut_query,
+    hide_queries_past_the_end,
+    mask_queries_and_end,
+)
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.hopper.pairs import Origin, allocate_tiles
-from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers
-from flexattn.kernels_triton.hopper.tile_scheduler import block_of, section_of
+from flexattn.kernels_triton.hopper.pairs import Origin, allocate_tiles, origin_of
+from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, release, wait_empty
+from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
@@ -151,9 +154,9 @@ class Steps(NamedTuple):
 
 class Arguments(NamedTuple):
     descriptors: Descriptors
-    statistics_tiles: int  # of a head
+    tiles_of_statistics: int  # of a head
     large: LargeLse
-    work: BackwardWork
+    work: Work
     descales: BackwardDescales
     lengths_q: Lengths
     lengths_kv: Lengths
@@ -209,11 +212,11 @@ class Origins(NamedTuple):
 
 
 @gluon.jit
-def _load(buffers: Buffers, tile: KeyTile, args: Arguments, origins: Origins, first_statistics, META: gl.constexpr):
+def _load(buffers: Buffers, block: Block, args: Arguments, origins: Origins, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     of = args.descriptors
-    first_row, b, h, h_kv = tile.first_row, tile.place.b, tile.place.h, tile.h_kv
-    len_q, len_kv = tile.place.len_q, tile.place.len_kv
+    first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
+    len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
     full = barriers.kv_full.index(0)
     KV_BYTES: gl.constexpr = of.k.block_type.nbytes + of.v.block_type.nbytes + of.k16.block_type.nbytes
     Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
@@ -229,31 +232,31 @@ def _load(buffers: Buffers, tile: KeyTile, args: Arguments, origins: Origins, fi
     dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    t = 0
+    n = 0
     head = 0
-    for iteration in range(tile.num_blocks * args.work.group_size):
-        row = query_block(t, tile.block_range, META)[0]
-        stage = iteration % STAGES
+    for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
+        row = query_block(n, block.block_range, META)[0]
+        stage = m_block % STAGES
         scale_row = gl.minimum(row, len_q - 1)
         descale_q = load_descale(args.descales.q, b, h + head, scale_row)
         descale_dout = load_descale(args.descales.dout, b, h + head, scale_row)
         full = barriers.q_full.index(stage)
-        mbarrier.wait(barriers.q_empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
+        wait_empty(barriers.q_empty, m_block, STAGES)
         # A masked score is -inf, and -inf * 0 would be NaN.
         write_factor(tiles.factors, 2 * stage, gl.maximum(s_factor * descale_q, 1e-37))
         write_factor(tiles.factors, 2 * stage + 1, dp_factor * descale_dout)
         mbarrier.expect(full, Q_BYTES)
         load_rows(of.q, origins.q.token, len_q, row, origins.q.head + head, 0, full, tiles.q.index(stage))
-        of_head = first_statistics + head * args.statistics_tiles
+        of_head = block.first_statistics + head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         full = barriers.dout_full.index(stage)
         mbarrier.expect(full, DOUT_BYTES)
         load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
         load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
         load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + head, 0, full, tiles.q16.index(stage))
-        t += 1
-        if t == tile.num_blocks:
-            t = 0
+        n += 1
+        if n == block.num_blocks:
+            n = 0
             head += 1
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     for part in gl.static_range(2):
@@ -277,13 +280,11 @@ def _score_product(buffers: Buffers, stage, phase, is_there, zero, CONSUMER: gl.
 
 
 @gluon.jit
-def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+def _compute(buffers: Buffers, block: Block, args: Arguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
-    first_row, large, block_range = tile.first_row, tile.large, tile.block_range
-    len_q, len_kv, shift, b = tile.place.len_q, tile.place.len_kv, tile.place.shift, tile.place.b
-    first_head = tile.place.h
-    num_blocks, group_size = tile.num_blocks, args.work.group_size
-    window_left, window_right = args.band.left, args.band.right
+    b, len_q, band, large = block.b, block.sequence.len_q, block.band, block.large
+    scores, group_size = args.scores, args.work.group_size
+    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     DTYPE: gl.constexpr = tiles.k16.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     DIM: gl.constexpr = META.DIM
@@ -294,13 +295,10 @@ def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.cons
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
     dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
-    own_row = first_row + CONSUMER * ROWS
-    rows = own_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    n_start = block.first_row + CONSUMER * ROWS
+    rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-    uncut_from = 0  # blocks of queries that begin before it need the mask
-    if META.HAS_RIGHT:
-        uncut_from = own_row + ROWS - 1 - shift - window_right
-    uncut_from = gl.where(own_row + ROWS > len_kv, FAR, uncut_from)
+    uncut_from = first_uncut_query(n_start, band, META)
     # The products of an iteration, and what runs under them: dp | p | dv | ds | dk, dq of the iteration before, the next scores.
     # Half of dq is a sum over the other warpgroup's ds too, which is there an iteration later; before the first there is 0. While
     # one warpgroup computes p, the other multiplies.
@@ -308,11 +306,8 @@ def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.cons
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    t = 0
-    h = first_head
-    own_scores = load_head_scores(args.scores, b, h, META)
-    values = head_values(b, h, args.scores.captures, MODS, META)
-    iterations = num_blocks * group_size
+    at, values = first_query_head(block, scores, MODS, META)
+    iterations = block.num_blocks * group_size
     kq = zeros
     if iterations > 0:
         named_barrier_arrive_at(READ + CONSUMER, BOTH)
@@ -320,22 +315,21 @@ def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.cons
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
         first = _score_product(buffers, 0, 0, iterations > 0, opaque_zero(iterations), CONSUMER, META)
         kq = warpgroup_mma_wait(0, deps=[first])
-    for iteration in range(iterations):
-        row, is_full = query_block(t, block_range, META)
+    for m_block in range(iterations):  # of all query heads
+        row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
-        zero = opaque_zero(iteration)
-        stage = iteration % STAGES
-        phase = (iteration // STAGES) & 1
-        here = (iteration & 1) * 2
+        zero = opaque_zero(m_block)
+        stage = m_block % STAGES
+        phase = (m_block // STAGES) & 1
+        here = (m_block & 1) * 2
         # Two barriers in iteration: with one, a warpgroup that is ahead could arrive twice before the other has waited once.
-        last = ((iteration + 1) & 1) * 2
+        last = ((m_block + 1) & 1) * 2
         own_v = tiles.v.index(zero + CONSUMER).reshape([ROWS, DIM])
         dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM])
         mbarrier.wait(barriers.dout_full.index(stage), phase)
         dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
         named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
-        place = Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h)
-        head = head_at(place, args.scores, own_scores, values, META)
+        head = head_at(at, values, block, scores, META)
         s_factor = read_factor(tiles.factors, 2 * stage, COLUMNS)
         if not META.IS_PLAIN:
             kq = kq * s_factor
@@ -344,20 +338,20 @@ def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.cons
             factor = s_factor
         is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
         if META.HAS_LEFT:
-            is_cut = is_cut | (row + BLOCK_M > own_row - shift + window_left + 1)
+            is_cut = is_cut | (row + BLOCK_M > n_start - band.shift + band.left + 1)
         if is_cut | is_any_large(large, META):
-            s = mask_band(s, rows, columns, len_kv, shift, window_left, window_right, META)
+            s = mask_queries_and_end(s, rows, columns, band, META)
             if META.IS_UNBOUNDED:
                 of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-                s = relative_to_lse(s, of_queries[None, :], large, b, h, columns[None, :], len_q, META)
-        s = mask_by_mod(s, columns[None, :], rows[:, None], is_full, place, head.captures, MODS, META)
+                s = relative_to_lse(s, of_queries[None, :], large, b, at.h, columns[None, :], len_q, META)
+        s = apply_mask_mod(s, columns[None, :], rows[:, None], is_full, head, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(p.to(DTYPE), LEFT)
         if CONSUMER == 0:
             named_barrier_arrive_at(TURN + 1 + zero, BOTH)
-        elif iteration + 1 < iterations:
+        elif m_block + 1 < iterations:
             named_barrier_arrive_at(TURN + zero, BOTH)
         sum_of_dout = warpgroup_mma(p16, tiles.dout16.index(stage).reshape([BLOCK_M, DIM]), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
@@ -377,33 +371,27 @@ def _compute(buffers: Buffers, tile: KeyTile, args: Arguments, CONSUMER: gl.cons
         named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
         sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)
         # The next turn's scores under these; in the last iteration its own again, for nothing.
-        is_there = iteration + 1 < iterations
-        next_stage = gl.where(is_there, (iteration + 1) % STAGES, stage)
-        next_phase = ((iteration + 1) // STAGES) & 1
+        is_there = m_block + 1 < iterations
+        next_stage = gl.where(is_there, (m_block + 1) % STAGES, stage)
+        next_phase = ((m_block + 1) // STAGES) & 1
         next_scores = _score_product(buffers, next_stage, next_phase, is_there, zero, CONSUMER, META)
         dk, ds16 = warpgroup_mma_wait(3, deps=[sum_of_q, ds16])
-        mbarrier.arrive(barriers.q_empty.index(stage), count=1)
+        release(barriers.q_empty, m_block, STAGES)
         dq = warpgroup_mma_wait(1, deps=[sum_of_k])
         if is_there:
             named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
-        if iteration > 0:
-            write_dq(dq, tiles.dq, barriers.dq_empty, iteration - 1, CONSUMER, META)
-            hand_over(barriers.dq_full, iteration - 1, META)
+        if m_block > 0:
+            write_dq(dq, ring, m_block - 1, CONSUMER, META)
+            hand_over_dq(ring, m_block - 1, META)
         kq = warpgroup_mma_wait(0, deps=[next_scores])
-        t += 1
-        if t == num_blocks:
-            t = 0
-            h += 1
-            next_h = gl.minimum(h, first_head + group_size - 1)
-            own_scores = load_head_scores(args.scores, b, next_h, META)
-            values = head_values(b, next_h, args.scores.captures, MODS, META)
+        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
         sum_of_k = dq_product(tiles.ds, tiles.k16, last, 0, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        write_dq(dq, tiles.dq, barriers.dq_empty, iterations - 1, CONSUMER, META)
-        hand_over(barriers.dq_full, iterations - 1, META)
+        write_dq(dq, ring, iterations - 1, CONSUMER, META)
+        hand_over_dq(ring, iterations - 1, META)
     named_barrier_sync(LAST, BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
     tiles.k16.index(CONSUMER).reshape([ROWS, DIM]).store((dk * args.scores.scale).to(DTYPE))
     tiles.dout16.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
@@ -440,46 +428,27 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, ME
         dkdv_full=allocate_barriers(1, 2),
     )
     buffers = Buffers(tiles=tiles, barriers=barriers)
-    work, steps, band = args.work, args.steps, args.band
-    block, h_kv, b = block_of(work.table_ptr, work.num_heads // work.group_size, work.blocks, work.heads_per_section, False, META)
-    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-    start_q, len_q, start_kv, len_kv = sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv
-    shift = (len_kv - len_q) * band.bottom_right
-    first_row = gl.minimum(block * META.BLOCK_N, len_kv)
-    h = h_kv * work.group_size
-    num_blocks, block_range = blocks_of_queries(first_row, b, h, len_q, shift, band.left, band.right, args.lists, META)
-    num_blocks = gl.where(first_row < len_kv, num_blocks, 0)
-    place_q = packed_start(args.lengths_q, b, start_q)
-    first_statistics = statistics_tile(b, h, work.num_heads, place_q, args.statistics_tiles, META, BLOCK_M)
-    of_dq = (len_q, first_statistics, args.statistics_tiles)
+    steps = args.steps
+    block = key_block_of_program(args, META)
+    sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
     origins = Origins(
-        q=origin_of(steps.q, start_q, h, b),
-        q16=origin_of(steps.q16, start_q, h, b),
-        dout=origin_of(steps.dout, start_q, h, b),
-        dout16=origin_of(steps.dout16, start_q, h, b),
-        k=origin_of(steps.k, start_kv, h_kv, b),
-        k16=origin_of(steps.k16, start_kv, h_kv, b),
-        v=origin_of(steps.v, start_kv, h_kv, b),
-        dk=origin_of(steps.dk, start_kv, h_kv, b),
-        dv=origin_of(steps.dv, start_kv, h_kv, b),
+        q=origin_of(steps.q, sequence.start_q, h, b),
+        q16=origin_of(steps.q16, sequence.start_q, h, b),
+        dout=origin_of(steps.dout, sequence.start_q, h, b),
+        dout16=origin_of(steps.dout16, sequence.start_q, h, b),
+        k=origin_of(steps.k, sequence.start_kv, h_kv, b),
+        k16=origin_of(steps.k16, sequence.start_kv, h_kv, b),
+        v=origin_of(steps.v, sequence.start_kv, h_kv, b),
+        dk=origin_of(steps.dk, sequence.start_kv, h_kv, b),
+        dv=origin_of(steps.dv, sequence.start_kv, h_kv, b),
     )
-    tile = KeyTile(
-        first_row=first_row,
-        place=Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h),
-        h_kv=h_kv,
-        large=load_large(args.large.any_ptr, args.large.lse_ptr, work.num_heads, args.lengths_q.num_tokens, start_q, META),
-        num_blocks=num_blocks,
-        block_range=block_range,
-    )
+    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     gl.warp_specialize(
         [
-            (_compute, (buffers, tile, args, 0, MODS, META)),
-            (_compute, (buffers, tile, args, 1, MODS, META)),
-            (_load, (buffers, tile, args, origins, first_statistics, META)),
-            (
-                add_dq,
-                (of.dq, tiles.dq, barriers.dq_full, barriers.dq_empty, of_dq, work.group_size, num_blocks, block_range, META),
-            ),
+            (_compute, (buffers, block, args, 0, MODS, META)),
+            (_compute, (buffers, block, args, 1, MODS, META)),
+            (_load, (buffers, block, args, origins, META)),
+            (add_dq, (of.dq, ring, block, args.tiles_of_statistics, args.work.group_size, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -521,14 +490,10 @@ def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) ->
     statistics, tiles, large = tiled_statistics(call, size)
     dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
     has_lengths = x.cu_seqlens_q is not None
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     dq_block = [ROWS.value, dim * size // KEYS]  # a warpgroup's
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
-    blocks = triton.cdiv(x.longest_kv, KEYS)
-    table = work_table(x, KEYS, "kv", by_sequence=True) if has_lengths else None
-    programs = (blocks * x.batch if table is None else table.shape[0] - 2) * x.num_heads_kv
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
-    section = section_of(x, x.num_heads_kv, bytes_per_head)
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
     q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
     score_meta = x.score_meta()
     meta = Fp8OnePassMeta(
@@ -555,16 +520,14 @@ def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) ->
             k=ragged_descriptor(x.k, ROWS.value, dim),
             k16=ragged_descriptor(k16, ROWS.value, dim),
             v=ragged_descriptor(x.v, ROWS.value, dim),
-            statistics=TensorDescriptor(statistics, [statistics.numel()], [1], [2 * size], flat),
+            statistics=statistics_descriptor(statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
             dk=ragged_descriptor(dk, ROWS.value, dim),
             dv=ragged_descriptor(dv, ROWS.value, dim),
         ),
-        statistics_tiles=tiles,
-        large=LargeLse(any_ptr=large.is_any, lse_ptr=large.lse),
-        work=BackwardWork(
-            table_ptr=table, num_heads=x.num_heads, group_size=x.group_size, blocks=blocks, heads_per_section=section
-        ),
+        tiles_of_statistics=tiles,
+        large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
+        work=work,
         descales=backward_descales(x),
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,

@@ -32,39 +32,53 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, key_block, own_blocks
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
 from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, descriptor_error, load_rows, ragged_descriptor, store_rows
+from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.hopper.fp8 import (
     BLOCK,
     P_SCALE,
     P_SHIFT,
     Descales,
-    Place,
     Scale,
-    Step,
-    TileBand,
     compute_here,
     first_transposed_block,
     load_descale,
     pack_quads,
     scale_error,
     scales_of,
-    sequence_of,
-    step_of,
     transposed_descriptor,
     unpack_quads,
 )
-from flexattn.kernels_triton.hopper.masking import mask_by_mod, mask_keys
+from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
 from flexattn.kernels_triton.hopper.operands import ROWS, keep_pairs
-from flexattn.kernels_triton.hopper.pairs import allocate_tiles
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, pass_over
+from flexattn.kernels_triton.hopper.pairs import (
+    Pair,
+    allocate_pair,
+    allocate_tiles,
+    load_pair,
+    origin_of,
+    pair_bytes,
+    pair_descriptor,
+    score_product,
+)
+from flexattn.kernels_triton.hopper.pipeline import (
+    ForwardBarriers,
+    allocate_forward_barriers,
+    release,
+    skip_blocks,
+    wait_empty,
+    wait_full,
+)
 from flexattn.kernels_triton.hopper.tile_scheduler import (
-    amount_of_work,
-    hear,
-    piece_of_work,
-    query_heads_per_section,
-    tell,
+    Work,
+    broadcast_end,
+    broadcast_tile,
+    num_work_tiles,
+    query_heads_per_l2_section,
+    receive_tile,
+    sequence_of,
+    work_tile,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
@@ -113,10 +127,10 @@ class Fp8ForwardMeta(NamedTuple):
     HAS_GAPS_KV: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    HAS_IDLE: bool  # `own_blocks` and `pass_over` of the 16-bit kernel know these four
+    HAS_IDLE: bool  # this and the next three as in the 16-bit kernel, for what both share
     SKIPS: bool
     GROUP: int
-    TAKES_TURNS: bool
+    PINGPONG: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_PRE_SCALE_BIAS: bool
@@ -149,29 +163,16 @@ class Fp8ForwardMeta(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    q: Any
-    k: Any
+    q: Pair
+    k: Pair
     v: Any  # transposed
     out: Any
-    q1: Any  # of the second part of the head dim; without one, anything
-    k1: Any
 
 
 class Steps(NamedTuple):
     q: Step
     k: Step
     out: Step
-
-
-class Work(NamedTuple):
-    """Work tiles, of BLOCK_M queries of a head each, and the order in which they are handed out."""
-
-    table_ptr: Any  # `work_table`'s; without lengths its counter alone
-    num_heads: int
-    group_size: int
-    blocks: int
-    heads_per_section: int
-    v_blocks: int  # transposed tiles of a head of v
 
 
 class Arguments(NamedTuple):
@@ -182,6 +183,7 @@ class Arguments(NamedTuple):
     lengths_q: Lengths
     lengths_kv: Lengths
     work: Work
+    v_blocks: int  # transposed tiles of a head of v
     band: Band
     steps: Steps
     scores: Scores
@@ -191,30 +193,16 @@ class Arguments(NamedTuple):
 class Tiles(NamedTuple):
     """In shared memory: q by consumer and stage, k and v by stage, out by consumer."""
 
-    q: Any
-    k: Any
+    q: Pair
+    k: Pair
     v: Any
     out: Any
-    q1: Any
-    k1: Any
     ones: Any  # which p is summed by
-
-
-class Barriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    tile_full: Any  # of the broadcast slots, and these
-    tile_empty: Any
-    tile_slots: Any
 
 
 class Buffers(NamedTuple):
     tiles: Tiles
-    barriers: Barriers
+    barriers: ForwardBarriers
 
 
 class QuerySequence(NamedTuple):
@@ -229,8 +217,7 @@ class Invariants(NamedTuple):
     num_blocks: Any
     block_range: Any  # what `key_block` finds them by
     rows: Any
-    band: TileBand
-    place: Place
+    band: SequenceBand
     head: Head
     scale: Any
     h_kv: Any
@@ -257,81 +244,58 @@ class Carry(NamedTuple):
 @gluon.jit
 def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
-    descriptors = args.descriptors
-    work = args.work
+    of, steps, work = args.descriptors, args.steps, args.work
     CONSUMERS: gl.constexpr = META.CONSUMERS
-    QK0: gl.constexpr = META.QK0
-    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + (descriptors.q1.block_type.nbytes if META.QK1 > 0 else 0)
-    K_BYTES: gl.constexpr = descriptors.k.block_type.nbytes + (descriptors.k1.block_type.nbytes if META.QK1 > 0 else 0)
+    STAGES: gl.constexpr = META.STAGES
+    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
+    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
     batch = args.lengths_q.batch
     num_tokens_kv = args.lengths_kv.num_tokens
-    amount = amount_of_work(work.table_ptr, batch, work.num_heads, work.blocks, META)
+    amount = num_work_tiles(work, work.num_heads, batch, META)
     n_block = 0  # of all work tiles
-    tile_iteration = 0
-    tile_id = gl.program_id(0)
-    while tile_id < amount:
+    n_tile = 0
+    t = gl.program_id(0)
+    while t < amount:
         drawn = gl.atomic_add(work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
-        first_row, h, b = piece_of_work(
-            tile_id, amount, work.table_ptr, batch, work.num_heads, work.blocks, work.heads_per_section, META
-        )
+        first_row, h, b = work_tile(t, amount, work, work.num_heads, batch, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
         h_kv = h // work.group_size
-        tile = (first_row, h, b)
+        numbers = (first_row, h, b)
         if META.HAS_LENGTHS:
-            tile = tile + (sequence.start_q, sequence.len_q, sequence.len_kv)
+            numbers = numbers + (sequence.start_q, sequence.len_q, sequence.len_kv)
         descale_q = load_descale(args.descales.q, b, h, 0).to(gl.int32, bitcast=True)
         descale_k = load_descale(args.descales.k, b, h_kv, 0).to(gl.int32, bitcast=True)
         descale_v = load_descale(args.descales.v, b, h_kv, 0).to(gl.int32, bitcast=True)
-        tell(tile + (descale_q, descale_k, descale_v), tile_iteration, barriers, META)
+        broadcast_tile(numbers + (descale_q, descale_k, descale_v), n_tile, barriers, META)
         len_kv = sequence.len_kv
-        shift = (len_kv - sequence.len_q) * args.band.bottom_right
-        num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, args.band.left, args.band.right, args.lists, META)
+        band = band_of_sequence(args.band, sequence.len_q, len_kv)
+        num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
         place_kv = packed_start(args.lengths_kv, b, sequence.start_kv)
-        v_block = h_kv * work.v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
+        v_block = h_kv * args.v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * ROWS
-            token, head = sequence.start_q + b * args.steps.q.tokens, h + b * args.steps.q.heads
-            slot = consumer + tile_iteration % META.Q_STAGES * CONSUMERS
+            origin = origin_of(steps.q, sequence.start_q, h, b)
+            slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
             full = barriers.q_full.index(slot)
-            mbarrier.wait(barriers.q_empty.index(slot), ((tile_iteration // META.Q_STAGES) & 1) ^ 1)
+            mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(full, Q_BYTES)
-            load_rows(descriptors.q, token, sequence.len_q, row, head, 0, full, tiles.q.index(slot))
-            if META.QK1 > 0:
-                load_rows(descriptors.q1, token, sequence.len_q, row, head, QK0, full, tiles.q1.index(slot))
-        for t in range(num_blocks):
-            row = key_block(num_blocks - 1 - t, block_range, META)[0]
-            stage = n_block % META.STAGES
-            phase = (n_block // META.STAGES) & 1
-            token, head = sequence.start_kv + b * args.steps.k.tokens, h_kv + b * args.steps.k.heads
+            load_pair(of.q, origin, sequence.len_q, row, full, tiles.q, slot, META)
+        for n in range(num_blocks):
+            row = key_block(num_blocks - 1 - n, block_range, META)[0]
+            stage = n_block % STAGES
+            origin = origin_of(steps.k, sequence.start_kv, h_kv, b)
             full = barriers.k_full.index(stage)
-            mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
+            wait_empty(barriers.k_empty, n_block, STAGES)
             mbarrier.expect(full, K_BYTES)
-            load_rows(descriptors.k, token, len_kv, row, head, 0, full, tiles.k.index(stage))
-            if META.QK1 > 0:
-                load_rows(descriptors.k1, token, len_kv, row, head, QK0, full, tiles.k1.index(stage))
-            mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
+            load_pair(of.k, origin, len_kv, row, full, tiles.k, stage, META)
+            wait_empty(barriers.v_empty, n_block, STAGES)
+            mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
             place = [v_block + row // BLOCK, 0, row % BLOCK]
-            tma.async_copy_global_to_shared(descriptors.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
+            tma.async_copy_global_to_shared(of.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
-        tile_id = drawn + gl.num_programs(0)
-        tile_iteration += 1
-    tell((-1, 0, 0, 0, 0, 0, 0, 0, 0), tile_iteration, barriers, META)
-
-
-@gluon.jit
-def _scores(tiles: Tiles, q_slot, stage, zeros, META: gl.constexpr):
-    BLOCK_N: gl.constexpr = META.BLOCK_N
-    QK0: gl.constexpr = META.QK0
-    QK1: gl.constexpr = META.QK1
-    q0 = tiles.q.index(q_slot).reshape([ROWS, QK0])
-    k0 = tiles.k.index(stage).reshape([BLOCK_N, QK0])
-    qk = warpgroup_mma(q0, k0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if QK1 > 0:
-        q1 = tiles.q1.index(q_slot).reshape([ROWS, QK1])
-        k1 = tiles.k1.index(stage).reshape([BLOCK_N, QK1])
-        qk = warpgroup_mma(q1, k1.permute([1, 0]), qk, is_async=True)
-    return qk
+        t = drawn + gl.num_programs(0)
+        n_tile += 1
+    broadcast_end(n_tile, barriers, META)
 
 
 class Logits(NamedTuple):
@@ -358,18 +322,18 @@ class Unmasked(NamedTuple):
 
 
 @gluon.jit
-def _unmasked_blocks(own_row, num_blocks, first_block, band: TileBand, META: gl.constexpr):
+def _unmasked_blocks(m_start, num_blocks, first_block, band: SequenceBand, META: gl.constexpr):
     # For the queries of one warpgroup. None of a block mask's, as a list skips some.
     if META.BLOCK_SIZE_Q > 0:
         return Unmasked(begin=num_blocks, end=num_blocks)
     else:
         right_end = band.len_kv  # what all queries see ends here, and begins at left_end
         if META.HAS_RIGHT:
-            right_end = gl.maximum(gl.minimum(band.len_kv, own_row + band.shift + 1 + band.right), 0)
+            right_end = gl.maximum(gl.minimum(band.len_kv, m_start + band.shift + 1 + band.right), 0)
         begin = gl.minimum(gl.maximum(first_block + num_blocks - right_end // META.BLOCK_N, 0), num_blocks)
         end = num_blocks
         if META.HAS_LEFT:
-            left_end = gl.maximum(own_row + ROWS - 1 + band.shift - band.left, 0)
+            left_end = gl.maximum(m_start + ROWS - 1 + band.shift - band.left, 0)
             end = gl.maximum(gl.minimum(first_block + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
         return Unmasked(begin=begin, end=end)
 
@@ -429,33 +393,32 @@ def _attend(
     OUT: gl.constexpr = same.no_sum.type.layout
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, same.zeros.type.layout))
-    for t in range(begin, end):
+    for iteration in range(begin, end):
         stage = n_block % META.STAGES
-        phase = (n_block // META.STAGES) & 1
-        column, is_full = key_block(same.num_blocks - 1 - t, same.block_range, META)
+        column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
         ratio = 1.0
         if META.K_BLOCKWISE:
-            descale = same.descale_q * load_descale(same.descales.k, same.place.b, same.h_kv, column)
+            descale = same.descale_q * load_descale(same.descales.k, same.head.b, same.h_kv, column)
         if META.V_BLOCKWISE:  # acc is in units of the scale of the block that was added last
-            next_descale_v = load_descale(same.descales.v, same.place.b, same.h_kv, column)
+            next_descale_v = load_descale(same.descales.v, same.head.b, same.h_kv, column)
             ratio = descale_v / next_descale_v
             descale_v = next_descale_v
-        mbarrier.wait(barriers.k_full.index(stage), phase)
-        product = _scores(tiles, same.q_slot, stage, same.zeros, META)
+        wait_full(barriers.k_full, n_block, META.STAGES)
+        product = score_product(tiles.q, same.q_slot, tiles.k, stage, same.zeros, BLOCK_N, META)
         qk = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+        release(barriers.k_empty, n_block, META.STAGES)
         columns = column + block_columns
         scored = _logits(qk, columns, descale, same, MODS, META)
         s = scored.s
         if IS_CUT:
-            s = mask_keys(s, same.rows, columns, same.band.len_kv, same.band.shift, same.band.left, same.band.right, META)
-        s = mask_by_mod(s, same.rows[:, None], columns[None, :], is_full, same.place, same.head.captures, MODS, META)
+            s = mask_keys(s, same.rows, columns, same.band, META)
+        s = apply_mask_mod(s, same.rows[:, None], columns[None, :], is_full, same.head, MODS, META)
         weights = _softmax(s, row_max, scored.factor, DTYPE, META)
         row_max = weights.row_max
         correction_of_sums = gl.convert_layout(weights.correction, gl.SliceLayout(1, row_sum.type.layout))
         correction = gl.convert_layout(weights.correction * ratio, gl.SliceLayout(1, OUT))
         p = unpack_quads(weights.quads, ROWS, BLOCK_N, P, DTYPE)
-        mbarrier.wait(barriers.v_full.index(stage), phase)
+        wait_full(barriers.v_full, n_block, META.STAGES)
         v = tiles.v.index(stage).reshape([META.PARTS * V0, BLOCK_N])
         sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), same.no_sum, use_acc=False, is_async=True)
         # The tensor cores sum p too, by a product with ones: 64 additions a thread less. It is p as the product with v takes it.
@@ -470,7 +433,7 @@ def _attend(
             sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
         keep_pairs(weights.quads)
-        mbarrier.arrive(barriers.v_empty.index(stage), count=1)
+        release(barriers.v_empty, n_block, META.STAGES)
         if META.PARTS == 2:
             acc1 = acc1 * correction[:, None] + sum_here
             compute_here(acc1)
@@ -505,7 +468,7 @@ def _store_lse(lse_ptr, rows, len_q, row_max, row_sum_or_1, META: gl.constexpr):
 @gluon.jit
 def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
-    band, scores = args.band, args.scores
+    scores = args.scores
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -515,19 +478,19 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
     no_sum = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
     no_row_sum = gl.zeros([ROWS, _COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32]))
     n_block = 0
-    tile_iteration = 0
-    tile = hear(tile_iteration, barriers, META)
+    n_tile = 0
+    tile = receive_tile(n_tile, barriers, META)
     while tile[0] >= 0:
         first_row, h, b = tile[0], tile[1], tile[2]
         sequence = _tile_sequence(tile, args, META)
         start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
-        shift = (len_kv - len_q) * band.bottom_right
-        num_blocks, block_range = blocks_of_keys(first_row, b, h, len_kv, shift, band.left, band.right, args.lists, META)
+        band = band_of_sequence(args.band, len_q, len_kv)
+        num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
         h_kv = h // args.work.group_size
-        head = head_of(scores, b, h, len_q, len_kv, shift, MODS, META)
-        own_row = first_row + CONSUMER * ROWS
-        skipped, num_own, own_range = own_blocks(own_row, num_blocks, block_range, len_q, shift, band.left, band.right, META)
-        rows = own_row + gl.arange(0, ROWS, layout=BY_ROW)
+        head = head_of(scores, b, h, len_q, len_kv, band.shift, MODS, META)
+        m_start = first_row + CONSUMER * ROWS
+        skipped, own_num_blocks, own_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
+        rows = m_start + gl.arange(0, ROWS, layout=BY_ROW)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=BY_ROW)  # in units of log2, but of unbounded logits exact
         row_sum = _once(no_row_sum)
         if META.Q_BLOCKWISE:
@@ -546,21 +509,19 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
                 factor = exponent_factor(row_max)
                 own = gl.exp2(gl.fma(row_max, factor, -exponent_origin(row_max, factor, P_SHIFT)))
             row_sum = row_sum + gl.convert_layout(own, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        q_slot = CONSUMER + tile_iteration % META.Q_STAGES * META.CONSUMERS
-        mbarrier.wait(barriers.q_full.index(q_slot), (tile_iteration // META.Q_STAGES) & 1)
+        q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
+        mbarrier.wait(barriers.q_full.index(q_slot), (n_tile // META.Q_STAGES) & 1)
         acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         acc1 = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         if META.SKIPS:
-            n_block = pass_over(skipped, n_block, barriers, CONSUMER, META)
-        own_band = TileBand(len_kv=len_kv, shift=shift, left=band.left, right=band.right)
-        unmasked = _unmasked_blocks(own_row, num_own, own_range, own_band, META)
+            n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
+        unmasked = _unmasked_blocks(m_start, own_num_blocks, own_range, band, META)
         unmasked_from, unmasked_to = unmasked.begin, unmasked.end
         same = Invariants(
-            num_blocks=num_own,
+            num_blocks=own_num_blocks,
             block_range=own_range,
             rows=rows,
-            band=own_band,
-            place=Place(len_q=len_q, len_kv=len_kv, shift=shift, b=b, h=h),
+            band=band,
             head=head,
             scale=scores.scale,
             h_kv=h_kv,
@@ -575,18 +536,18 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         carry = Carry(row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, descale_v=descale_v, n_block=n_block)
         if META.HAS_LEFT:
             done = 0
-            while done < num_own:  # twice at most: what is after the unmasked blocks goes through the loop for those before
+            while done < own_num_blocks:  # twice at most: what is after the unmasked blocks goes through the loop for those before
                 carry = _attend(done, unmasked_from, carry, same, buffers, True, MODS, META)
                 carry = _attend(unmasked_from, unmasked_to, carry, same, buffers, False, MODS, META)
                 done = unmasked_to
-                unmasked_from = num_own
-                unmasked_to = num_own
+                unmasked_from = own_num_blocks
+                unmasked_to = own_num_blocks
         else:
             carry = _attend(0, unmasked_from, carry, same, buffers, True, MODS, META)
-            carry = _attend(unmasked_from, num_own, carry, same, buffers, False, MODS, META)
+            carry = _attend(unmasked_from, own_num_blocks, carry, same, buffers, False, MODS, META)
         n_block = carry.n_block
         if META.SKIPS:
-            n_block = pass_over(num_blocks - skipped - num_own, n_block, barriers, CONSUMER, META)
+            n_block = skip_blocks(num_blocks - skipped - own_num_blocks, n_block, barriers, CONSUMER, META)
         mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * args.work.num_heads + h).to(gl.int64) * args.lengths_q.num_tokens + start_q
         row_sum = gl.convert_layout(gl.max(carry.row_sum, 1), BY_ROW)
@@ -603,28 +564,22 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
             out_tile.reshape([ROWS, V0]).store((carry.acc * normaliser).to(DTYPE))
         fence_async_shared()
         store_rows(
-            args.descriptors.out, start_q + b * args.steps.out.tokens, len_q, own_row, h + b * args.steps.out.heads, 0, out_tile
+            args.descriptors.out, start_q + b * args.steps.out.tokens, len_q, m_start, h + b * args.steps.out.heads, 0, out_tile
         )
-        tile_iteration += 1
-        tile = hear(tile_iteration, barriers, META)
+        n_tile += 1
+        tile = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
 
 
 @hopper_kernel
 def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
     CONSUMERS: gl.constexpr = META.CONSUMERS
-    STAGES: gl.constexpr = META.STAGES
     REGISTERS: gl.constexpr = META.REGISTERS
-    Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
-    descriptors = args.descriptors
-    q_tiles = allocate_tiles(Q_TILES, descriptors.q)
-    out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
-    k_tiles = allocate_tiles(STAGES, descriptors.k)
-    v_tiles = allocate_tiles(STAGES, descriptors.v)
-    q1_tiles, k1_tiles = q_tiles, k_tiles
-    if META.QK1 > 0:
-        q1_tiles = allocate_tiles(Q_TILES, descriptors.q1)
-        k1_tiles = allocate_tiles(STAGES, descriptors.k1)
+    of = args.descriptors
+    q_tiles = allocate_pair(CONSUMERS * META.Q_STAGES, of.q, META)
+    out_tiles = allocate_tiles(CONSUMERS, of.out)
+    k_tiles = allocate_pair(META.STAGES, of.k, META)
+    v_tiles = allocate_tiles(META.STAGES, of.v)
     # As bits: of fp32 ones that are cast, ptxas (CUDA 12.8) leaves two bytes of four to chance.
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_COLUMNS, META.BLOCK_N], gl.float8e4nv)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
@@ -632,19 +587,8 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
     ones = gl.allocate_shared_memory(gl.float8e4nv, [_COLUMNS, META.BLOCK_N], ONES)
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    tile_slots = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = Barriers(
-        q_full=allocate_barriers(Q_TILES, 1),
-        q_empty=allocate_barriers(Q_TILES, 1),
-        k_full=allocate_barriers(STAGES, 1),
-        k_empty=allocate_barriers(STAGES, CONSUMERS),
-        v_full=allocate_barriers(STAGES, 1),
-        v_empty=allocate_barriers(STAGES, CONSUMERS),
-        tile_full=allocate_barriers(2, 1),
-        tile_empty=allocate_barriers(2, CONSUMERS),
-        tile_slots=tile_slots,
-    )
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, q1=q1_tiles, k1=k1_tiles, ones=ones)
+    barriers = allocate_forward_barriers(META)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, ones=ones)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
@@ -748,7 +692,7 @@ def hopper_fp8_forward(
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or x.window_left is not None or x.window_right is not None),
         GROUP=1,
-        TAKES_TURNS=False,
+        PINGPONG=False,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
         **x.score_meta(),
@@ -769,12 +713,10 @@ def hopper_fp8_forward(
         NUMBERS=9 if has_lengths else 6,
     )
     descriptors = Descriptors(
-        q=ragged_descriptor(x.q, ROWS.value, qk0),
-        k=ragged_descriptor(x.k, tile.block_n, qk0),
+        q=pair_descriptor(x.q, ROWS.value, (qk0, qk1)),
+        k=pair_descriptor(x.k, tile.block_n, (qk0, qk1)),
         v=transposed_descriptor(v_transposed, tile.head_dim_v, tile.block_n),
         out=ragged_descriptor(out, ROWS.value, tile.head_dim_v),
-        q1=ragged_descriptor(x.q, ROWS.value, qk1 or qk0),
-        k1=ragged_descriptor(x.k, tile.block_n, qk1 or qk0),
     )
     if has_lengths:
         table = work_table(x, tile.block_m, "q", by_sequence=False)
@@ -793,9 +735,9 @@ def hopper_fp8_forward(
             num_heads=x.num_heads,
             group_size=x.group_size,
             blocks=blocks,
-            heads_per_section=query_heads_per_section(x),
-            v_blocks=v_transposed.shape[1],
+            heads_per_l2_section=query_heads_per_l2_section(x),
         ),
+        v_blocks=v_transposed.shape[1],
         band=x.band,
         steps=Steps(q=step_of(x.q), k=step_of(x.k), out=step_of(out)),
         scores=x.scores,

@@ -1,4 +1,4 @@
-"""Operands of matrix products: their rows, 16-bit pairs in registers, an index that the compiler cannot see through."""
+"""Operands of matrix products: tiles in shared memory, 16-bit pairs in registers, an index that the compiler cannot see through."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def opaque_zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
-# A 16-bit tile that a loop carries is kept as pairs in 32-bit registers: as single elements ptxas splits and merges them each turn.
+# A 16-bit tile that a loop carries is kept as pairs in 32-bit registers: single elements ptxas splits and merges in each iteration.
 @gluon.jit
 def pack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
     low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))

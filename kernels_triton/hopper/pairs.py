@@ -1,19 +1,20 @@
-"""Tiles of a head dim that is taken in one or two parts, of which the second is there where QK1 > 0, and their products."""
+"""Tiles of a head dim in one or two parts, the second one where QK1 > 0: their loads and stores, and the product of q and k."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from flexattn.kernels_triton.hopper.descriptors import load_rows, store_rows
-from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, ragged_descriptor, store_rows
+from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
 
 
 class Pair(NamedTuple):
-    """The descriptors, or the tiles, of both parts; without a second, the first again or anything."""
+    """The descriptors, or the tiles, of both parts; without a second part the first again."""
 
     first: Any
     second: Any
@@ -27,14 +28,15 @@ class Origin(NamedTuple):
 
 
 @gluon.jit
-def next_head(origin: Origin, heads):
-    # The origin `heads` heads further
-    return Origin(token=origin.token, head=origin.head + heads)
+def origin_of(step: Step, start, h, b):
+    # start: the sequence's first token
+    return Origin(token=start + b * step.tokens, head=h + b * step.heads)
 
 
 @gluon.jit
-def allocate_tiles(NUM: gl.constexpr, descriptor):
-    return gl.allocate_shared_memory(descriptor.dtype, [NUM] + descriptor.block_type.shape, descriptor.layout)
+def origin_of_head(origin: Origin, heads):
+    # The origin `heads` heads further on
+    return Origin(token=origin.token, head=origin.head + heads)
 
 
 @gluon.jit
@@ -46,9 +48,15 @@ def allocate_pair(NUM: gl.constexpr, descriptors: Pair, META: gl.constexpr):
         return Pair(first=first, second=first)
 
 
+def pair_descriptor(x: Tensor, rows: int, widths: tuple[int, int], heads: int = 1) -> Pair:
+    """Returns the descriptors of both parts of x, in tiles of `rows` tokens. widths: of the parts; a second 0: there is one."""
+    first = ragged_descriptor(x, rows, widths[0], heads)
+    return Pair(first=first, second=ragged_descriptor(x, rows, widths[1], heads) if widths[1] else first)
+
+
 @gluon.constexpr_function
 def pair_bytes(first, second, QK1):
-    # Of numbers of bytes: Triton 3.6 hands such a function tuples without their fields
+    # Bytes of a tile of both parts. They come as numbers, as Triton 3.6 hands such a function tuples without their fields.
     return first + (second if QK1 > 0 else 0)
 
 

@@ -1,6 +1,8 @@
-"""Rings of tiles in shared memory that a producer warp fills and consumer warpgroups empty: their full and empty barriers."""
+"""Pipelines: rings of tiles in shared memory, with full and empty barriers, that a producer warp fills and consumers empty."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
 
-STAGES = gl.constexpr(2)  # of q and of dout in the backward in one kernel
+STAGES = gl.constexpr(2)  # of q and of dout in the fused backward
 
 
 @gluon.jit
@@ -35,18 +37,49 @@ def release(empty, n, STAGES: gl.constexpr):
     mbarrier.arrive(empty.index(n % STAGES), count=1)
 
 
+class ForwardBarriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    tile_full: Any  # of the two slots through which a work tile is broadcast, and these slots
+    tile_empty: Any
+    tile_slots: Any
+
+
 @gluon.jit
-def pass_over(count, loaded, barriers, CONSUMER: gl.constexpr, META: gl.constexpr):
-    _, _, k_full, k_empty, v_full, v_empty, _, _, _ = barriers
+def allocate_forward_barriers(META: gl.constexpr):
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    STAGES: gl.constexpr = META.STAGES
+    Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
+    tile_slots = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return ForwardBarriers(
+        q_full=allocate_barriers(Q_TILES, 1),
+        q_empty=allocate_barriers(Q_TILES, 1),
+        k_full=allocate_barriers(STAGES, 1),
+        k_empty=allocate_barriers(STAGES, CONSUMERS),
+        v_full=allocate_barriers(STAGES, 1),
+        v_empty=allocate_barriers(STAGES, CONSUMERS),
+        tile_full=allocate_barriers(2, 1),
+        tile_empty=allocate_barriers(2, CONSUMERS),
+        tile_slots=tile_slots,
+    )
+
+
+@gluon.jit
+def skip_blocks(count, n_block, barriers: ForwardBarriers, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # A consumer waits for `count` blocks of k and v that its queries do not see, and releases their stages unread.
     for _ in range(count):
-        slot = loaded % META.STAGES
-        phase = (loaded // META.STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        if META.TAKES_TURNS:
+        stage = n_block % META.STAGES
+        phase = (n_block // META.STAGES) & 1
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+        if META.PINGPONG:
             named_barrier_sync(PINGPONG + CONSUMER, BOTH)
             named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
-        mbarrier.wait(v_full.index(slot), phase)
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        loaded += 1
-    return loaded
+        mbarrier.wait(barriers.v_full.index(stage), phase)
+        mbarrier.arrive(barriers.v_empty.index(stage), count=1)
+        n_block += 1
+    return n_block

@@ -1,4 +1,4 @@
-"""Which work tile a program computes, and next: the order that shares L2, where a tile's sequence lies, the tile broadcast."""
+"""Tile scheduler: which work tile a program computes, and next; where the tile's sequence lies; its broadcast to the consumers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,34 @@ from flexattn.kernels_triton.common.problem import Problem
 _L2_BYTES = 32 * 2**20  # of what is read, or added to, again and again while it is in L2
 
 
-def heads_per_section(heads: int, bytes_per_head: int) -> int:
-    """How many of `heads` heads share L2, at least one: see `in_sections`."""
+class Work(NamedTuple):
+    """Work tiles: blocks of a head's queries or keys, and the order in which programs take them."""
+
+    table_ptr: Any  # `work_table`'s. Without lengths a persistent kernel has its counter alone, and another kernel None
+    num_heads: int
+    group_size: int  # query heads that share a key head
+    blocks: int  # of the longest sequence
+    heads_per_l2_section: int  # `swizzle_heads_for_l2`
+
+
+def _heads_in_l2(heads: int, bytes_per_head: int) -> int:
+    """Returns how many of `heads` heads share L2, at least one."""
     return min(heads, max(1, _L2_BYTES // bytes_per_head))
 
 
-def query_heads_per_section(problem: Problem) -> int:
-    """How many heads' tiles `piece_of_work` hands out together; with lengths those of all sequences come together."""
+def query_heads_per_l2_section(problem: Problem) -> int:
+    """Returns how many query heads a persistent forward takes together; with lengths, in all sequences at once."""
     x = problem
     heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
     if x.cu_seqlens_q is not None:
         heads, tokens = x.num_heads_kv, x.k.numel() // (x.num_heads_kv * x.k.shape[-1])
-    return heads_per_section(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
+    return _heads_in_l2(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
 
 
-def section_of(problem: Problem, heads: int, bytes_per_head: int) -> int:
-    """How many heads `block_of` takes together; two of packed batches (bench/results/packed_orders_h200.json)."""
+def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> int:
+    """Returns how many heads a backward takes together; 2 of packed batches (bench/results/packed_orders_h200.json)."""
     x = problem
-    return min(heads, 2) if x.cu_seqlens_q is not None else heads_per_section(heads * x.batch, bytes_per_head)
+    return min(heads, 2) if x.cu_seqlens_q is not None else _heads_in_l2(heads * x.batch, bytes_per_head)
 
 
 class Sequence(NamedTuple):
@@ -52,76 +62,85 @@ def sequence_of(lengths_q: Lengths, lengths_kv: Lengths, b, META: gl.constexpr):
 
 
 @gluon.jit
-def in_sections(t, length, heads, heads_per_section):
-    # Of `heads` lists of `length` pieces each, piece t: (place in its list, head). Within a section, as many heads as L2 has room
-    # for, the first pieces of all heads come first: they are the longest, and what is short fills up the end.
-    section = t // (heads_per_section * length)
-    rest = t - section * heads_per_section * length
-    heads_here = gl.minimum(heads_per_section, heads - section * heads_per_section)
-    return rest // heads_here, section * heads_per_section + rest % heads_here
+def swizzle_heads_for_l2(t, length, heads, heads_per_l2_section):
+    # (place in its head's list, head) of work tile t, of `heads` lists of `length` tiles each. Within a section, as many heads as
+    # L2 has room for, the first tiles of all heads come first: they are the longest, and short ones fill up the end.
+    section = t // (heads_per_l2_section * length)
+    rest = t - section * heads_per_l2_section * length
+    heads_here = gl.minimum(heads_per_l2_section, heads - section * heads_per_l2_section)
+    return rest // heads_here, section * heads_per_l2_section + rest % heads_here
 
 
 @gluon.jit
-def amount_of_work(table_ptr, batch, num_heads, blocks, META: gl.constexpr):
+def num_work_tiles(work: Work, num_heads, batch, META: gl.constexpr):
+    # num_heads: of tiles, each of which may hold several query heads
     if META.HAS_LENGTHS:
-        return gl.load(table_ptr + 1) * num_heads
+        return gl.load(work.table_ptr + 1) * num_heads
     else:
-        return batch * num_heads * blocks
+        return batch * num_heads * work.blocks
 
 
 @gluon.jit
-def piece_of_work(t, amount, table_ptr, batch, num_heads, blocks, heads_per_section, META: gl.constexpr):
-    # (first query, head, batch) of piece t. The longest come first; heads of one section, whose keys and values fit L2, together.
+def work_tile(t, num_tiles, work: Work, num_heads, batch, META: gl.constexpr):
+    # (first row, head, batch) of work tile t of a persistent forward. The longest come first.
     if META.HAS_LENGTHS:
-        place, head = in_sections(t, amount // num_heads, num_heads, heads_per_section)
-        entry = gl.load(table_ptr + 2 + place)
-        return entry % blocks * META.BLOCK_M, head, entry // blocks
+        place, head = swizzle_heads_for_l2(t, num_tiles // num_heads, num_heads, work.heads_per_l2_section)
+        entry = gl.load(work.table_ptr + 2 + place)
+        return entry % work.blocks * META.BLOCK_M, head, entry // work.blocks
     else:
-        block, b_h = in_sections(t, blocks, batch * num_heads, heads_per_section)
+        block, b_h = swizzle_heads_for_l2(t, work.blocks, batch * num_heads, work.heads_per_l2_section)
         if META.HAS_RIGHT:
-            block = blocks - 1 - block
+            block = work.blocks - 1 - block
         return block * META.BLOCK_M, b_h % num_heads, b_h // num_heads
 
 
 @gluon.jit
-def block_of(table_ptr, num_heads, blocks, section, LAST_FIRST: gl.constexpr, META: gl.constexpr):
-    # (block, head, batch) of this program: of a section of heads, so that what their programs share is in L2, the blocks with the
-    # most to do first. With lengths one sequence of a section comes after the other, as `work_table` has them, and where there
-    # are fewer blocks than programs, a block is past every sequence's end.
+def block_of_program(work: Work, num_heads, LAST_FIRST: gl.constexpr, META: gl.constexpr):
+    # (block, head, batch) of this program of a backward: of a section of heads the blocks with the most to do first. With lengths
+    # one sequence of a section comes after the other, as `work_table` has them, and where there are fewer blocks than programs, a
+    # block is past every sequence's end.
     pid = gl.program_id(0)
     if META.HAS_LENGTHS:
-        t, head = in_sections(pid, gl.num_programs(0) // num_heads, num_heads, section)
-        is_there = t < gl.load(table_ptr + 1)
-        entry = gl.where(is_there, gl.load(table_ptr + 2 + gl.where(is_there, t, 0)), blocks)
-        return gl.where(is_there, entry % blocks, blocks), head, gl.where(is_there, entry // blocks, 0)
+        t, head = swizzle_heads_for_l2(pid, gl.num_programs(0) // num_heads, num_heads, work.heads_per_l2_section)
+        is_there = t < gl.load(work.table_ptr + 1)
+        entry = gl.where(is_there, gl.load(work.table_ptr + 2 + gl.where(is_there, t, 0)), work.blocks)
+        return gl.where(is_there, entry % work.blocks, work.blocks), head, gl.where(is_there, entry // work.blocks, 0)
     else:
-        block, b_h = in_sections(pid, blocks, gl.num_programs(0) // blocks, section)
+        block, b_h = swizzle_heads_for_l2(pid, work.blocks, gl.num_programs(0) // work.blocks, work.heads_per_l2_section)
         if LAST_FIRST:
-            block = blocks - 1 - block
+            block = work.blocks - 1 - block
         return block, b_h % num_heads, b_h // num_heads
 
 
 @gluon.jit
-def tell(tile, turn, barriers, META: gl.constexpr):
-    # The producer, which runs ahead, tells the consumers a work tile: they need not wait for what it read for that.
-    _, _, _, _, _, _, told_full, told_empty, told = barriers
+def broadcast_tile(tile, n, barriers, META: gl.constexpr):
+    # The producer, which runs ahead, hands the n-th work tile, a tuple of META.NUMBERS integers, to the consumers: they need not
+    # wait for what it read to find the tile.
     NUMBERS: gl.constexpr = META.NUMBERS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(told_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    mbarrier.wait(barriers.tile_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
     for i in gl.static_range(NUMBERS):
-        told.index((turn & 1) * NUMBERS + i).store(gl.full([1], tile[i], gl.int32, layout=LAYOUT))
-    mbarrier.arrive(told_full.index(turn & 1), count=1)
+        barriers.tile_slots.index((n & 1) * NUMBERS + i).store(gl.full([1], tile[i], gl.int32, layout=LAYOUT))
+    mbarrier.arrive(barriers.tile_full.index(n & 1), count=1)
 
 
 @gluon.jit
-def hear(turn, barriers, META: gl.constexpr):
-    # As many numbers as were told
-    _, _, _, _, _, _, told_full, told_empty, told = barriers
+def broadcast_end(n, barriers, META: gl.constexpr):
+    # Instead of an n-th work tile: there is none, its first row is -1.
+    tile = (-1,)
+    for _ in gl.static_range(META.NUMBERS - 1):
+        tile = tile + (0,)
+    broadcast_tile(tile, n, barriers, META)
+
+
+@gluon.jit
+def receive_tile(n, barriers, META: gl.constexpr):
+    # The n-th work tile, for a consumer
     NUMBERS: gl.constexpr = META.NUMBERS
-    mbarrier.wait(told_full.index(turn & 1), (turn >> 1) & 1)
+    mbarrier.wait(barriers.tile_full.index(n & 1), (n >> 1) & 1)
     tile = ()
     for i in gl.static_range(NUMBERS):
-        number = told.index((turn & 1) * NUMBERS + i).load(gl.BlockedLayout([1], [32], [4], [0]))
+        number = barriers.tile_slots.index((n & 1) * NUMBERS + i).load(gl.BlockedLayout([1], [32], [4], [0]))
         tile = tile + (gl.max(number, 0),)
-    mbarrier.arrive(told_empty.index(turn & 1), count=1)
+    mbarrier.arrive(barriers.tile_empty.index(n & 1), count=1)
     return tile

@@ -32,7 +32,7 @@ from flexattn.kernels_triton.hopper import backward_fused as one_pass_kernels
 from flexattn.kernels_triton.hopper import conditions, dq_sums
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
-from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_section
+from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_l2_section
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -379,9 +379,9 @@ def test_sections_of_heads_fit_l2() -> None:
     lengths = {"cu_seqlens_q": cumulative([2048] * 16), "cu_seqlens_kv": cumulative([2048] * 16)}
     lengths |= {"max_seqlen_q": 2048, "max_seqlen_kv": 2048}
     problem = Problem(packed, packed[:, :8], packed[:, :8], softmax_scale=0.1, **lengths)
-    assert query_heads_per_section(problem) == 2 * 2  # heads of keys, and the query heads of each
+    assert query_heads_per_l2_section(problem) == 2 * 2  # heads of keys, and the query heads of each
     dense = packed.view(16, 2048, 16, 128)
-    assert query_heads_per_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
+    assert query_heads_per_l2_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])

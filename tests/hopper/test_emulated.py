@@ -185,9 +185,12 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         move("arrive(v_empty)", before="softmax()", within="_iterate"),
     ),
     "forward: out is stored without a fence": (hopper_forward, drop("fence_async_shared()", within="_store_out")),
-    "forward: q is released before its last scores": (hopper_forward, move("arrive(q_empty)", before="_scores()", within="_run")),
+    "forward: q is released before its last scores": (
+        hopper_forward,
+        move("arrive(q_empty)", before="score_product()", within="_run"),
+    ),
     "forward: the loader waits for the wrong phase of k": (hopper_forward, wrong_phase("wait(k_empty)")),
-    "forward: a tile is heard before it was told": (tile_scheduler, drop("wait(told_full)")),
+    "forward: a tile is received before it was broadcast": (tile_scheduler, drop("wait(tile_full)")),
     "forward: too few bytes are expected of v": (hopper_forward, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
     "dq: k is read before it has come": (hopper_backward, drop("wait(k_full)")),
     "dq: k is released before dq has read it": (
@@ -217,7 +220,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_one_pass,
         move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
     ),
-    "one pass: dq is added before it is written": (dq_sums, drop("wait(dq_full)")),
+    "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
     "one pass: dq is added without a fence": (dq_sums, drop("fence_async_shared()")),
     "one pass: k is overwritten while the other warpgroup multiplies by it": (hopper_one_pass, drop("named_barrier_sync(LAST)")),
