@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ class Checker:
             error = error.nan_to_num(nan=float("inf"))
             worst = []
             for flat in error.flatten().topk(min(3, error.numel())).indices.tolist():
-                at = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), error.shape))
+                at = _indices(flat, error.shape)
                 worst.append((at, float(got[at]), float(ref[at])))
             (largest, rms), (eager_largest, eager_rms) = (
                 (float(e.amax()), float(e.square().mean().sqrt())) for e in (error, budget)
@@ -152,3 +152,12 @@ def _block(direction: str, spec: AttentionSpec, x: Operands, dout: Tensor, dtype
         return {"out": reference_attention(spec, x, dtype)[0]}
     gradients = reference_gradients(spec, x, dout, dtype=dtype)
     return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+
+
+def _indices(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices of an element of a flattened tensor. torch.unravel_index would import sympy, which takes a second."""
+    at: list[int] = []
+    for size in reversed(shape):
+        flat, rest = divmod(flat, size)
+        at.insert(0, rest)
+    return tuple(at)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
+import pickle
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +20,12 @@ from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, CompileRequest
     from flexattn.kernels_triton.runtime.launch import Tile
+
+    Compile = Callable[[Sequence[CompileRequest]], list[CompileReport]]
 
 DUMPS = ("ttir", "ttgir", "llir", "ptx", "sass")
 LOOP_SPILLS = 0.1  # of the instructions of the loops with matrix products; with fewer a tile may still be the fastest
@@ -37,10 +45,14 @@ def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -
 
 
 def reports(
-    groups: Sequence[Sequence[CompileRequest]], advance: Callable[[int], object] = lambda n: None
+    groups: Sequence[Sequence[CompileRequest]],
+    advance: Callable[[int], object] = lambda n: None,
+    compile_many: Compile | None = None,
 ) -> list[list[CompileReport] | str]:
-    """For each group of requests its reports, or the compiler's message; `advance` hears of each batch's size."""
-    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, compile_many
+    """Returns for each group of requests its reports, or the compiler's message; `advance` is called with each batch's size."""
+    from flexattn.kernels_triton.ahead_of_time import compile_report
+
+    compile_many = compile_many or compile_report.compile_many
 
     answers: list[list[CompileReport] | str] = []
     batch = 2 * (os.cpu_count() or 1)
@@ -49,19 +61,66 @@ def reports(
         try:
             made = iter(compile_many([request for group in part for request in group]))
             answers += [[next(made) for _ in group] for group in part]
-        except CompileError:  # find out whose fault it is
-            answers += [_alone(group) for group in part]
+        except compile_report.CompileError:  # find out whose fault it is
+            answers += [_alone(group, compile_many) for group in part]
         advance(len(part))
     return answers
 
 
-def _alone(group: Sequence[CompileRequest]) -> list[CompileReport] | str:
-    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, compile_many
+def _alone(group: Sequence[CompileRequest], compile_many: Compile) -> list[CompileReport] | str:
+    from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError
 
     try:
         return compile_many(group)
     except CompileError as e:
         return str(e)
+
+
+class Compiler:
+    """A process that compiles beside this one, forked before Triton is imported: there it compiles, and here it interprets."""
+
+    def __init__(self) -> None:
+        assert "triton" not in sys.modules
+        fork = multiprocessing.get_context("fork")
+        self._pipe, theirs = fork.Pipe()
+        self._process = fork.Process(target=_serve, args=(theirs, self._pipe))
+        self._process.start()
+        theirs.close()
+
+    def compile_many(self, requests: Sequence[CompileRequest]) -> list[CompileReport]:
+        """Returns what `compile_report.compile_many` does, without the seconds that a new process takes to import torch."""
+        from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, checked_answers
+
+        self._pipe.send((list(sys.path), pickle.dumps(list(requests))))
+        try:
+            answers, stderr = self._pipe.recv()
+        except EOFError:
+            raise CompileError("the compiling process died") from None
+        return checked_answers(requests, answers, stderr)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(pipe: Connection, other_end: Connection) -> None:
+    """Compiles the requests that come through `pipe`, until the other end, of which the fork has a copy, is closed."""
+    other_end.close()
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        from flexattn.kernels_triton.ahead_of_time.compile_report import answers_to
+
+        importlib.import_module("flexattn.kernels_triton.portable.backward")  # while the other process runs the check
+        while True:
+            try:
+                sys.path[:], requests = pipe.recv()
+            except EOFError:
+                return
+            answers = answers_to(pickle.loads(requests))
+            log.seek(0)
+            pipe.send((answers, log.read().decode(errors="replace")))
 
 
 def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport] | str) -> list[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
 import functools
 import os
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SHAPE = "sweep-d128-causal-s4096"
 DEFAULT_ARCH = 90
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
+MOST_DIFFERENCES = 20  # lines of a saved file's changes that are shown
 EPILOGUE = """examples:
   %(prog)s forward                                      the committed kernel and tile
   %(prog)s forward --shape llama3-8b-s8192 --block-m 128 --num-stages 2
@@ -91,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE.py:RUN",
         help="in the emulator: the kernel for sm_90, or your own, by a function of a seed (docs/emulator.md)",
     )
-    how.add_argument("--seeds", type=int, default=24, metavar="N", help="schedules to emulate (default: %(default)s)")
+    how.add_argument("--seeds", type=int, default=8, metavar="N", help="schedules to emulate (default: %(default)s)")
     how.add_argument("--sweep", action="store_true", help="try many tiles: prune them by compiling, then check and time the rest")
     how.add_argument(
         "--watch", action="store_true", help="run again whenever the kernel file (or a file of kernels_triton) is saved"
@@ -112,14 +115,29 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if unknown := set(args.dump) - set(compiled.DUMPS):
         parser.error(f"--dump {','.join(sorted(unknown))}; accepted: {','.join(compiled.DUMPS)}")
+    if not arguments:
+        print(overview())
+        return PASSED
+    if args.watch:
+        return watch([a for a in arguments if a != "--watch"], args)
     if args.emulate is not None:
         return emulate(parser, args)
     if args.kernel not in KERNELS:
         parser.error(f"name a kernel: {', '.join(KERNELS)}" + (f"; {args.kernel} is for --emulate" if args.kernel else ""))
-    if args.watch:
-        return watch([a for a in arguments if a != "--watch"], args.kernel_file)
+    compiler = None
     if not torch.cuda.is_available() and "triton" not in sys.modules:
+        torch.set_num_threads(1)  # the other cores are for the compiler
+        compiler = None if args.sweep else compiled.Compiler()
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; what is compiled is compiled in other processes
+    try:
+        return run(parser, args, record.command_line("flexattn play", arguments, args.out), compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace, command: str, compiler: compiled.Compiler | None) -> int:
+    """Plays with the kernel that the options name, or sweeps over its tiles; the exit status."""
     try:
         subjects = [_subject(args, workload) for workload in select(args.shape)]
         _check_shapes(subjects, args.sweep)
@@ -129,9 +147,8 @@ def main(arguments: Sequence[str]) -> int:
         if e.name not in NEEDED:
             raise
         parser.error(f"the playground needs {e.name}, which is not installed: pip install 'flexattn[bench]'")
-    command = record.command_line("flexattn play", arguments, args.out)
     if not args.sweep:
-        return play(subjects[0], args, command)
+        return play(subjects[0], args, command, compiler)
     from flexattn.bench.sweep import sweep
 
     options = {name: getattr(args, name) for name in FIELDS[:-1]}
@@ -192,8 +209,8 @@ def _own_arch() -> int | None:
     return max(known) if known else None
 
 
-def play(subject: Subject, args: argparse.Namespace, command: str) -> int:
-    """Checks, compiles, and where there is a GPU times; prints each as it is known."""
+def play(subject: Subject, args: argparse.Namespace, command: str, compiler: compiled.Compiler | None = None) -> int:
+    """Checks and compiles at the same time, and where there is a GPU times; prints each as it is known."""
     kernel, workload, _, tile, committed, arch = subject
     on_gpu = torch.cuda.is_available()
     checked = workload if on_gpu else small_enough(workload, tile)
@@ -203,20 +220,24 @@ def play(subject: Subject, args: argparse.Namespace, command: str) -> int:
     print(f"flexattn {flexattn.__version__}, torch {torch_version}, triton {record.installed('triton')}, {device}")
     print(f"{kernel}{file}: tile {tile_name(tile)} (committed: {tile_name(committed)}) on {workload.name}: {workload}")
     print(f"\nAgainst the reference in fp64{'' if on_gpu else f', in the interpreter, as {checked}'}:", flush=True)
-    try:
-        errors, failure = check(subject, checked, "cuda" if on_gpu else "cpu")
-    except Exception as e:  # whatever a developer's kernel raises is the answer
-        print(f"it does not run: {type(e).__name__}: {e}")
-        return REFUSED
+    groups = {"this": subject, "committed": subject._replace(launchers=committed_launchers({kernel: committed}))}
+    if subject.tile == committed and not args.kernel_file:
+        del groups["committed"]
+    with ThreadPoolExecutor(1) as beside:
+        try:
+            asked = {name: compiled.requests(kernel, s.launchers, workload, arch) for name, s in groups.items()}
+            compiling = beside.submit(
+                compiled.reports, list(asked.values()), compile_many=None if compiler is None else compiler.compile_many
+            )
+            errors, failure = check(subject, checked, "cuda" if on_gpu else "cpu")
+        except Exception as e:  # whatever a developer's kernel raises is the answer
+            print(f"it does not run: {type(e).__name__}: {e}")
+            return REFUSED
     print(error_table(errors))
     print("right: within the budget of the tests" if failure is None else f"WRONG: {failure}")
 
     print(f"\nCompiled for sm_{arch}:", flush=True)
-    groups = {"this": subject, "committed": subject._replace(launchers=committed_launchers({kernel: committed}))}
-    if subject.tile == committed and not args.kernel_file:
-        del groups["committed"]
-    asked = {name: compiled.requests(kernel, s.launchers, workload, arch) for name, s in groups.items()}
-    made = dict(zip(asked, compiled.reports(list(asked.values())), strict=True))
+    made = dict(zip(asked, compiling.result(), strict=True))
     print(compile_table(made, arch))
     for problem in compiled.complaints(kernel, tile, arch, made["this"]):
         print(f"this: {problem}")
@@ -254,8 +275,10 @@ def compile_table(made: dict[str, list[CompileReport] | str], arch: int) -> str:
             products = " ".join(f"{count} {instruction}" for instruction, count in report.matrix_instructions.items()) or "none"
             spills = f"{report.spill_store_bytes}+{report.spill_load_bytes} ({report.loop_spill_share:.1%})"
             part = f" {('dk', 'dv')[n]}" if len(answer) > 1 else ""
-            rows.append((name + part, [str(report.registers), spills, shared, products, str(len(report.warnings))]))
-    columns = ["registers", "spilled bytes, stored+loaded (of the loops)", "shared bytes", "matrix instructions", "warnings"]
+            loops = ", ".join(str(sum(loop.values())) for loop in report.loops) or "none"
+            rows.append((name + part, [str(report.registers), spills, loops, shared, products, str(len(report.warnings))]))
+    spilled = "spilled bytes, stored+loaded (of the loops)"
+    columns = ["registers", spilled, "instructions of each loop", "shared bytes", "matrix instructions", "warnings"]
     return Table("", columns, rows).text().lstrip("\n")
 
 
@@ -320,21 +343,77 @@ def standing(kernel_rows: Sequence[Row], rows: Sequence[Row]) -> str:
     return " ".join(said)
 
 
-def watch(arguments: Sequence[str], kernel_file: Path | None) -> int:
-    """Runs `play` in a fresh process now and after each save, until interrupted; the status of the last run."""
+def overview() -> str:
+    """What can be played with, and how."""
+    files = {k: f"kernels_triton/portable/{direction}.py" for k, (direction, _) in KERNELS.items()}
+    lines = ["Kernels that can be checked and compiled, and on a GPU timed, with other tiles or from your copy of their file:"]
+    lines += [f"  {kernel:14}{file}" for kernel, file in files.items()]
+    lines += ["", "Kernels for sm_90, with --emulate:"]
+    lines += [f"  {kernel:14}{name}" for kernel, name in EMULATED.items()]
+    return "\n".join([*lines, "", EPILOGUE % {"prog": "python -m flexattn play"}]) + "options: python -m flexattn play --help"
+
+
+def watch(arguments: Sequence[str], args: argparse.Namespace) -> int:
+    """Runs `play` now and after each save, until interrupted; the status of the last run.
+
+    This process imports torch once and nothing of the kernels, so that each run is a fork of it that imports them as they are now.
+    """
     package = Path(flexattn.__file__).parent
-    files = [*(package / "kernels_triton").rglob("*.py"), *([kernel_file] if kernel_file else [])]
-    seen: dict[Path, float] = {}
+    own = args.kernel_file or (Path(args.emulate.partition(":")[0]) if args.emulate else None)
+    files = [*(package / "kernels_triton").rglob("*.py"), *([own] if own else [])]
+    seen: dict[Path, str] = {}
+    said: list[str] = []
     status = PASSED
     try:
         while True:
-            now = {path: path.stat().st_mtime for path in files if path.exists()}
+            now = {path: path.read_text("utf-8") for path in files if path.exists()}
             if now != seen:
-                changed = ", ".join(path.name for path in now if seen and now[path] != seen.get(path))
-                print(f"\n--- {changed or 'first run'} ---", flush=True)
-                seen = now
-                status = subprocess.run([sys.executable, "-m", "flexattn", "play", *arguments]).returncode
+                changed = [path for path in now if seen and now[path] != seen.get(path)]
+                print(f"\n--- {', '.join(path.name for path in changed) or 'first run'} ---", flush=True)
+                for path in changed:
+                    print(
+                        "\n".join(differences(seen.get(path, "").splitlines(), now[path].splitlines())[:MOST_DIFFERENCES]),
+                        flush=True,
+                    )
+                before, seen = said, now
+                status, said = in_a_fork(arguments)
+                if before:
+                    print("\nSince the last save:", *(differences(before, said) or ["nothing changed"]), sep="\n")
                 print("watching; Ctrl-C ends it", flush=True)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         return status
+
+
+def differences(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Lines that went, marked by -, and lines that came, by +."""
+    found = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    return [line for line in found if not line.startswith("@@")]
+
+
+def in_a_fork(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Runs `main` in a fork of this process; its status, and the lines that it printed, which are printed as they come."""
+    ours, theirs = os.pipe()
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        status = REFUSED
+        try:
+            os.close(ours)
+            os.dup2(theirs, 1)
+            os.close(theirs)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            status = main(arguments)
+        except SystemExit as e:  # argparse's, for a file that does not parse
+            status = int(e.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(theirs)
+    lines = []
+    with os.fdopen(ours, encoding="utf-8") as text:
+        for line in text:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip("\n"))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), lines

@@ -373,20 +373,27 @@ def compile_many(requests: Sequence[CompileRequest], workers: int | None = None)
         if done.returncode:
             raise CompileError(f"the compiling process ended with {done.returncode}: {done.stderr[-4000:]}")
         answers = pickle.loads(answer.read_bytes())
+    return checked_answers(requests, answers, done.stderr)
+
+
+def checked_answers(requests: Sequence[CompileRequest], answers: Sequence[CompileReport | str], stderr: str) -> list[CompileReport]:
+    """Returns the reports; raises CompileError where an answer is an error's message. stderr: the compiling process's."""
     if failures := [f"{request}\n{answer}" for request, answer in zip(requests, answers, strict=True) if isinstance(answer, str)]:
-        raise CompileError(
-            f"{len(failures)} of {len(requests)} kernels do not compile\n\n" + "\n\n".join([*failures, done.stderr[-4000:]])
-        )
-    return answers
+        message = f"{len(failures)} of {len(requests)} kernels do not compile"
+        raise CompileError("\n\n".join([message, *failures, stderr[-4000:]]))
+    return [answer for answer in answers if not isinstance(answer, str)]
 
 
 def main(job: str, answer: str) -> None:
     workers, requests = pickle.loads(Path(job).read_bytes())
-    # Forked, so that torch and triton are imported once.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+    Path(answer).write_bytes(pickle.dumps(answers_to(requests, workers)))
+
+
+def answers_to(requests: Sequence[CompileRequest], workers: int | None = None) -> list[CompileReport | str]:
+    """Returns a report or an error's message for each, from processes forked of this one, which need not import torch again."""
+    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(_answer, request) for request in requests]
-        answers = [_outcome(future) for future in futures]
-    Path(answer).write_bytes(pickle.dumps(answers))
+        return [_outcome(future) for future in futures]
 
 
 def _answer(request: CompileRequest) -> CompileReport | str:

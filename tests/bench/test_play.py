@@ -228,28 +228,54 @@ def test_where_a_kernel_stands() -> None:
     assert said.endswith("800 TFLOP/s and 4000 GB/s, meet at 200: bound by memory, 512 TFLOP/s at most")
 
 
-def test_watch_runs_again_on_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_runs_again_on_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("")
+    path.write_text("stages = 3\n")
     runs: list[Sequence[str]] = []
 
-    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        runs.append(command)
-        return subprocess.CompletedProcess(command, 1)
+    def in_a_fork(arguments: Sequence[str]) -> tuple[int, list[str]]:
+        runs.append(arguments)
+        return 1, ["right", f"this {240 - len(runs)}"]
 
     def sleep(_: float) -> None:
         sleeps.append(len(runs))
         if len(sleeps) == 2:
-            os.utime(path, (time.time() + 10, time.time() + 10))
+            path.write_text("stages = 2\n")
         if len(sleeps) == 4:
             raise KeyboardInterrupt
 
     sleeps: list[int] = []
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(play, "in_a_fork", in_a_fork)
     monkeypatch.setattr(time, "sleep", sleep)
     assert play.main(["forward", "--kernel-file", str(path), "--watch"]) == 1
     assert sleeps == [1, 1, 2, 2]  # one run at first, one after the save
-    assert all("--watch" not in command and str(path) in command for command in runs)
+    assert all("--watch" not in arguments and str(path) in arguments for arguments in runs)
+    said = capsys.readouterr().out
+    assert "--- mine.py ---\n-stages = 3\n+stages = 2\n" in said
+    assert "Since the last save:\n-this 239\n+this 238\n" in said
+
+
+def test_a_fork_gives_its_status_and_what_it_printed() -> None:
+    code = """if True:
+        import sys
+        from flexattn.bench import play
+        found = play.in_a_fork([]), play.in_a_fork(["forward", "--kernel-file", "none.py"])
+        assert not any(name.startswith(("triton", "flexattn.kernels_triton")) for name in sys.modules)
+        assert found[0] == (0, play.overview().splitlines()), found
+        assert found[1] == (2, []), found
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "none.py: there is no such file" in ran.stderr
+
+
+def test_play_alone_says_what_can_be_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert play.main([]) == play.PASSED
+    said = capsys.readouterr().out
+    for name in (*implementations.KERNELS, *play.EMULATED):
+        assert re.search(rf"^  {name} ", said, re.MULTILINE), name
 
 
 def page_blocks() -> list[str]:
