@@ -351,11 +351,6 @@ class Problem:
             LISTS_ARE_CUT=mask is not None and mask.is_cut,
         )
 
-    def score_meta(self) -> dict[str, Any]:
-        """The part of `features` that says how a score becomes a logit, and what beside the band hides it."""
-        names = Features._fields[Features._fields.index("HAS_PRE_SCALE_BIAS") :]
-        return {name: value for name, value in self.features._asdict().items() if name in names and name != "HAS_DROPOUT"}
-
     @property
     def has_block_scales(self) -> bool:
         return any(descale.shape[2] > 1 for descale in self.descales)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Head, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.primitives import head_of, is_any_large, logits, relative_to_lse, through_mods
-from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.problem import Backward, with_features
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
 from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
@@ -65,29 +65,10 @@ from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
+@with_features
 class BackwardMeta(NamedTuple):
     """What the kernels are compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_PRE_SCALE_BIAS: bool
-    HAS_POST_SCALE_BIAS: bool
-    IS_BIAS_CONTIGUOUS: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool
-    HAS_EXACT_TANH: bool
-    HAS_SCORE_MOD: bool
-    HAS_MASK_MOD: bool
-    HAS_DROPOUT: bool
-    BLOCK_SIZE_Q: int
-    BLOCK_SIZE_KV: int
-    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     STATISTICS: int  # queries of a tile of statistics
@@ -678,15 +659,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
 
     def meta(**own: int | bool) -> BackwardMeta:
         return BackwardMeta(
-            IS_RAGGED_Q=x.q.dim() == 3,
-            IS_RAGGED_KV=x.k.dim() == 3,
-            HAS_LENGTHS=has_lengths,
-            HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
-            HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
-            HAS_LEFT=x.window_left is not None,
-            HAS_RIGHT=x.window_right is not None,
-            **x.score_meta(),
-            HAS_DROPOUT=x.dropout_p > 0,
+            **x.features._asdict(),
             STATISTICS=size,
             QK0=qk0,
             QK1=qk1,

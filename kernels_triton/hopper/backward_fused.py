@@ -24,7 +24,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.problem import Backward, with_features
 from flexattn.kernels_triton.common.tiles import HopperOnePassTile
 from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
@@ -72,29 +72,10 @@ from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
+@with_features
 class OnePassMeta(NamedTuple):
     """What the kernel is compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_PRE_SCALE_BIAS: bool
-    HAS_POST_SCALE_BIAS: bool
-    IS_BIAS_CONTIGUOUS: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool
-    HAS_EXACT_TANH: bool
-    HAS_SCORE_MOD: bool
-    HAS_MASK_MOD: bool
-    HAS_DROPOUT: bool
-    BLOCK_SIZE_Q: int
-    BLOCK_SIZE_KV: int
-    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
@@ -448,15 +429,7 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
     dq_block = [ROWS.value, size * dim // (2 * ROWS.value)]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
     meta = OnePassMeta(
-        IS_RAGGED_Q=x.q.dim() == 3,
-        IS_RAGGED_KV=x.k.dim() == 3,
-        HAS_LENGTHS=has_lengths,
-        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
-        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
-        HAS_LEFT=x.window_left is not None,
-        HAS_RIGHT=x.window_right is not None,
-        **x.score_meta(),
-        HAS_DROPOUT=x.dropout_p > 0,
+        **x.features._asdict(),
         BLOCK_M=size,
         BLOCK_N=KEYS,
         DIM=dim,

@@ -27,7 +27,7 @@ from flexattn.kernels_triton.common.primitives import (
     log_of_sum,
     logits,
 )
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.common.split_kv import Parts, combine_splits, number_of_splits, part_row
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
@@ -82,34 +82,15 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, 
 _FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: before it and after it a product runs alone
 
 
+@with_features
 class ForwardMeta(NamedTuple):
     """What the kernel is compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
-    HAS_DROPOUT: bool
     HAS_MAX_LOGIT: bool
-    HAS_PRE_SCALE_BIAS: bool
-    HAS_POST_SCALE_BIAS: bool
-    IS_BIAS_CONTIGUOUS: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool
-    HAS_EXACT_TANH: bool
-    HAS_SCORE_MOD: bool
-    HAS_MASK_MOD: bool
-    BLOCK_SIZE_Q: int
-    BLOCK_SIZE_KV: int
     GROUP: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
     IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them
-    LISTS_ARE_CUT: bool
     BLOCK_M: int
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
@@ -729,18 +710,10 @@ def hopper_forward(
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
     parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded) if splits > 1 else None
     meta = ForwardMeta(
-        IS_RAGGED_Q=x.q.dim() == 3,
-        IS_RAGGED_KV=x.k.dim() == 3,
-        HAS_LENGTHS=has_lengths,
-        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
-        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
-        HAS_LEFT=x.window_left is not None,
-        HAS_RIGHT=x.window_right is not None,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
-        HAS_DROPOUT=x.dropout_p > 0,
         HAS_MAX_LOGIT=max_logit is not None,
-        **x.score_meta(),
+        **x.features._asdict(),
         GROUP=group,
         IS_SPLIT=parts is not None,
         BLOCK_M=tile.block_m,

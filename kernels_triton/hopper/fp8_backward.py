@@ -24,7 +24,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem, with_features
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
@@ -130,28 +130,10 @@ FP8_BACKWARD = (
 )
 
 
+@with_features
 class Fp8BackwardMeta(NamedTuple):
     """What the kernels are compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_PRE_SCALE_BIAS: bool
-    HAS_POST_SCALE_BIAS: bool
-    IS_BIAS_CONTIGUOUS: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool
-    HAS_EXACT_TANH: bool
-    HAS_SCORE_MOD: bool
-    HAS_MASK_MOD: bool
-    BLOCK_SIZE_Q: int
-    BLOCK_SIZE_KV: int
-    LISTS_ARE_CUT: bool
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
     BLOCK_N: int
@@ -709,19 +691,11 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     has_lengths = x.cu_seqlens_q is not None
     statistics, tiles, large = tiled_statistics(call, size)
     q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
-    score_meta = x.score_meta()
 
     def meta(stages: tuple[int, ...], rows: int, splits_columns: bool, **own: int) -> Fp8BackwardMeta:
         return Fp8BackwardMeta(
-            IS_RAGGED_Q=x.q.dim() == 3,
-            IS_RAGGED_KV=x.k.dim() == 3,
-            HAS_LENGTHS=has_lengths,
-            HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
-            HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
-            HAS_LEFT=x.window_left is not None,
-            HAS_RIGHT=x.window_right is not None,
-            **score_meta,
-            IS_PLAIN=is_plain(score_meta),
+            **x.features._asdict(),
+            IS_PLAIN=is_plain(x.features),
             STATISTICS=size,
             QK0=qk0,
             QK1=qk1,

@@ -26,7 +26,7 @@ from flexattn.kernels_triton.common.primitives import (
     relative_to_lse,
     through_mods,
 )
-from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.problem import Backward, Problem, with_features
 from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
@@ -97,28 +97,10 @@ class Fp8OnePassTile(NamedTuple):
 FP8_ONE_PASS = (Fp8OnePassTile(64, 128, 1), Fp8OnePassTile(64, 64, 2), Fp8OnePassTile(128, 64, 1))
 
 
+@with_features
 class Fp8OnePassMeta(NamedTuple):
     """What the kernel is compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_PRE_SCALE_BIAS: bool
-    HAS_POST_SCALE_BIAS: bool
-    IS_BIAS_CONTIGUOUS: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool
-    HAS_EXACT_TANH: bool
-    HAS_SCORE_MOD: bool
-    HAS_MASK_MOD: bool
-    BLOCK_SIZE_Q: int
-    BLOCK_SIZE_KV: int
-    LISTS_ARE_CUT: bool
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
     BLOCK_N: int
@@ -495,17 +477,9 @@ def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) ->
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
     q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
-    score_meta = x.score_meta()
     meta = Fp8OnePassMeta(
-        IS_RAGGED_Q=x.q.dim() == 3,
-        IS_RAGGED_KV=x.k.dim() == 3,
-        HAS_LENGTHS=has_lengths,
-        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
-        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
-        HAS_LEFT=x.window_left is not None,
-        HAS_RIGHT=x.window_right is not None,
-        **score_meta,
-        IS_PLAIN=is_plain(score_meta),
+        **x.features._asdict(),
+        IS_PLAIN=is_plain(x.features),
         BLOCK_M=size,
         BLOCK_N=KEYS,
         DIM=dim,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Features, Problem
 from flexattn.kernels_triton.hopper.conditions import KEYS
 from flexattn.kernels_triton.hopper.descriptors import DTYPES, FP8_DTYPES, descriptor_error
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, Scale, scale_error, scales_of
@@ -22,10 +22,10 @@ def backward_descales(problem: Problem) -> BackwardDescales:
     return BackwardDescales(q=q, k=k, v=v, dout=dout)
 
 
-def is_plain(score_meta: dict[str, Any]) -> bool:
-    """Returns whether a logit is a scaled score and nothing else, given `Problem.score_meta`."""
-    adds = ("HAS_PRE_SCALE_BIAS", "HAS_POST_SCALE_BIAS", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SCORE_MOD")
-    return not any(score_meta[name] for name in adds)
+def is_plain(features: Features) -> bool:
+    """Returns whether a logit is a scaled score and nothing else."""
+    x = features
+    return not (x.HAS_PRE_SCALE_BIAS or x.HAS_POST_SCALE_BIAS or x.HAS_ALIBI or x.HAS_SOFTCAP or x.HAS_SCORE_MOD)
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

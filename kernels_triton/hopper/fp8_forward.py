@@ -29,7 +29,7 @@ from flexattn.kernels_triton.common.primitives import (
     packed_start,
     positive_factor,
 )
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
@@ -117,34 +117,16 @@ def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = Fa
     return tile._replace(block_m=128, registers=240) if is_modified else tile
 
 
+@with_features
 class Fp8ForwardMeta(NamedTuple):
     """What the kernel is compiled for."""
 
-    IS_RAGGED_Q: bool
-    IS_RAGGED_KV: bool
-    HAS_LENGTHS: bool
-    HAS_GAPS_Q: bool
-    HAS_GAPS_KV: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
     HAS_IDLE: bool  # this and the next three as in the 16-bit kernel, for what both share
     SKIPS: bool
     GROUP: int
     PINGPONG: bool
     HAS_SINK: bool
     HAS_OFFSET: bool
-    HAS_PRE_SCALE_BIAS: bool
-    HAS_POST_SCALE_BIAS: bool
-    IS_BIAS_CONTIGUOUS: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    IS_UNBOUNDED: bool
-    HAS_EXACT_TANH: bool
-    HAS_SCORE_MOD: bool
-    HAS_MASK_MOD: bool
-    BLOCK_SIZE_Q: int
-    BLOCK_SIZE_KV: int
-    LISTS_ARE_CUT: bool
     IS_MODIFIED: bool  # a logit is more than a scaled score
     Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
     K_BLOCKWISE: bool
@@ -682,20 +664,13 @@ def hopper_fp8_forward(
     has_idle = has_lengths or x.longest_q <= tile.block_m - ROWS.value
     blocks = triton.cdiv(x.longest_q, tile.block_m)
     meta = Fp8ForwardMeta(
-        IS_RAGGED_Q=x.q.dim() == 3,
-        IS_RAGGED_KV=x.k.dim() == 3,
-        HAS_LENGTHS=has_lengths,
-        HAS_GAPS_Q=x.cu_seqlens_q_padded is not None,
-        HAS_GAPS_KV=x.cu_seqlens_kv_padded is not None,
-        HAS_LEFT=x.window_left is not None,
-        HAS_RIGHT=x.window_right is not None,
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or x.window_left is not None or x.window_right is not None),
         GROUP=1,
         PINGPONG=False,
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
-        **x.score_meta(),
+        **x.features._asdict(),
         IS_MODIFIED=x.is_modified,
         Q_BLOCKWISE=scales[0].is_blockwise,
         K_BLOCKWISE=scales[1].is_blockwise,
