@@ -121,12 +121,12 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
     _check_shapes(given, names, -(-longest_kv // size_kv))
     if options.check_values() and not torch.compiler.is_compiling():
         _check_values(given, names)
-    # A trace keeps nothing, and of a tensor made in inference mode nobody knows when it changes.
+    # A trace keeps nothing, and a tensor made in inference mode has no version that tells of changes.
     if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in given):
         return _lists(given, (size_q, size_kv))
     versions = [None if t is None else t._version for t in given]
     kept = getattr(block_mask, _NAME, None)
-    # By the tensors themselves, which are kept: a new one may get a freed one's address.
+    # Compares the tensors themselves, which are kept: a new one may get a freed one's address.
     if kept is None or kept[1] != versions or any(a is not b for a, b in zip(given, kept[0], strict=True)):
         kept = (given, versions, _lists(given, (size_q, size_kv)))
         object.__setattr__(block_mask, _NAME, kept)
@@ -191,7 +191,7 @@ def _lists(given: Sequence[Tensor | None], block_size: tuple[int, int]) -> Block
             assert partial is not None
             assert indices is not None
             num_blocks = torch.zeros_like(partial)
-        # The kernels take both at their word: what is out of range is clamped here, where it costs nothing in later calls.
+        # The kernels trust both: entries out of range are clamped here, where it costs nothing in later calls.
         counts = num_blocks.clamp(0, indices.shape[-1]).to(torch.int32).contiguous()
         tensors += [counts, _ascending(counts, indices)]
     return BlockLists(tuple(tensors), block_size)

@@ -132,7 +132,7 @@ def look_up(
         whole = tuple(parts)
         known = _calls.get(whole)
         key = _make_key((whole, tensors, num_arguments, addresses, block_mask))
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the ordinary way says what is wrong
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the checks of an ordinary call say what is wrong
         return None, None
     if known is None:
         return key, None
@@ -141,7 +141,7 @@ def look_up(
     return key, known
 
 
-_make_key = functools.partial(tuple.__new__, CallKey)  # what a NamedTuple's own constructor does, in half the time
+_make_key = functools.partial(tuple.__new__, CallKey)  # a NamedTuple's own constructor takes twice the time
 
 
 def _low_bits(addresses: Sequence[int]) -> bytes:
@@ -167,7 +167,7 @@ def _state() -> Hashable | None:
     return (_has_grad(), torch.are_deterministic_algorithms_enabled(), context.current(), environment, select.generation, autocast)
 
 
-# Found once: each look into torch's modules costs a call some 20 ns.
+# Looked up once: each look into torch's modules costs a call some 20 ns.
 _has_grad, _has_autocast, _is_profiled = (
     torch.is_grad_enabled,
     torch._C._is_any_autocast_enabled,
@@ -199,7 +199,7 @@ def _are_device_contexts() -> bool:
 def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
     """Returns the tensors that mods capture, and adds what else they depend on to the key's parts; None where they have no key."""
     tensors: list[Tensor] = []
-    parts.append(torch.get_default_dtype())  # an index times a number has it
+    parts.append(torch.get_default_dtype())  # the dtype of an index times a number
     gradient = getattr(score_mod, "score_mod_gradient", None)
     for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
         if mod is None:
@@ -250,11 +250,11 @@ def new_call(
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in key.parts):  # type: ignore[attr-defined]
-        return  # a number that came in a tensor: the key would be of the object, whatever it holds by then
+        return  # a number in a tensor: the key would have the object, whatever it holds by then
     with _lock:
         _counts["misses"] += 1
         _calls[key.parts] = call
-        while len(_calls) > MOST_CALLS:  # the oldest that was not used since it was last looked at
+        while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
             parts, oldest = _calls.popitem(last=False)
             if oldest.is_used:
                 oldest.is_used = False
@@ -301,7 +301,7 @@ class CachedCall:
         differentiable = ("q", "k", "v", "bias", "softmax_offset")
         leaves = [i for i, name in enumerate(names) if name in differentiable and getattr(x, name) is not None]
         self.gradients = [differentiable.index(names[i]) for i in leaves]  # their places among Gradients
-        # Each costs a call, so of what is captured only what a gradient is asked of.
+        # Each argument of a Function costs time: of the captures only those that need a gradient are leaves.
         self.captured_leaves = [i for i, t in enumerate(x.mod_tensors) if t.requires_grad]
         self.leaves = itemgetter(*leaves, *(len(names) + i for i in self.captured_leaves))
         blocks = len(x.block_mask)
@@ -312,7 +312,7 @@ class CachedCall:
         num_results = 3 if of_fp8 is None else of_fp8.num_results
         places = [num_results + i if is_there else None for i, is_there in enumerate(is_given)]
         self.history_place = None
-        self.is_recordable = True  # as far as more than its backends is concerned
+        self.is_recordable = True  # unless its backends cannot be recorded
         if of_fp8 is not None:
             self.history_place = of_fp8.history_place(self.num_inputs)
             self.is_recordable = of_fp8.can_be_recorded
@@ -322,7 +322,7 @@ class CachedCall:
         # Picks out, lse and what else a backward needs from (*results, *inputs).
         self.saved = itemgetter(0, 1, *(place for place in places if place is not None))
         self.recording: Recording | None = None
-        self.is_final = False  # whether there is or will be no recording
+        self.is_final = False  # True once recording was tried
         self.backwards: OrderedDict[Hashable, Recording | str] = OrderedDict()
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
@@ -360,7 +360,7 @@ class CachedCall:
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse, max_logit, and then what FP8's part gives."""
-        if _is_profiled():  # by a profiler, which then sees it as the operator that it is not
+        if _is_profiled():  # a profiler sees the call as an operator
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
         recording = self.recording
@@ -375,7 +375,7 @@ class CachedCall:
         if recording is None and self.has_run and not self.is_final:
             self.is_final = True
             if self.is_recordable and self._forward_backend(tensors).can_be_recorded():
-                with contextlib.suppress(RuntimeFailure):  # then the ordinary way asks another backend
+                with contextlib.suppress(RuntimeFailure):  # then `run_forward` asks another backend
                     results, self.recording = self._record_forward(tensors)
                     _counts["recordings"] += self.recording is not None
                     return results

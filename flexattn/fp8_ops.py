@@ -103,38 +103,49 @@ def _quantize(
     return data, descale, amax.view(descale.shape)
 
 
-def _of_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_q_padded: Tensor | None,
-    max_seqlen_q: int,
-    cu_seqlens_kv: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    max_seqlen_kv: int,
-    scale_q: Tensor | None,
-    scale_k: Tensor | None,
-    scale_v: Tensor | None,
-    history_q: Tensor | None,
-    history_k: Tensor | None,
-    history_v: Tensor | None,
-    qkv_format: str,
-    *,
-    rotation: bool,
-) -> list[Unquantized]:
-    q_format, kv_format = parse_format(qkv_format)
-    of_kv = (kv_format, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
-    return [
-        Unquantized(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, scale_q, rotation, history_q),
-        Unquantized(k, *of_kv, scale_k, rotation, history_k),
-        Unquantized(v, *of_kv, scale_v, False, history_v),
-    ]
+class _QuantizeQkv(NamedTuple):
+    """Arguments of the operator `quantize_qkv`, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    max_seqlen_q: int
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    max_seqlen_kv: int
+    scale_q: Tensor | None
+    scale_k: Tensor | None
+    scale_v: Tensor | None
+    history_q: Tensor | None
+    history_k: Tensor | None
+    history_v: Tensor | None
+    qkv_format: str
+    granularity: str
+    block_rows: int
+    margin: int
+    rotation: bool
+
+    @property
+    def kind(self) -> _Kind:
+        return _Kind(self.granularity, self.block_rows, self.margin, self.rotation)
+
+    def unquantized(self) -> list[Unquantized]:
+        """Returns q, k and v with what quantising them needs."""
+        q_format, kv_format = parse_format(self.qkv_format)
+        of_kv = (kv_format, self.cu_seqlens_kv, self.cu_seqlens_kv_padded, self.max_seqlen_kv)
+        of_q = (q_format, self.cu_seqlens_q, self.cu_seqlens_q_padded, self.max_seqlen_q)
+        return [
+            Unquantized(self.q, *of_q, self.scale_q, self.rotation, self.history_q),
+            Unquantized(self.k, *of_kv, self.scale_k, self.rotation, self.history_k),
+            Unquantized(self.v, *of_kv, self.scale_v, False, self.history_v),
+        ]
 
 
 def _quantize_qkv(*call: Any) -> tuple[Tensor, ...]:
-    kind = _Kind(*call[-4:])
-    data, descales, _ = _run(_of_qkv(*call[:-4], rotation=kind.rotation), torch.float8_e4m3fn, kind)
+    given = _QuantizeQkv(*call)
+    data, descales, _ = _run(given.unquantized(), torch.float8_e4m3fn, given.kind)
     return *data, *descales
 
 
@@ -160,8 +171,8 @@ def _quantize_fake(
 
 
 def _quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
-    kind = _Kind(*call[-4:])
-    found = [_empty(t, torch.float8_e4m3fn, kind) for t in _of_qkv(*call[:-4], rotation=kind.rotation)]
+    given = _QuantizeQkv(*call)
+    found = [_empty(t, torch.float8_e4m3fn, given.kind) for t in given.unquantized()]
     return *(data for data, _ in found), *(descale for _, descale in found)
 
 

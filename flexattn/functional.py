@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexattn.mods.trace import Mod
 
 
-NO_TENSORS: tuple[Tensor, ...] = ()  # what a call's score_mod_tensors is where none are given
+NO_TENSORS: tuple[Tensor, ...] = ()  # the default of score_mod_tensors, known by identity
 
 
 class Options(TypedDict, total=False):
@@ -364,7 +364,7 @@ def attention(
     if key is not None and not (to_fp8 and settings.needs_grad):
         of_fp8 = None
         if is_fp8:
-            from flexattn.fp8_steps import Fp8Steps  # here, as few calls need it
+            from flexattn.fp8_steps import Fp8Steps  # here, as calls without FP8 should not wait for its import
 
             of_fp8 = Fp8Steps(config, fp8_recipe, settings, x.q.device)
         call = call_cache.new_call(key, x, settings, alibi_slopes, of_fp8)

@@ -19,7 +19,7 @@ from pathlib import Path
 from flexattn.warn import warn_once
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_PLAIN = os.O_CLOEXEC | _NO_LINK | os.O_NONBLOCK if os.name == "posix" else 0  # not to wait for who writes a named pipe
+_PLAIN = os.O_CLOEXEC | _NO_LINK | os.O_NONBLOCK if os.name == "posix" else 0  # a named pipe is not waited for
 _HEAD = 200  # bytes that a first line has at most
 
 

@@ -177,7 +177,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
     fields = len(Operands._fields)
-    if None in call[_LISTS]:  # what AOTInductor makes of an empty list
+    if None in call[_LISTS]:  # AOTInductor turns an empty list into None
         call = (*call[: _LISTS.start], *(part or () for part in call[_LISTS]), *call[_LISTS.stop :])
     return Operands(*call[:fields]), Settings(*call[fields:])
 
@@ -229,7 +229,7 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
         check_descale_values(x)
     if spec.needs_grad and spec.of_backward() is not spec:
         select(spec.of_backward(), "backward", request, runtime_failures.of_call(x))
-    elif spec.needs_grad:  # what cannot be trained fails here, not after a forward
+    elif spec.needs_grad:  # a call without a backward fails here, not after its forward
         run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
     return run(spec, "forward", request, x, lambda backend: backend.forward(spec, x))
 

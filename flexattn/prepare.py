@@ -71,7 +71,7 @@ def prepare(
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
-        bias = _autocast(bias, dtype, torch.float32)  # which is accepted beside any dtype of q, and is the better one
+        bias = _autocast(bias, dtype, torch.float32)  # float32 is accepted beside any dtype of q, and is more exact
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
@@ -85,7 +85,9 @@ def prepare(
     validation.check_qkv(q, k, v, q_format, kv_format)
     heads = q.shape[q_format.index("h")]
     batch = validation.check_cu_seqlens(
-        q, k, q_format, kv_format, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
+        attn_mask_type,
+        validation.Side(q, q_format, cu_seqlens_q, cu_seqlens_q_padded),
+        validation.Side(k, kv_format, cu_seqlens_kv, cu_seqlens_kv_padded),
     )
     max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
     max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))

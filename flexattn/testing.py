@@ -191,7 +191,7 @@ def make_call(
     sq = inputs.max_seqlen_q if inputs.max_seqlen_q is not None else q.shape[q_format.index("s")]
     skv = inputs.max_seqlen_kv if inputs.max_seqlen_kv is not None else k.shape[kv_format.index("s")]
     bias_dims = None if bias is None else tuple(size != 1 for size in bias.shape)
-    # Not by ops.make_spec: a fault there would be the reference's too, and no comparison would show it.
+    # Does not use ops.make_spec: a fault there would be the reference's too, and no comparison would show it.
     spec = AttentionSpec(
         q_format=q_format,
         kv_format=kv_format,

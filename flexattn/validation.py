@@ -10,7 +10,7 @@ import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,30 +118,26 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         )
 
 
-def check_cu_seqlens(
-    q: Tensor,
-    k: Tensor,
-    q_format: str,
-    kv_format: str,
-    attn_mask_type: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-) -> int:
+class Side(NamedTuple):
+    """One side of a call, queries or keys: a tensor of it, and its lengths as they were given."""
+
+    x: Tensor
+    fmt: str
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+
+
+def check_cu_seqlens(attn_mask_type: str, q: Side, k: Side) -> int:
     """Returns the batch size; raises where the tensors and cu_seqlens disagree about it."""
     padding = "padding" in attn_mask_type
-    if not padding and "thd" in (q_format, kv_format):
+    if not padding and "thd" in (q.fmt, k.fmt):
         instead = f"padding_{attn_mask_type}" if "causal" in attn_mask_type else "padding"
         raise ValueError(
             f"attn_mask_type is {attn_mask_type!r} with thd, whose sequences have lengths of their own; accepted: a type with "
             f"padding in its name, as {instead!r}"
         )
     batches: list[tuple[str, int]] = []
-    for name, cu_seqlens, padded, of, x, fmt in (
-        ("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q_padded, "q", q, q_format),
-        ("cu_seqlens_kv", cu_seqlens_kv, cu_seqlens_kv_padded, "k", k, kv_format),
-    ):
+    for name, of, (x, fmt, cu_seqlens, padded) in (("cu_seqlens_q", "q", q), ("cu_seqlens_kv", "k", k)):
         if fmt != "thd":
             batches.append((f"the batch of {of}", x.shape[fmt.index("b")]))
             if padded is not None:
@@ -163,7 +159,7 @@ def check_cu_seqlens(
             )
         for label, cu in ((name, cu_seqlens), (f"{name}_padded", padded)):
             if cu is not None:
-                _check_tensor(label, cu, (torch.int32,), q.device)
+                _check_tensor(label, cu, (torch.int32,), q.x.device)
                 if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
                     raise ValueError(f"{label} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
                 batches.append((f"the length of {label} less one", cu.shape[0] - 1))

@@ -113,7 +113,7 @@ def make_batch(settings: Settings, device: str) -> Batch:
     """Packs documents, in a fixed random order, each that still fits, and makes q, k and v of them by random projections."""
     generator = torch.Generator().manual_seed(0)
     found = documents()
-    # All are cut in the same proportion, so that they stay as uneven as they are; at least four fit.
+    # Documents are cut in the same proportion, so that they stay as uneven as they are; at least four fit.
     longest = min(settings.longest, max(1, settings.tokens // 4))
     share = min(1.0, longest / max(len(document) for document in found))
     packed: list[list[int]] = []

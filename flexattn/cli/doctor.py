@@ -64,7 +64,7 @@ def report() -> list[Finding]:
 def _guarded(what: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return probe()
-    except Exception as e:  # a report of a broken machine is what this is for
+    except Exception as e:  # the report must come on a broken machine too
         return [Finding(what, f"the probe failed: {type(e).__name__}: {e}", NOTE)]
 
 

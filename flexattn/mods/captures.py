@@ -31,7 +31,7 @@ class Captures(NamedTuple):
     unkeyed: str
     tensors: tuple[tuple[str, Tensor], ...]
     floats: tuple[tuple[str, float], ...]  # empty where floats are part of the key
-    values: tuple[str, ...]  # of the floats, told apart to the last bit
+    values: tuple[str, ...]  # bits of the floats
 
 
 class _Memo:
@@ -132,7 +132,7 @@ def _walked(function: Any, lift: bool, values: Iterator[Any] | None) -> tuple[Wa
     """Returns a walk that began with all names of the code that it meets, its key, and what replaces the function."""
     name = getattr(function, "__name__", "mod")
     scope = Scope()
-    walks = []  # which keep alive what they met, so that no address is taken anew
+    walks = []  # they keep alive what they met, so that no address is taken anew
     while True:
         scope.begin()
         walk = Walk(lift, scope, None)

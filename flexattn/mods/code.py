@@ -36,9 +36,9 @@ class Facts(NamedTuple):
     first: frozenset[Chain]  # of the first argument, a method's self
     imports: tuple[str, ...]
     hidden: str  # how it reads what no name in it says, or ""
-    formats: bool  # whether it makes text of values, and so may call __repr__
-    catches: bool  # whether it may find that an attribute is missing, and go on
-    writes: bool  # to what is not its own
+    formats: bool  # makes text of values, and so may call __repr__
+    catches: bool  # may find that an attribute is missing, and go on
+    writes: bool  # writes to what is not its own
 
 
 _ROOTS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"))

@@ -97,7 +97,7 @@ class _Recording:
     def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         written = tuple(self.written(x) for x in args)
         self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
-        # Its dtype is not known here; whoever asks for it gets one that no mod can have.
+        # Its dtype is not known here; this one cannot occur in a mod.
         self.values.append(torch.zeros((), dtype=torch.complex64, device="meta"))
         return self.values[-1]
 

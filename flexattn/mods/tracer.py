@@ -42,7 +42,7 @@ class Trace(NamedTuple):
     captures: tuple[Capture, ...]
     used: tuple[tuple[bool, int], ...]  # of each capture: (is a float, its position among the floats or tensors that were found)
     looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
-    is_settled: bool  # whether all that it read was found, and is still what it was
+    is_settled: bool  # all that it read was found, and is still what it was
 
 
 class NeedsValueError(ValueError):
@@ -351,7 +351,7 @@ def _user_line() -> tuple[str, int] | None:
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not trace.__code__:
         name = frame.f_code.co_filename
-        if name.endswith("mod_tape.py"):  # under torch.compile the mod's own frame is not to be had
+        if name.endswith("mod_tape.py"):  # under torch.compile the mod's own frame is not available
             return None
         if not name.startswith((__file__, _TORCH, "<")):
             return name, frame.f_lineno
