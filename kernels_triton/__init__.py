@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers. They take tensors and plain arguments and know nothing of what is above this folder."""
+"""Triton kernels and their launchers. They take tensors and plain arguments, and import nothing of the folders above."""

@@ -92,7 +92,7 @@ class Head(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The state of the random numbers, and what becomes of a weight."""
+    """The state of the random numbers, and the factors of weights that are kept or dropped."""
 
     rng_state_ptr: Pointer
     threshold: int  # 32 bits, as an int32: a weight whose number is at least this is kept
@@ -100,7 +100,7 @@ class Dropout(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The numbers that a tensor in FP8 is to be multiplied with, fp32 [b | 1, h | 1, blocks | 1]."""
+    """Factors of a tensor in FP8, fp32 [b | 1, h | 1, blocks | 1]."""
 
     ptr: Pointer
     stride_block: int

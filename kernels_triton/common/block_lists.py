@@ -120,7 +120,7 @@ def all_tiles(own):
 
 
 class TileRange(NamedTuple):
-    """The tiles that a loop takes: rows `begin` to `end`, or with a block mask those that are so many in `listed`."""
+    """The tiles that a loop takes: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
 
     begin: Any
     end: Any

@@ -1,4 +1,4 @@
-"""Rows whose lse is so large that fp32 does not hold it well enough to make probabilities from it: what is left of it, exactly.
+"""Exact remainders of lse, for rows where it is so large that fp32 holds it too coarsely to make probabilities from it.
 
 A probability is exp(logit - lse). An lse of 1e4 is a multiple of 2**-10 and one of -1e9, of a row that a bias hides whole, of 64,
 so that the row's probabilities would sum to anything. Of such rows the backward takes lse off the logits first, which is exact

@@ -96,7 +96,7 @@ class BlockLists(NamedTuple):
         )
 
     def kinds(self) -> Tensor:
-        """int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
+        """Returns int8 [b | 1, h | 1, blocks of queries, blocks of keys]: 0 hidden, 1 masked, 2 full."""
         assert self.kv_indices is not None
         columns = self.kv_indices.shape[-1]
         kinds = self.kv_indices.new_zeros((*self.kv_indices.shape[:-1], columns + 1), dtype=torch.int8)
@@ -169,7 +169,7 @@ class Meta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The inputs of one attention call, in any layout that is a strided view.
+    """The inputs of one attention call, as views of whatever layout they have.
 
     q is [b, sq, h, d_qk], k [b, skv, h_kv, d_qk] and v [b, skv, h_kv, d_v] (views: any strides but a contiguous last dim), or
     [total, h, d] with `cu_seqlens_*` saying where each sequence lies; q may be of one kind and k, v of the other. The rest is
@@ -271,7 +271,7 @@ class Problem:
 
     @property
     def head_dims(self) -> int:
-        """d_qk + d_v as the tiles hold them: what registers and shared memory go with."""
+        """d_qk + d_v as the tiles hold them: registers and shared memory grow with it."""
         return sum(self._parts(self.q)) + sum(self._parts(self.v))
 
     def _parts(self, x: Tensor) -> tuple[int, int]:
@@ -429,7 +429,7 @@ class Problem:
         return None if self.block_mask is None else self.block_mask.lists(blocks)
 
     def kinds(self) -> BlockKinds | None:
-        """The kinds of all blocks of the block mask."""
+        """Returns the kinds of all blocks of the block mask; None without one."""
         if self.block_mask is None:
             return None
         kinds = self.block_mask.kinds()
@@ -528,6 +528,6 @@ def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:
-    """The tile with sides that divide those of a block: at most the largest power of two in each."""
+    """Returns the tile with sides that divide those of a block: at most the largest power of two in each."""
     block_m, block_n = (min(side, size & -size) for side, size in ((tile.block_m, block_q), (tile.block_n, block_kv)))
     return tile._replace(block_m=block_m, block_n=block_n)

@@ -1,4 +1,4 @@
-"""To FP8: amax, scale, rotation and cast of q, k and v together; and copies of FP8 tensors with the tokens innermost."""
+"""Quantisation to FP8 (amax, scale, rotation and cast of q, k and v together), and copies of FP8 tensors with tokens innermost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Meta(NamedTuple):
 
 
 class TensorArguments(NamedTuple):
-    """One tensor to quantise, and what is written of it."""
+    """One tensor to quantise, and the tensors that are written: data, amax, descale."""
 
     x: Rows
     data: Rows
@@ -340,7 +340,7 @@ def _quantize_kernel(
 
 
 class Source(NamedTuple):
-    """A tensor to quantise, and where to."""
+    """A tensor to quantise, its lengths and scales, and the tensor that its data goes to."""
 
     x: Tensor  # [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim
     data: Tensor  # in FP8, likewise
@@ -421,7 +421,7 @@ class Source(NamedTuple):
 
 
 def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[list[Tensor], Tensor]:
-    """Write each source's x * scale into its data; returns its descales, fp32 of `sizes`, and all sources' amax, flat.
+    """Writes each source's x * scale into its data; returns its descales, fp32 of `sizes`, and all sources' amax, flat.
 
     sources: q, k and v, of which k and v have one side's lengths; or one tensor. All have scales, or none has.
     block_rows: above 0 each block of that many rows has a scale.
@@ -528,7 +528,7 @@ def _unrotate_kernel(args: UnrotateArguments, META: tl.constexpr):
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the q and k that `quantize` rotates, from those of the rotated: times the rotation's transpose.
+    """Returns the gradients of q and k from those of their rotated forms, times the transpose of `quantize`'s rotation.
 
     Both are contiguous, with one head dim and dtype.
     """
@@ -600,13 +600,13 @@ def _transpose_kernel(args: TransposeArguments, META: tl.constexpr):
 
 
 def _channels(copy: Tensor) -> Channels:
-    """The copy that `transpose_tokens` makes, as kernels take it."""
+    """Returns the copy that `transpose_tokens` makes, as kernels take it."""
     stride_b = 0 if copy.dim() == 3 else copy.stride(0) // 16
     return Channels(ptr=copy, stride_b=stride_b, stride_h=copy.stride(-3) // 16, stride_d=copy.stride(-2) // 16)
 
 
 def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int) -> Tensor:
-    """A copy of FP8 x, [b, s, h, d] or [total, h, d], with the tokens innermost: [b, h, d, columns] or [h, d, columns].
+    """Returns a copy of FP8 x, [b, s, h, d] or [total, h, d], with the tokens innermost: [b, h, d, columns] or [h, d, columns].
 
     Every row begins at a multiple of 16 bytes, and so does every sequence within its row, where `transposed_column` says; zeros
     fill its last 16 bytes, and what lies between sequences beyond that is not written.
@@ -649,7 +649,7 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
 
 
 def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None = None) -> Channels | None:
-    """The transposed copy of a tensor that a kernel in FP8 reads; None where the problem is not in FP8.
+    """Returns the transposed copy of a tensor that a kernel in FP8 reads; None where the problem is not in FP8.
 
     x: what lies as the problem's tensor of that name does, and is copied in its place.
     """

@@ -1,4 +1,4 @@
-"""The keys of few queries, split between programs: how many splits there are, where each leaves its part, and what combines them.
+"""KV splits, for few queries: how many there are, the partial results that each leaves, and the kernel that combines these.
 
 One program for all keys of a tile leaves most of a device idle where there are few tiles. So each tile's blocks of keys are shared
 out among several programs (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023), and each leaves, in fp32, out and lse as if there

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 def layouts(captures: Sequence[tuple[str, torch.dtype, int]], tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
-    """The layouts of (name, dtype, ndim) with these tensors, in order; numbers have ndim -1 and no tensor."""
+    """Returns the layouts of (name, dtype, ndim) with these tensors, in order; numbers have ndim -1 and no tensor."""
     found, start, left = [], 0, iter(tensors)
     for name, dtype, ndim in captures:
         if ndim < 0:
@@ -75,7 +75,7 @@ def layouts(captures: Sequence[tuple[str, torch.dtype, int]], tensors: Sequence[
 
 
 def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-    """The tuple of captures that a kernel gets: pointers, sizes and strides, and numbers."""
+    """Returns the tuple of captures that a kernel gets: pointers, sizes and strides, and numbers."""
     flat: list[Any] = []
     left, right = iter(tensors), iter(numbers)
     for layout in found:
@@ -112,7 +112,7 @@ def lower(
     is_fp32: bool = True,
     behind: Behind | None = None,
 ) -> Any:
-    """The graph as a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
+    """Lowers a graph to a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
 
     is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. behind: what the tuple of
     captures has beside them. Raises NotImplementedError for an op that is not in `OPS`.
@@ -136,7 +136,7 @@ class Behind(NamedTuple):
 
 
 def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layout], is_fp32: bool = True) -> Behind:
-    """From what `hoist` found for a head, and how many tables the functions read."""
+    """Lowers the values that `hoist` found for a head, and the places of the tables that the functions read."""
     start = sum(1 if layout.ndim < 0 else 1 + 2 * layout.ndim for layout in captures)
     lowering = _Lowering(graph or Graph(), captures, is_fp32)
     values = lowering.values()

@@ -173,7 +173,7 @@ def _mask_blocks_kernel(args: ListArguments, MODS: tl.constexpr, META: tl.conste
 
 
 def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
-    """The problem with the block mask that its mask_mod says, where that can hide blocks; else the problem.
+    """Returns the problem with the block mask that its mask_mod implies, where that can hide blocks; else the problem.
 
     direction: what reads the lists: a backward in one pass needs those of queries alone (`with_key_lists` adds the others).
     """
@@ -196,7 +196,7 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward",
 
 
 def with_key_lists(problem: Problem) -> Problem:
-    """The problem with the lists of keys too, where it has a block mask without them."""
+    """Returns the problem with the lists of keys too, where it has a block mask without them."""
     mask = problem.block_mask
     if mask is None or mask.kv_num_blocks is not None:
         return problem
@@ -244,7 +244,7 @@ class _Lists:
             launch(_block_ranges_kernel, programs, x.device, _TILE, (args, x.mods, meta))
 
     def made(self, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(counts, indices, counts of the full, indices of the full), of blocks of keys or of queries."""
+        """Returns (counts, indices, counts of the full, indices of the full), of blocks of keys or of queries."""
         x = self.x
         rows, columns = (self.blocks_kv, self.blocks_q) if of_queries else (self.blocks_q, self.blocks_kv)
         shape = (self.batch, self.heads, rows)

@@ -1,4 +1,4 @@
-"""The gradient of a bias of any broadcast shape: one kernel that owns a tile of it and adds up all that it was broadcast over."""
+"""The gradient of a bias of any broadcast shape: each program owns a tile of it, and adds up all scores it was broadcast to."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
 def bias_gradient(
     problem: Problem, statistics: Statistics, dout: Tensor, dlse: Tensor | None, dbias: Tensor, tile: Tile | None = None
 ) -> None:
-    """Write `dbias`, shaped as the bias. `statistics` is what the dq kernel wrote; deterministic whatever the bias spans."""
+    """Writes `dbias`, shaped as the bias, from the `statistics` that the dq kernel wrote; deterministic whatever the bias spans."""
     x = problem
     if x.bias is None:
         raise ValueError("bias_gradient needs a problem with a bias")

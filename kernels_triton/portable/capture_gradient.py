@@ -1,4 +1,4 @@
-"""The gradients of what a score_mod captures: scores once more, and what each one adds where the mod read, by one kernel."""
+"""The gradients of a score_mod's captures: one kernel computes the scores again, and adds to the elements that the mod read."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def capture_gradients(
     deterministic: bool,
     tile: Tile | None = None,
 ) -> None:
-    """Write `gradients`, contiguous, of the captures that need one. `statistics` is what the dq kernel wrote.
+    """Writes `gradients`, contiguous, of the captures that need one, from the `statistics` that the dq kernel wrote.
 
     Memory is linear in the captures. Sums are made by atomics, whose order varies from run to run: in fp32, of captures with few
     elements in fp64. With `deterministic` they are made in two stages: the largest addend, which no order changes, then int64

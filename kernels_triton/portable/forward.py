@@ -65,9 +65,7 @@ class Arguments(NamedTuple):
     out: Rows
     lse_ptr: Pointer
     max_logit_ptr: Pointer  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
-    num_splits: (
-        int | None
-    )  # of the keys, of which out and lse are then parts, as `split_kv.Parts` has them; None: there is one part
+    num_splits: int | None  # of the keys; out and lse are then `split_kv.Parts`. None: they are the results
     v_t: Channels | None  # in FP8
 
 
@@ -341,7 +339,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
 
 def tiles_and_room(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """(tiles, programs that the device has room for), for `number_of_splits`."""
+    """Returns (tiles of queries, programs that the device runs at once), for `number_of_splits`."""
     tiles = -(-problem.longest_q // tile.block_m) * problem.num_heads * problem.batch
     return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
 
@@ -354,7 +352,7 @@ def attention_forward(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> None:
-    """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
+    """Writes out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
 
     splits: parts of the keys; None: `number_of_splits`.
     """

@@ -1,4 +1,4 @@
-"""The gradients that come through the scores beside those of q and k: of a bias, and of what the mods capture."""
+"""The gradients that come through the scores beside those of q and k: of a bias, and of the mods' captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled kernels, launched by the driver's own call: arguments packed into one buffer, and no step of Triton's in between.
+"""Launches of compiled kernels by the driver's own call: arguments are packed into one buffer, with no step of Triton's.
 
 Triton's launchers look at each argument's type again in each launch. Here that is done once for a compiled kernel, and what is left
 is `struct.pack_into` and `cuLaunchKernelEx`, which is the same in every version of Triton. What a kernel may need beyond that
@@ -52,7 +52,7 @@ _MAX_SHARED, _MOST_STATIC = 8, 48 * 1024  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED
 
 
 def _load(binary: Binary) -> int:
-    """The kernel's handle in the current context, for as long as the process lives."""
+    """Returns the kernel's handle in the current context, valid for as long as the process lives."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     driver = _library()
     _make_current()
@@ -82,7 +82,7 @@ def current_device() -> int:
 
 
 def set_to_zero(stream: int, address: int, size: int) -> None:
-    """`size` bytes, in the order of the stream."""
+    """Sets `size` bytes to 0, in the order of the stream."""
     if _zeroed(stream, address, size) == _NO_CONTEXT:
         _make_current()
         _check(_zeroed(stream, address, size), "cuMemsetD8Async")
@@ -209,7 +209,7 @@ class Direct:
 
     @classmethod
     def of(cls, binary: Binary | None) -> Direct | None:
-        """None for a kernel that takes what cannot be handed over here."""
+        """Loads a kernel; None for one with arguments that cannot be handed over here."""
         if binary is None:
             return None
         kinds = [kind for _, kind in _leaves(binary.signature, ())]
@@ -227,7 +227,7 @@ class Direct:
         self._pack(self.buffer, programs, stream, (*encoded, *addresses[count:]), arguments, launches=True)
 
     def prepare(self, programs: int, arguments: Sequence[Any]) -> Prepared:
-        """The launch with all but its addresses in place; `tensors_of` says whose addresses those are."""
+        """Returns the launch with all but its addresses in place; `tensors_of` says whose addresses those are."""
         return Prepared(self, programs, arguments)
 
     def _maps(self, arguments: Sequence[Any]) -> list[_Maps]:
@@ -285,7 +285,7 @@ class Prepared:
         self.launch = launch
 
     def _launcher(self) -> Callable[[int, Sequence[Any]], None]:
-        """A closure, whose names are found faster than attributes: this is every call's last step."""
+        """Returns a closure, whose names are found faster than attributes: it is every call's last step."""
         lock, call, memory, at = self.buffer.lock, self.buffer.call, self.buffer.memory, self.buffer.offset + _STREAM
         pack, driver, name = self.direct.addresses.pack_into, _library().cuLaunchKernelEx, self.direct.name
 
@@ -324,7 +324,7 @@ def _at(arguments: Sequence[Any], path: Path) -> Any:
 
 
 def _place(path: Path) -> str:
-    """The expression for what is at a path in `arguments`."""
+    """Returns the expression for the value at a path in `arguments`."""
     return "".join(["arguments", *(f"[{i}]" for i in path)])
 
 

@@ -39,7 +39,7 @@ def is_group(kind: Any) -> bool:
 
 @functools.cache
 def _hints(group: type) -> dict[str, Any]:
-    """The annotations of a group; of a field that is a group or None, the group."""
+    """Returns the annotations of a group by field; for a field that is a group or None, the group."""
     return {name: _without_none(kind) for name, kind in typing.get_type_hints(group).items()}
 
 
@@ -86,7 +86,7 @@ def flattening(group: type) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _assignments(group: type, path: str) -> Iterator[str]:
-    """The statements that take apart the variable of a group, "_" and its path, and then those of the groups in it."""
+    """Yields the statements that take apart the variable of a group, "_" and its path, and then those of the groups in it."""
     hints = _hints(group)
     names = [f"{'_' if is_group(kind) else ''}{path}{name}" for name, kind in hints.items()]
     yield f"{', '.join(names)}, = _{path.removesuffix('_')} or {(None,) * len(names)}"

@@ -75,7 +75,7 @@ def _launchable(function: Callable[..., None], jit: Callable[..., Any]) -> Any:
 
 
 class Launch(NamedTuple):
-    """One launch as it was asked for: what `launch` needs to make it, and `compile_report.request_for` to compile its kernel."""
+    """One launch as it was asked for, enough for `make` to make it and for `compile_report.request_for` to compile its kernel."""
 
     kernel: Any
     tile: Tile
@@ -147,7 +147,7 @@ def _num_processors(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Inside, this thread launches nothing: the list that this gives fills with what would have been. Outputs stay as they are."""
+    """Inside, this thread launches nothing: its launches are put into the list that this gives. Outputs stay as they are."""
     launches: list[Launch] = []
     with _set_here("recording", launches):
         yield launches
@@ -205,7 +205,7 @@ def kernel_cache_info() -> dict[str, int]:
 
 
 def clear_kernels() -> None:
-    """Ask Triton again for every kernel; its own caches stay."""
+    """Forgets every kernel, so that Triton is asked again; its own caches stay."""
     with _lock:
         _kernels.clear()
         _counts.update(hits=0, misses=0)
@@ -217,7 +217,7 @@ def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
-    """Run `programs` programs of `kernel` on `device`; none for 0.
+    """Runs `programs` programs of `kernel` on `device`; none for 0.
 
     arguments: those of the kernel as it is written, the first a NamedTuple where it takes one.
 
@@ -235,7 +235,7 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
 
 
 def make(launch: Launch, device: torch.device) -> None:
-    """Make a launch, be it one that was recorded: its arguments are flat."""
+    """Makes a launch, be it one that was recorded: its arguments are flat."""
     kernel, tile, arguments, programs = launch
     recording = _thread.recording
     if recording is not None:
@@ -287,7 +287,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
 def _find_or_compile(
     kernel: Any, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[Any, ...]
 ) -> Direct | None:
-    """From disk, or else by Triton, and then kept; None for a kernel that only Triton can launch."""
+    """Loads a kernel from disk, or compiles and keeps it; None for one that only Triton can launch."""
     text, directory = "", _directory or store.default_directory()
     if store.is_used():
         text = store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)

@@ -45,7 +45,7 @@ class Binary(NamedTuple):
 
 
 def binary_of(compiled: Any) -> Binary | None:
-    """None for a kernel that needs more than its arguments: scratch memory, clusters, launch attributes."""
+    """Returns a compiled kernel as it is kept; None for one that needs scratch memory, clusters or launch attributes."""
     metadata = compiled.metadata
     needs = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid")
     if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in needs):
@@ -56,7 +56,7 @@ def binary_of(compiled: Any) -> Binary | None:
 
 
 def description(kernel: Any, parts: Sequence[Any], num_warps: int, num_stages: int, architecture: int) -> str:
-    """The text that decides what a kernel is compiled to; `parts` is what it is compiled for of each argument."""
+    """Returns a text that tells kernels apart; `parts` are the properties of each argument that it is compiled for."""
     what = (
         (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, num_warps, num_stages),
         (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", kernel.cache_key),
@@ -67,7 +67,7 @@ def description(kernel: Any, parts: Sequence[Any], num_warps: int, num_stages: i
 
 
 def is_used() -> bool:
-    """Not where Triton is asked to compile anew, or to show or to take what is in between."""
+    """Returns whether kernels on disk may be used: not where Triton is to compile anew, or to dump or override its stages."""
     wishes = triton.knobs.compilation
     return not (wishes.always_compile or wishes.dump_ir or wishes.override)
 
@@ -77,7 +77,7 @@ def default_directory() -> Path:
 
 
 def find(directory: Path, text: str, says: bool = False) -> Binary | None:
-    """The kernel that `description` gives that text; None where there is none, or none that can be read.
+    """Returns the kernel of that `description`; None where there is none, or none that can be read.
 
     says: whether a warning says once for a directory what is wrong with it, where one has been named.
     """
@@ -93,7 +93,7 @@ def find(directory: Path, text: str, says: bool = False) -> Binary | None:
 
 
 def keep(directory: Path, text: str, binary: Binary, says: bool = False) -> str | None:
-    """Write a kernel's file; None, or why it could not be written."""
+    """Writes a kernel's file; returns None, or why it could not be written."""
     head = json.dumps({"text": text, "binary": binary[:-1]}).encode()
     return kept_files.write(_path(directory, text), _KIND, head + b"\n" + binary.code, says)
 
@@ -111,7 +111,7 @@ def _library_bytes() -> int:
 
 
 def _text(part: Any) -> str:
-    """A part as equal processes write it: a function of Triton's by its source."""
+    """Returns a part as every process writes it: a function of Triton's by its source."""
     if hasattr(part, "cache_key"):
         return str(part.cache_key)
     if isinstance(part, tuple):
