@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
-import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from triton.experimental import gluon
 
 from flexattn.kernels_triton.runtime import interpreter, store
 from flexattn.kernels_triton.runtime.direct import Direct
-from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening, is_group
+from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
@@ -33,15 +31,6 @@ class Tile(NamedTuple):
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
-# read, written 16 bytes at a time
-WIDE = {
-    f"{name}_ptr"
-    for name in (
-        *("q", "k", "v", "out", "dout", "dq", "dq_sums", "dk", "dv"),
-        *("q_t", "k_t", "v_t", "dout_t", "x", "q8", "k8", "v8", "dout8", "out_q", "out_k", "rows", "quads", "parts"),
-    )
-}
-
 
 def kernel(function: Callable[..., None]) -> Any:
     """`triton.jit` for a function that is launched: compiled for no integer's value and for no small tensor's address.
@@ -50,7 +39,7 @@ def kernel(function: Callable[..., None]) -> Any:
     wide tensors are still told apart by whether they begin at a multiple of 16 bytes.
 
     function: `def _name_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr)`. `Arguments` is a NamedTuple whose fields
-        may be NamedTuples themselves (`entry`), and `launch` takes one in its place. Or a function of plain parameters.
+        may be NamedTuples themselves (`entry`), and `launch` takes one in its place.
     """
     return _launchable(function, triton.jit)
 
@@ -61,16 +50,12 @@ def hopper_kernel(function: Callable[..., None]) -> Any:
 
 
 def _launchable(function: Callable[..., None], jit: Callable[..., Any]) -> Any:
-    group, wide = None, WIDE if jit is triton.jit else set()
-    first = next(iter(inspect.signature(function).parameters))
-    if is_group(typing.get_type_hints(function).get(first)):
-        function, group = flat_function(function, jit)
-        wide = {field.name for field in fields_of(group) if field.is_wide}
-    parameters = inspect.signature(function).parameters.values()
-    run_time = [p.name for p in parameters if p.annotation is p.empty and p.name not in wide]
-    made = jit(function, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
-    made.group = group  # of the first argument; None: its parameters are plain
-    made.wide = frozenset(wide)  # compiled for whether they begin at a multiple of 16 bytes
+    flat, group = flat_function(function, jit)
+    fields = fields_of(group)
+    run_time = [field.name for field in fields if not field.is_wide]
+    made = jit(flat, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+    made.group = group  # the class of its first argument as it is written
+    made.wide = frozenset(field.name for field in fields if field.is_wide)  # compiled for whether they begin at 16 bytes
     return made
 
 
@@ -213,13 +198,13 @@ def clear_kernels() -> None:
 
 def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments of the function that is launched, given those of the kernel as it is written."""
-    return arguments if kernel.group is None else flattening(kernel.group)(arguments[0]) + arguments[1:]
+    return flattening(kernel.group)(arguments[0]) + arguments[1:]
 
 
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Runs `programs` programs of `kernel` on `device`; none for 0.
 
-    arguments: those of the kernel as it is written, the first a NamedTuple where it takes one.
+    arguments: those of the kernel as it is written, the first a NamedTuple.
 
     Triton compiles and launches a kernel the first time; from then on it is launched by the driver's own call.
 
