@@ -31,7 +31,7 @@ CHECK = (
 
 
 class Error(NamedTuple):
-    """How far a result is from the reference in fp64, and how far plain torch in the same dtype is."""
+    """Error of a result against the reference in fp64, and that of plain torch in the same dtype."""
 
     name: str
     max: float
@@ -53,7 +53,7 @@ class Checker:
         self._sequence = sequence
 
     def cut(self, name: str, t: Tensor) -> Tensor:
-        """Of a whole result or input, what is compared: [1, s, h of one group, d]."""
+        """Returns the part of a result or input that is compared: [1, s, h of one group, d]."""
         heads = slice(-1, None) if name in ("k", "v", "dk", "dv") else slice(-self.workload.group_size, None)
         if not self.workload.is_ragged:
             return t[self._sequence : self._sequence + 1, :, heads]

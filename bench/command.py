@@ -151,7 +151,7 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:
-    """Those asked for. Raises ValueError for a name that names none."""
+    """Returns those asked for. Raises ValueError for a name that names none."""
     everyone = {i.name: i for i in (*ours(device), *peers(args.flex_mode))}
     chosen: dict[str, Implementation] = {}
     for patterns, prefix in ((args.backends, "flexattn "), (args.peers, "")):

@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the quartiles of the two do not touch, so that the difference is more than the spread of either run."""
+        """Returns whether the quartiles of the two do not touch, so that the difference is more than the spread of either run."""
         bounds = (self.a.us_q1, self.a.us_q3, self.b.us_q1, self.b.us_q3)
         a1, a3, b1, b3 = (bound if bound is not None else float("nan") for bound in bounds)
         return b1 > a3 or b3 < a1

@@ -1,4 +1,4 @@
-"""What the compiler makes of a kernel, for a GPU that need not be there: reports, the gates a tile must pass, and dumps."""
+"""The compiler's output for a kernel, for a GPU that need not be there: reports, the gates a tile must pass, and dumps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTC
 
 
 def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -> list[CompileRequest]:
-    """What compiles the kernel as these launchers would launch it, whatever the lengths; two requests where dk and dv are apart."""
+    """Returns requests that compile the kernel as these launchers launch it; two where dk and dv have a kernel each."""
     from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 
     small = workload.shortened(32)
@@ -124,7 +124,7 @@ def _serve(pipe: Connection, other_end: Connection) -> None:
 
 
 def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport] | str) -> list[str]:
-    """Why a tile is not worth running in half precision; none for a good one."""
+    """Returns reasons against running a tile in half precision; none for a good one."""
     from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT
 
     if isinstance(made, str):

@@ -62,7 +62,7 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
 
 
 def work(workload: Workload, direction: str) -> Work:
-    """What FLOPS and BYTES say."""
+    """Returns the counts that FLOPS and BYTES define."""
     forward = 2 * workload.num_heads * (workload.head_dim_qk + workload.head_dim_v) * total_pairs(workload)
     tensors = sum(tensor_bytes(workload).values())
     return {
@@ -73,7 +73,7 @@ def work(workload: Workload, direction: str) -> Work:
 
 
 def kernel_work(workload: Workload, kernel: str) -> Work:
-    """What KERNEL_FLOPS and KERNEL_BYTES say of "forward", "dq" or "dkdv"."""
+    """Returns the counts that KERNEL_FLOPS and KERNEL_BYTES define for "forward", "dq" or "dkdv"."""
     pairs = 2 * workload.num_heads * total_pairs(workload)
     d_qk, d_v = workload.head_dim_qk, workload.head_dim_v
     size = tensor_bytes(workload)
@@ -86,7 +86,7 @@ def kernel_work(workload: Workload, kernel: str) -> Work:
 
 
 class Roofline(NamedTuple):
-    """Where a kernel stands under the two ceilings that were measured in the same run (Williams et al., "Roofline", CACM 2009)."""
+    """Place of a kernel under the two ceilings that were measured in the same run (Williams et al., "Roofline", CACM 2009)."""
 
     intensity: float  # FLOP per byte
     ridge: float  # of the device: below it the copy rate is the ceiling

@@ -61,7 +61,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
 
 
 def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
-    """What the emulator says of one of KERNELS on the workload, shortened; results are held to the reference.
+    """Returns the emulator's verdict on one of KERNELS on the workload, shortened; results are held to the reference.
 
     Raises ValueError for a workload that the kernel does not take.
     """

@@ -1,4 +1,4 @@
-"""What a machine with a GPU should be asked first, in under ten minutes: compiled tests, memory checks, the benchmark.
+"""First checks on a machine with a GPU, in under ten minutes: compiled tests, memory checks, the benchmark.
 
     python -m flexattn.bench.gpu_check                    # all steps
     python -m flexattn.bench.gpu_check memcheck bench     # some of them, in this order

@@ -27,7 +27,7 @@ KERNELS = {
     "dq": ("backward", "_attn_bwd_dq_kernel"),
     "dkdv": ("backward", "_attn_bwd_dkdv_kernel"),
 }
-"""Of each kernel that can be measured alone: the direction it runs in, and its name in the source."""
+"""The direction and the name in the source of each kernel that can be measured alone."""
 
 
 class Unavailable(Exception):
@@ -54,7 +54,7 @@ Layout = Callable[[Tensor], Tensor]
 def differentiable(
     attend: Callable[[Workload, Tensors], Attend], to_layout: Layout = lambda t: t, from_layout: Layout = lambda t: t
 ) -> Callable[[Workload, Tensors, str], Prepared]:
-    """How to prepare what is a differentiable function of q, k and v, all in a layout of its own."""
+    """Returns how to prepare a differentiable function of q, k and v, all in a layout of its own."""
 
     def prepare(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
         call = attend(workload, tensors)
@@ -239,7 +239,7 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
 
 
 def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
-    """What the tables have for a kernel, whatever the device."""
+    """Returns the tables' tile for a kernel, whatever the device."""
     from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, select_tile, split_head_dim
 
     band = band_of(workload)

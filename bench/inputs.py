@@ -73,7 +73,7 @@ def bias_of(tensors: Tensors, workload: Workload, heads: slice = slice(None)) ->
 
 
 def arguments_of(workload: Workload, tensors: Tensors) -> dict[str, Any]:
-    """Of `flexattn.attention`, with the score written in its own arguments and not as a score_mod."""
+    """Returns arguments of `flexattn.attention` that change scores by its own options and not by a score_mod."""
     arguments: dict[str, Any] = {
         "qkv_format": workload.qkv_format,
         "attn_mask_type": workload.attn_mask_type,

@@ -1,4 +1,4 @@
-"""What is measured of a call: device time, the host's time to enqueue it, peak memory; and the ceilings of the same run."""
+"""Measurements of a call: device time, the host's time to enqueue it, peak memory; and the ceilings of the same run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 
 
 class Samples(NamedTuple):
-    """Of one implementation: milliseconds of calls on the device, and of calls on the host until they returned (none on a CPU)."""
+    """Milliseconds of one implementation's calls on the device, and on the host until they returned (none on a CPU)."""
 
     ms: list[float]
     host_ms: list[float]
@@ -142,7 +142,7 @@ def _rounds(device: str, affordable: float) -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """What MEMORY says; CUDA only."""
+    """Returns the memory that MEMORY defines; CUDA only."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -344,7 +344,7 @@ def standing(kernel_rows: Sequence[Row], rows: Sequence[Row]) -> str:
 
 
 def overview() -> str:
-    """What can be played with, and how."""
+    """Returns the list of kernels that can be played with, and how."""
     files = {k: f"kernels_triton/portable/{direction}.py" for k, (direction, _) in KERNELS.items()}
     lines = ["Kernels that can be checked and compiled, and on a GPU timed, with other tiles or from your copy of their file:"]
     lines += [f"  {kernel:14}{file}" for kernel, file in files.items()]

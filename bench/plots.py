@@ -33,7 +33,7 @@ COLOURS = {
     "flash-attn 4": "#08519c",
     "materialised": "#bdbdbd",
 }
-"""Of each implementation, the same in every plot of every run; what has none here is drawn black."""
+"""Color of each implementation, the same in every plot of every run; others are drawn black."""
 
 MARKERS = {"flexattn triton": "o", "flexattn portable": "v", "flexattn cudnn": "s", "flexattn score_mod": "D"}
 DPI = 110

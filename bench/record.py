@@ -240,7 +240,7 @@ def _typed(kind: Any, fields: Any, name: str) -> Any:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of the type of a NamedTuple's field."""
+    """Returns whether a value from JSON is of the type of a NamedTuple's field."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or (hint is float and type(value) in (int, float)):
         return True

@@ -22,7 +22,7 @@ RESOLUTION_US = 1.0  # of a difference: each time is one of events with "a resol
 
 
 class Swept(NamedTuple):
-    """What one result file says of one kernel's tiles, at one width and in one slot of a row."""
+    """Measurements in one result file of one kernel's tiles, at one width and in one slot of a row."""
 
     kernel: str
     capability: int
@@ -63,7 +63,7 @@ def slot_of(workload: Workload) -> str:
 
 
 def swept(record: Record) -> list[Swept]:
-    """Of a sweep's record, each kernel, width and slot; nothing of another record."""
+    """Yields each kernel, width and slot of a sweep's record; nothing of another record."""
     import torch
 
     from flexattn.kernels_triton.common.tiles import split_head_dim
@@ -146,7 +146,7 @@ def _quoted(value: object) -> str:
 
 
 def faster_rows(name: str, record: Record) -> list[Faster]:
-    """Where cuDNN is to be preferred: one row for each kind of plain call and run of neighbouring length classes.
+    """Returns the calls for which cuDNN is preferred: one row for each kind of plain call and run of neighbouring length classes.
 
     That is where it was faster by more than TIE in a cell, and loses less in its worst cell of the class than Triton in its own.
     Triton comes first by default, so a class of which neither is so, or that was not measured, has no row.

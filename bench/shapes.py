@@ -40,7 +40,7 @@ class Workload(NamedTuple):
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Those that mean anything: a decoding step has no backward."""
+        """Directions that a workload has: a decoding step has no backward."""
         return DIRECTIONS if self.seqlen_q > 1 else DIRECTIONS[:1]
 
     @property

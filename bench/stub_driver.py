@@ -178,7 +178,7 @@ def knows(library: Any, function: int, sizes: list[int]) -> None:
 
 
 def launches(library: Any) -> list[Launched]:
-    """What the launches since `logs` were given; arguments of those kernels only that `knows` was told of."""
+    """Returns the arguments of the launches since `logs`, of those kernels that were given to `knows`."""
     log = (_Launch * 64).in_dll(library, "stub_log")
     found = []
     for entry in log[: count(library)]:

@@ -29,7 +29,7 @@ PASSED, WRONG, REFUSED = 0, 1, 2  # exit statuses of the playground
 
 
 class Subject(NamedTuple):
-    """What is played with: one kernel on one workload."""
+    """One kernel on one workload, as the playground runs it."""
 
     kernel: str
     workload: Workload
@@ -72,7 +72,7 @@ def alone(subject: Subject, name: str) -> Implementation:
 
 
 def record_facts(command: str, ceilings: Ceilings | None, method: dict[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
-    """What a record says of how it was made."""
+    """Returns the facts of how a record was made."""
     return {
         "command": command,
         "started": record.now(),

@@ -128,7 +128,7 @@ TURNED_OVER = 0.9  # of its highest rate: from here on an implementation is boun
 
 
 def scaling_tables(record: Record) -> list[Table]:
-    """How memory grows at fixed tokens (1 is O(s) in all: as much for one long sequence as for many short ones), and where the
+    """Growth of memory at fixed tokens (1 is O(s) in all: as much for one long sequence as for many short ones), and where the
     rate has turned over."""
     found = []
     for title, direction, names in _by_length(record):
@@ -246,7 +246,7 @@ def _won(both: Sequence[Standing]) -> str:
 
 
 def verdict(record: Record) -> str:
-    """Where flexattn stands beside each peer; then each cell that is lost to the fastest of them."""
+    """Lists how flexattn compares with each peer; then each cell that is lost to the fastest of them."""
     table = standing_table(record)
     lines = [table.text()] if table is not None else []
     lost = sorted((s for s in standings(record) if s.speed <= 1), key=lambda s: s.speed)

@@ -1,1 +1,1 @@
-"""What decides: the specification of a call, the backends that can run it, and the choice among them. Launches nothing itself."""
+"""The choice of kernels: the specification of a call and the backends that can run it. Launches nothing itself."""

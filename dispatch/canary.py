@@ -120,7 +120,7 @@ def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Directi
 
 
 def _sums_rounded_weights(name: str, spec: AttentionSpec, x: Operands) -> bool:
-    """Of backends Triton alone, and of its kernels the one for FP8 on sm_90."""
+    """Returns whether the backend rounds the softmax weights that it sums up: Triton's kernel for FP8 on sm_90 alone does."""
     if name != "triton":
         return False
     choice = triton_backend.choice_of(spec, x, "forward")

@@ -49,7 +49,7 @@ def attention_backend(backend: str) -> Iterator[None]:
 
 
 def current() -> str | None:
-    """What the innermost `attention_backend()` of this thread names."""
+    """Returns the backend that the innermost `attention_backend()` of this thread names."""
     return _thread.requested if _is_used else None
 
 

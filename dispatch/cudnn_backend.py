@@ -80,7 +80,7 @@ def _known_bad(spec: AttentionSpec, direction: Direction) -> str | None:
 
 
 def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    """What the graphs cannot say, what cuDNN declines whatever the version, and what would kill the process or is unproved."""
+    """Returns what the graphs cannot say, cuDNN declines in every version, would kill the process, or is unproved."""
     is_backward = direction == "backward"
     if spec.fp8 is not None:
         if reason := _fp8_error(spec, direction):
@@ -311,7 +311,7 @@ def _failures() -> Iterator[None]:
 
 
 def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
-    """Where the launcher writes: each gradient contiguous in its input's format, that of softmax_offset in fp32."""
+    """Allocates what the launcher writes: each gradient contiguous in its input's format, that of softmax_offset in fp32."""
     dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
     doffset = x.q.new_empty(spec.num_heads, dtype=torch.float32) if x.softmax_offset is not None else None
@@ -365,7 +365,7 @@ _shapes_lock = threading.Lock()
 
 
 def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
-    """Whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
+    """Returns whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
 
     A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
     shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has

@@ -40,7 +40,7 @@ def lowered(program: Program, direction: Direction) -> Lowered | str:
 
 
 def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    """Why the mods of `spec` cannot run on cuDNN, if they cannot."""
+    """Returns why the mods of `spec` cannot run on cuDNN, if they cannot."""
     from flexattn.kernels_cudnn.lowering import LONGEST
 
     program = spec.mods
@@ -57,7 +57,7 @@ def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
 
 
 def reads_tables(program: Program) -> bool:
-    """Whether the mods read a tensor with a value for each query and key; it would be copied for a plan of rounded-up sizes."""
+    """Returns whether the mods read a tensor [queries, keys], which a plan of rounded-up sizes would need a copy of."""
     found = lowered(program, "forward")
     return isinstance(found, Lowered) and any(recipe.read is not None for recipe in found.recipes)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Explanation(NamedTuple):
-    """What `flexattn.explain` returns; print it, or read the decisions."""
+    """The result of `flexattn.explain`; print it, or read the decisions."""
 
     spec: AttentionSpec
     request: str
@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
 
 
 def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:
-    """What `select` decides for a spec in each direction, and, of operands, the kernels that run them.
+    """Returns what `select` decides for a spec in each direction, and the kernels that run these operands.
 
     Raises what the call would raise: the BackendError, of the backward first as the call asks that before it runs anything, or the
     ValueError that names an environment variable.

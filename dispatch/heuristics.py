@@ -93,7 +93,7 @@ def kind_of(spec: AttentionSpec) -> str | None:
 
 
 def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
-    """Whether a result is one for `spec`."""
+    """Returns whether a result is one for `spec`."""
     smallest, largest = row.lengths
     return (
         row.direction == direction

@@ -1,4 +1,4 @@
-"""What versions of cuDNN compute wrongly although they accept it, as data: consulted before cuDNN is asked.
+"""Calls that versions of cuDNN accept and compute wrongly, as data: consulted before cuDNN is asked.
 
 A row says what goes wrong, in which versions, for which specs, and where that is public. What the graphs avoid by construction,
 so that nobody has to be refused, is in `kernels_cudnn` beside the code that avoids it.

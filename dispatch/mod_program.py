@@ -47,7 +47,7 @@ class Capture(NamedTuple):
 
 
 class Program:
-    """What the mods of a call compute; hashable, equal iff the text is.
+    """The program of a call's mods; hashable, equal iff the text is.
 
     score: returns the modified score. mask: returns whether the query sees the key. derivative: takes `dscore` too, and returns
     the gradient of the score (None: zero), and then for each read of a capture that needs a gradient (its position among
@@ -78,12 +78,12 @@ class Program:
 
     @property
     def tensor_needs_grad(self) -> tuple[bool, ...]:
-        """Of each captured tensor, whether its gradient is asked for."""
+        """Returns for each captured tensor whether its gradient is asked for."""
         return tuple(capture.needs_grad for capture in self.captures if not capture.is_number)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to compute, nor to give a gradient to."""
+        """Returns whether nothing is left to compute, nor to give a gradient to."""
         return self.score is None and self.mask is None and not any(self.tensor_needs_grad)
 
     @functools.cached_property
@@ -96,11 +96,11 @@ class Program:
 
     @functools.cached_property
     def is_reached(self) -> tuple[bool, ...]:
-        """Of each capture that needs a gradient, whether the derivative adds to it."""
+        """Returns for each capture that needs a gradient whether the derivative adds to it."""
         return tuple(i in self.added_to for i, capture in enumerate(self.captures) if capture.needs_grad)
 
     def wanted(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Those of the captured tensors whose gradient is asked for."""
+        """Returns the captured tensors whose gradient is asked for."""
         return tuple(t for t, needs_grad in zip(tensors, self.tensor_needs_grad, strict=True) if needs_grad)
 
     def inputs(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> dict[str, Tensor | float]:
@@ -159,7 +159,7 @@ def op_name(node: Node) -> str:
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a read gives: floats as float32, integers as int64."""
+    """Returns the dtype that a read gives: float32 for floats, int64 for integers."""
     if dtype.is_floating_point:
         return torch.float32
     return dtype if dtype is torch.bool else torch.int64

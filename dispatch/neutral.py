@@ -1,4 +1,4 @@
-"""What torch keeps for each thread, set aside: what the library computes for itself must not depend on who asked first."""
+"""Torch's settings of a thread, set aside: what the library computes for itself must not depend on who asked first."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ def hopper() -> str:
 
 
 def check_values() -> bool:
-    """Whether FLEXATTN_CHECK is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    """Returns whether FLEXATTN_CHECK is 1; a ValueError names the variable where it is neither 0 nor 1."""
     return _flag("FLEXATTN_CHECK")
 
 
 def canary() -> bool:
-    """Whether FLEXATTN_CANARY is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    """Returns whether FLEXATTN_CANARY is 1; a ValueError names the variable where it is neither 0 nor 1."""
     return _flag("FLEXATTN_CANARY")
 
 

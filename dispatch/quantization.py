@@ -1,4 +1,4 @@
-"""What FP8 means, in plain torch: scales, the cast, which row has which scale, the rotation. The kernels' pass is held to it."""
+"""FP8 in plain torch: scales, the cast, which row has which scale, the rotation. The kernels' pass is held to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P_SCALE = 256.0  # of the softmax weights relative to their row's largest, which
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """What fills the range of `dtype` with values up to `amax`; 1 for an amax of 0 or next to it.
+    """Returns the scale that fills the range of `dtype` with values up to `amax`; 1 for an amax of 0 or next to it.
 
     No finite amax has a scale below SMALLEST_SCALE unless a margin makes it so, of which it then has less.
     """
@@ -104,7 +104,7 @@ def dequantize_side(spec: AttentionSpec, x: Operands, side: str, data: Tensor, d
 
 
 def dout_of(spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype) -> Tensor:
-    """What dout is to a backward in FP8, in `dtype`; one in 16 bits is rounded first, with a scale for each BLOCK_ROWS rows."""
+    """Returns dout as a backward in FP8 reads it, in `dtype`; 16 bits are rounded first, with a scale for each BLOCK_ROWS rows."""
     assert spec.fp8 is not None
     if dout.element_size() == 1:
         return dequantize_side(spec, x, "q", dout, x.descales[3], dtype)
@@ -115,7 +115,7 @@ def dout_of(spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype) 
 
 
 def dout_like(spec: AttentionSpec, x: Operands, out: Tensor) -> Tensor:
-    """Of out's values, in the dtype in which the backward of such operands gets dout."""
+    """Returns values like those of out, in the dtype in which the backward of such operands gets dout."""
     return out if spec.fp8 is None or len(x.descales) == 3 else out.to(spec.fp8.grad_dtype)
 
 
@@ -176,7 +176,7 @@ def _places(x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: T
 
 
 def _groups(b: Tensor, position: Tensor, heads: int, sizes: tuple[int, int, int], block_rows: int) -> Tensor:
-    """Of each token and head, which element of a flat [b | 1, h | 1, blocks | 1] is its scale."""
+    """Returns for each token and head the element of a flat [b | 1, h | 1, blocks | 1] that is its scale."""
     h = torch.arange(heads, device=b.device)
     group = (b[..., None] if sizes[0] > 1 else 0) * sizes[1] + (h if sizes[1] > 1 else h * 0)
     block = (position // block_rows).clamp(0, sizes[2] - 1) if sizes[2] > 1 else position * 0

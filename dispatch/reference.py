@@ -1,4 +1,4 @@
-"""What attention means, in plain torch: the oracle of every test, and the maths of the eager backend.
+"""Attention in plain torch: the oracle of every test, and the maths of the eager backend.
 
 `attend` computes one block of query rows against one range of keys. The oracle calls it with all of both.
 """
@@ -21,7 +21,7 @@ NEG_INF = float("-inf")
 
 
 class Differentiable(NamedTuple):
-    """What a gradient may flow to: whole tensors in their formats, or one block of each as `slice_block` cuts it."""
+    """Tensors that a gradient may flow to: whole ones in their formats, or one block of each as `slice_block` cuts it."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
     kv: range
 
     def shift(self, band: Band) -> int:
-        """Where the diagonal meets query 0, in keys."""
+        """Number of the key at which the diagonal meets query 0."""
         return len(self.kv) - len(self.q) if band.bottom_right else 0
 
 
@@ -224,7 +224,7 @@ class _WithGivenDerivative(torch.autograd.Function):
 
 
 def block_kinds(x: Operands) -> Tensor:
-    """Of each block of queries and keys, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for masked, 2 for seen whole."""
+    """Returns for each block of queries and keys, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for masked, 2 for seen whole."""
     counts, indices, full_counts, full_indices = x.block_mask[:4]
     columns = indices.shape[-1]
     kinds = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)

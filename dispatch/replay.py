@@ -1,4 +1,4 @@
-"""A backend's run of a call, taken down once and played again: the allocations, the launches and torch's own ops, and no decision.
+"""A backend's run of a call, recorded once and replayed: the allocations, the launches and torch's own ops, and no decision.
 
 What a launcher does depends on nothing but the shapes, strides, dtypes, numbers and device that it is given, so a call that is like
 an earlier one in all of these (`flexattn.call_cache` has the key) can skip everything between its tensors and the driver. Taken
@@ -103,8 +103,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ran(self, plan: Any, buffers: dict[int, Tensor]) -> None:
         self.steps.append(_Run(plan, {uid: self.slot(t) for uid, t in buffers.items()}))
 
-    def told(self, *what: Any) -> None:
-        """Of a launch (kernel, programs, arguments), or of a plan (plan, buffers)."""
+    def on_launch(self, *what: Any) -> None:
+        """Records a launch (kernel, programs, arguments) or the execution of a plan (plan, buffers)."""
         if len(what) == 2:
             self.ran(*what)
         else:
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recording:
-    """What `record` took down. `replay` is safe in threads, as each launch's buffer has a lock."""
+    """The steps that `record` wrote down. `replay` is safe in threads, as each launch's buffer has a lock."""
 
     def __init__(self, recorder: _Recorder, results: Sequence[int | None], device: torch.device) -> None:
         self.device = device
@@ -215,7 +215,7 @@ def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def _places(recorder: _Recorder) -> dict[int, int]:
-    """Of each slot, where `replay` has it: an input where it is given first, the others after all inputs."""
+    """Returns the position of each slot in `replay`: an input where it is given first, the others after all inputs."""
     places: dict[int, int] = {}
     for i, slot in enumerate(recorder.inputs):
         if slot is not None:
@@ -235,7 +235,7 @@ def record(
     device: torch.device,
     also: Backend | None = None,
 ) -> tuple[R, Recording | None]:
-    """What `call`, a run of the backend, gives, and a recording of it, or None where it did what none can hold.
+    """Returns what `call`, a run of the backend, gives, and a recording of it, or None where it did what none can hold.
 
     inputs: every tensor that the call reads and that another call may have another of; aligned alike then, and the same where they
     are the same here.
@@ -243,7 +243,11 @@ def record(
     also: another backend that runs a part of it.
     """
     recorder = _Recorder(inputs)
-    with recorder, backend.watched(recorder.told), contextlib.nullcontext() if also is None else also.watched(recorder.told):
+    with (
+        recorder,
+        backend.watched(recorder.on_launch),
+        contextlib.nullcontext() if also is None else also.watched(recorder.on_launch),
+    ):
         result = call()
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
     if recorder.trouble or -1 in results or all(isinstance(step, _Op) for step in recorder.steps):
@@ -293,7 +297,7 @@ def _op_step(op: _Op, tensors: Sequence[Tensor], needed: set[int], places: dict[
 
 
 def _caller(op: _Op) -> Callable[[list[Any], list[int]], None]:
-    """What makes an op's call, with places in the stead of slots."""
+    """Returns a closure that replays one op on the tensors at the given positions."""
     args, kwargs = tree_unflatten(op.leaves, op.tree)
     own_args = [(i, int(x)) for i, x in enumerate(args) if type(x) is _Slot]
     own_kwargs = [(name, int(x)) for name, x in kwargs.items() if type(x) is _Slot]

@@ -1,4 +1,4 @@
-"""What only running told, remembered: a backend that turned out unable to run a call, and why. Bounded, safe in threads.
+"""Cache of backends that failed at run time, per spec or per call, with the reason. Bounded, safe in threads.
 
 What a backend refuses is remembered for calls of the very shapes that it refused: another may differ. What the canary finds wrong
 holds for its spec, whatever the shapes.
@@ -47,7 +47,7 @@ def remember_call(x: Operands, asked: Asked, reason: str) -> None:
 
 
 def of_call(x: Operands) -> Failures:
-    """Those of calls whose operands look like these, in both directions."""
+    """Returns the failures of calls whose operands look like these, in both directions."""
     return _of_shapes.get(_shape(x), ()) if _of_shapes else ()
 
 

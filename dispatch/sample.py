@@ -69,7 +69,7 @@ def sample_operands(
 
 
 def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:
-    """Of q, k, v and dout, all 1, which vary where the spec's do."""
+    """Returns descales of q, k, v and dout, all 1, that vary over the dims that the spec's do."""
     assert spec.fp8 is not None
     rows = spec.fp8.block_rows
     kinds = (

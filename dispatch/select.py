@@ -24,7 +24,7 @@ OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for
 
 
 class Backend(Protocol):
-    """What each module `<name>_backend` offers. All but `unsupported` raise RuntimeFailure for a call that turns out not to run."""
+    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure for a call that cannot be run after all."""
 
     SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
 
@@ -42,10 +42,10 @@ class Backend(Protocol):
         """Builds or compiles what the call will run, where that is not done yet."""
 
     def can_be_recorded(self) -> bool:
-        """Whether all that it does is torch's ops and what `watched` tells."""
+        """Returns whether all that it does is torch's ops and what `watched` passes on."""
 
     def watched(self, watcher: Callable[..., None]) -> AbstractContextManager[None]:
-        """Inside, `watcher` is told each launch (kernel, programs, arguments), or each plan that runs (plan, buffers)."""
+        """Inside, `watcher` is called for each launch (kernel, programs, arguments), or each plan that runs (plan, buffers)."""
 
 
 class Decision(NamedTuple):
@@ -117,7 +117,7 @@ def forget_rejections() -> None:
 
 
 def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: str, failures: Failures = ()) -> str | None:
-    """Why a backend cannot run `spec`: by itself, by what running it told, or because dropout ties it to the other direction."""
+    """Returns why a backend cannot run `spec`: by its rules, as it failed before, or as dropout ties it to the other direction."""
     reason = backend_module(name).unsupported(spec, direction) or runtime_failures.remembered(name, spec, direction)
     reason = reason or dict(failures).get((name, spec, direction))
     if reason is not None or not spec.dropout:
@@ -140,7 +140,7 @@ def answer_of(name: str, spec: AttentionSpec, direction: Direction, failures: Fa
 
 
 def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, failures: Failures = ()) -> list[str]:
-    """Why a decision is what it is, and what there is to say of each other backend: a line each."""
+    """Returns the reason of a decision, and that for each other backend, a line each."""
     rejected = dict(decision.rejected)
     others = [name for name in BACKENDS if name != decision.backend]
     answers = (f"not {name}: {rejected.get(name) or answer_of(name, spec, direction, failures)}" for name in others)

@@ -1,4 +1,4 @@
-"""What a call is, apart from its data: `AttentionSpec` is all that decides which kernel can run, `Operands` all the rest.
+"""The description of a call without its data: `AttentionSpec` is all that decides which kernel can run, `Operands` all the rest.
 
 Here mask types, windows and alignments become one thing, a `Band`, and lengths; nothing below this file knows a mask type.
 """
@@ -68,7 +68,7 @@ def as_index(value: Any) -> int | None:
 
 
 def is_host_number(t: Tensor) -> bool:
-    """Whether reading a tensor gives one number, waits for nothing, and loses no gradient."""
+    """Returns whether reading a tensor gives one number, waits for nothing, and loses no gradient."""
     return t.device.type == "cpu" and t.dim() == 0 and t.dtype is not torch.bool and not (t.is_complex() or t.requires_grad)
 
 
@@ -122,7 +122,7 @@ def _sides(window_size: Any) -> tuple[int, int]:
 
 
 class Fp8(NamedTuple):
-    """What a spec says of q, k and v in FP8 beside their dtype; they are data * descale."""
+    """Settings of q, k and v in FP8 beside their dtype; their values are data * descale."""
 
     descale_dims: tuple[bool, bool, bool]  # whether any descale varies over batches, heads, blocks of rows
     block_rows: int  # of a block; 0 where there is one block
@@ -175,7 +175,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of out and of the gradients of q, k and v."""
+        """Dtype of out and of the gradients of q, k and v."""
         return self.dtype if self.fp8 is None else self.fp8.out_dtype
 
     def of_backward(self) -> AttentionSpec:
@@ -189,7 +189,7 @@ def length_class(length: int) -> int:
 
 
 class Operands(NamedTuple):
-    """What varies from call to call and must never cause a rebuild: tensors, lengths and scalar inputs."""
+    """All that varies from call to call and must never cause a rebuild: tensors, lengths and scalar inputs."""
 
     q: Tensor
     k: Tensor

@@ -73,7 +73,7 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 
 def can_quantize(x: Tensor) -> bool:
-    """Whether `quantize` and `unrotate` run on x's device."""
+    """Returns whether `quantize` and `unrotate` run on x's device."""
     return _can_quantize(x.device)
 
 
@@ -268,7 +268,7 @@ def can_be_recorded() -> bool:
 
 
 def quantises_unrecorded(device: torch.device) -> bool:
-    """Whether the kernels quantise on the device, and in a way that no recording can hold."""
+    """Returns whether the kernels quantise on the device, and in a way that no recording can hold."""
     return _can_quantize(device) and not can_be_recorded()
 
 
@@ -333,7 +333,7 @@ def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
 
 
 def _mods(program: Program, x: Operands) -> dict[str, Any]:
-    """What the kernels inline, without tables and with them, and what that reads."""
+    """Returns the functions that kernels inline, without tables and with them, and what these read."""
     from flexattn.kernels_triton.mods.lowering import flatten, layouts
 
     found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)

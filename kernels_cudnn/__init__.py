@@ -1,1 +1,1 @@
-"""What runs through cuDNN: graphs, their plans and their execution. It holds none yet; the dispatcher says so to who asks."""
+"""The cuDNN backend: graphs, their plans and their execution."""

@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a backward writes: gradients laid out as q, k and v, and where they are wanted those of the bias and softmax_offset."""
+    """Outputs of a backward: gradients laid out as q, k and v, and where they are wanted those of the bias and softmax_offset."""
 
     dq: Tensor
     dk: Tensor
@@ -112,7 +112,7 @@ def attention_backward(
 def forward_call(
     problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, numbers: dict[Uid, Tensor] | None = None
 ) -> Call:
-    """What `attention_forward` runs; with tensors on the meta device, the plan that it would need.
+    """Returns the plan and buffers that `attention_forward` runs; with tensors on the meta device, the plan that it would need.
 
     `numbers` are the scales and maxima of an FP8 plan.
     """
@@ -163,7 +163,7 @@ def backward_call(
     gradients: Written,
     numbers: dict[Uid, Tensor] | None = None,
 ) -> Call:
-    """What `attention_backward` runs, as `forward_call` says."""
+    """Returns the same for `attention_backward`."""
     x = problem
     dq, dk, dv, dbias, dsoftmax_offset = gradients
     side_q, side_kv = sides(x, _has_lengths(x, is_backward=True))
@@ -214,7 +214,7 @@ def run(call: Call, device: torch.device, directory: str | None) -> None:
 
 
 def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Side, side_kv: Side) -> Sdpa:
-    """What the plan is compiled for, from the tensors that it gets; adds to `buffers` those that say how scores become weights."""
+    """Returns what the plan is compiled for, from its tensors; adds to `buffers` those that turn scores into weights."""
     batch, len_q, len_kv = x.sizes
     is_backward = direction == "backward"
     if x.is_fp8:  # a tile of queries without a key never ends there (cudnn-frontend issue 1009)
@@ -324,7 +324,7 @@ def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]
 
 
 def _has_lengths(x: Problem, is_backward: bool) -> bool:
-    """Whether the plan has a padding mask: without padding too, with the full lengths, where cuDNN needs one.
+    """Returns whether the plan has a padding mask: without padding too, with the full lengths, where cuDNN needs one.
 
     Where queries outnumber keys, cuDNN takes a window or a bottom-right diagonal only so. And a backward whose last tile of keys
     is not full computes NaN on sm_90 before cuDNN 9.26 without one (pytorch issue 196678, cudnn-frontend issue 628): seen so on an
@@ -376,7 +376,7 @@ def _fits(x: Problem, t: Tensor) -> bool:
 
 
 def _statistics(x: Problem, lse: Tensor) -> Tensor:
-    """Where cuDNN writes what is one number for each query and head: lse itself, or [b, s, h] or [total, h] where it is ragged."""
+    """Allocates the numbers per query and head that cuDNN writes: laid out as lse, or by token where it is ragged."""
     return torch.empty_like(_by_token(lse), memory_format=torch.contiguous_format) if x.is_ragged else lse
 
 

@@ -19,7 +19,7 @@ _watchers = threading.local()
 
 @contextlib.contextmanager
 def watched_executions(watcher: Watcher) -> Iterator[None]:
-    """Inside, each plan that this thread runs is told to `watcher`, with its buffers."""
+    """Inside, `watcher` is called for each plan that this thread runs, with its buffers."""
     before = getattr(_watchers, "one", None)
     _watchers.one = watcher
     try:

@@ -27,7 +27,7 @@ WEIGHTS_SCALE = 256.0  # weights are at most 1: 256 uses e4m3's range, of which 
 
 
 class Descales(NamedTuple):
-    """What q, k and v in FP8 are multiplied by to give their values: fp32, one number each, expanded to any shape."""
+    """Factors of q, k and v in FP8 that give their values: fp32, one number each, expanded to any shape."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +35,7 @@ class Descales(NamedTuple):
 
 
 class GradientScales(NamedTuple):
-    """What the gradients of the scores, q, k and v are multiplied by before they are quantised; fp32 [1]."""
+    """Factors of the gradients of the scores, q, k and v before they are quantised; fp32 [1]."""
 
     ds: Tensor
     dq: Tensor
@@ -44,7 +44,7 @@ class GradientScales(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """What a launcher tells of a tensor that it wrote; fp32 [1]."""
+    """Descale and amax of a tensor that a launcher wrote; fp32 [1]."""
 
     descale: Tensor  # for FP8; what was asked for in another dtype has been multiplied by it
     amax: Tensor  # the largest magnitude before quantisation
@@ -273,7 +273,7 @@ def _check(x: Problem, direction: str, **descales: Tensor) -> None:
 
 
 def _may_hang(x: Problem) -> bool:
-    """Whether queries with keys in their sequence may see none: past the last key, by more than the window's left side."""
+    """Returns whether queries with keys in their sequence may see none: past the last key, by more than the window's left side."""
     return x.window_left is not None and (x.has_padding or x.longest_q - 1 - x.window_left >= x.longest_kv)
 
 

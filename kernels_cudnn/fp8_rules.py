@@ -1,4 +1,4 @@
-"""What cuDNN's FP8 graphs take on sm_90, as data: one rule for each thing that they do not. Needs neither cuDNN nor torch.
+"""Rules for what cuDNN's FP8 graphs take on sm_90, as data: one for each thing that they do not. Needs neither cuDNN nor torch.
 
 From 9.19 to 9.24 cuDNN's own answers are the same; the tests ask both.
 """
@@ -13,7 +13,7 @@ BOTH = ("forward", "backward")
 
 
 class Fp8Call(NamedTuple):
-    """What the rules ask about a call."""
+    """Facts of a call that the rules ask about."""
 
     direction: str  # "forward" or "backward"
     head_dim_qk: int

@@ -91,7 +91,7 @@ FIRST_INPUT = 1000  # the uid of the first input of the mods; the others follow
 
 
 class ModInput(NamedTuple):
-    """What a plan knows of an input of its mods."""
+    """An input of a plan's mods, as the plan knows it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -148,7 +148,7 @@ class Sdpa(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a graph is built for: a handle's device, or the properties of a device that is not here."""
+    """The target of a graph: a handle's device, or the properties of a device that is not here."""
 
     handle: Any = None
     properties: Any = None
@@ -313,7 +313,7 @@ def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
 
 
 def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[str, Any]:
-    """What turns q k^T into weights, which is the same in both directions: all that modifies scores enters here."""
+    """Builds the nodes from q k^T to weights, the same in both directions: all that modifies scores enters here."""
     arguments: dict[str, Any] = {
         "attn_scale": _number(graph, Uid.SCALE, torch.float32),
     }
@@ -363,7 +363,7 @@ def frame_uids(x: Sdpa) -> list[Uid]:
 
 
 def is_in_memory(x: Sdpa, uid: Uid) -> bool:
-    """Whether one of `frame_uids` differs between sequences."""
+    """Returns whether one of `frame_uids` differs between sequences."""
     return x.has_lengths and (uid in (Uid.QUERIES, Uid.KEYS) or x.bottom_right)
 
 
@@ -374,7 +374,7 @@ def frame_layout(x: Sdpa) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def frame_numbers(x: Sdpa) -> dict[int, float | int]:
-    """What a plan with mods is passed by value of what surrounds them."""
+    """Numbers that a plan with mods is passed by value beside those of the mods."""
     shift = x.len_kv - x.len_q if x.bottom_right else 0
     numbers: dict[int, float | int] = {Uid.HIDDEN: HIDDEN, Uid.ZERO: 0.0}
     whole = {Uid.QUERIES: x.len_q, Uid.KEYS: x.len_kv}

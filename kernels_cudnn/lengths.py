@@ -28,7 +28,7 @@ class Side(NamedTuple):
 
 
 def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
-    """What the plan for `x` gets as lengths and offsets of q, and of k and v.
+    """Returns the lengths and offsets of q, and of k and v, that the plan for `x` gets.
 
     `has_lengths` is whether it takes lengths. Lengths and starts that do not fit the tensors are cut to them, as the other
     backends do.
@@ -48,7 +48,7 @@ def queries_with_keys(q: Side, kv: Side) -> Side:
 
 
 def is_self_attention(x: Problem) -> bool:
-    """Whether queries and keys are known, without reading anything, to have the same lengths and starts."""
+    """Returns whether queries and keys are known, without reading anything, to have the same lengths and starts."""
     same = x.cu_seqlens_q is x.cu_seqlens_kv and x.cu_seqlens_q_padded is x.cu_seqlens_kv_padded
     return same and x.longest_q == x.longest_kv and x.q.shape[:-2] == x.k.shape[:-2]
 

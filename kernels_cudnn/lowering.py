@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """What the mods of a call compute, whatever the values of their inputs: equal mods of equal inputs are one plan.
+    """The mods of a call as graphs, whatever the values of their inputs: equal mods of equal inputs are one plan.
 
     score, mask and gradient are positions among `steps`. mask: None hides nothing. gradient: None is zero. is_guarded: the gradient
     may be infinite where a score is hidden.
@@ -64,7 +64,7 @@ class Mods(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How an input is made; `spans` is which of (b, h, q_idx, kv_idx) it has a value for each of, broadcast over the others."""
+    """Recipe of an input; `spans`: which of (b, h, q_idx, kv_idx) it has values for, broadcast over the others."""
 
     kind: str
     spans: tuple[bool, bool, bool, bool]
@@ -208,7 +208,7 @@ class Lowering:
         return x.op in RISKY and not self._is_hoisted(x.depends)
 
     def _bounds(self, op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[int, int]:
-        """Of an integer result; where the operands are not integers, or the op is not known here, those of the dtype."""
+        """Returns bounds of an integer result; those of the dtype for operands that are not integers and for unknown ops."""
         if dtype is torch.bool:
             return (0, 1)
         if op == "index":
@@ -348,7 +348,7 @@ def _fits(bounds: tuple[int, int]) -> bool:
 
 
 def _cut(node: Node) -> Graph:
-    """What `node` is computed from, as a graph with it as the output."""
+    """Returns a graph of all that `node` is computed from, with `node` as the output."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     needed, todo = {node}, [node]

@@ -1,4 +1,4 @@
-"""How each op of a mod's graph becomes nodes of cuDNN's, and what bounds its whole numbers have."""
+"""Lowering of each op of a mod's graph to nodes of cuDNN's, and the bounds of its integers."""
 
 from __future__ import annotations
 

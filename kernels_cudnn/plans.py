@@ -51,7 +51,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Counters:
-    """What the cache has done since it was made or cleared."""
+    """Counters of the cache since it was made or cleared."""
 
     hits: int = 0
     misses: int = 0
@@ -98,7 +98,7 @@ class PlanCache:
         return found
 
     def known(self, sdpa: Sdpa, device: torch.device) -> Plan | PlanNotSupported | None:
-        """What `get` would give without building anything, uncounted."""
+        """Returns what `get` would without building anything, uncounted."""
         with self._lock:
             return self._plans.get((sdpa, _place(device)))
 
@@ -187,7 +187,7 @@ def without_device(properties: str) -> Iterator[None]:
 
 
 def target_of(device: torch.device) -> Target:
-    """What a graph for `device` is built for."""
+    """Returns the target that a graph for `device` is built for."""
     described = _deviceless.get()
     if described is not None:
         properties = cudnn.create_device_properties(described)
@@ -204,7 +204,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _fingerprint(sdpa: Sdpa, device: torch.device) -> str:
-    """Of all that must match for a plan on disk to be this one: its format, both versions of cuDNN, the device, the graph."""
+    """Hash of all that must match for a plan on disk to be this one: its format, both versions of cuDNN, the device, the graph."""
     place: Any = _deviceless.get()
     if place is None:
         p = torch.cuda.get_device_properties(device)
@@ -254,14 +254,14 @@ _PASSING = re.compile(
 
 
 def _is_passing(e: Exception) -> bool:
-    """Whether an exception may not come again: it tells of the device, the driver or the memory of the moment."""
+    """Returns whether an exception may not come again: it tells of the device, the driver or the memory of the moment."""
     if isinstance(e, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
         return True
     return isinstance(e, RuntimeError) and _PASSING.search(str(e)) is not None
 
 
 def _is_unsupported(e: Exception) -> bool:
-    """Whether an exception is cuDNN's answer about a graph. It has no one type for that: its own, and those of its checks."""
+    """Returns whether an exception is cuDNN's answer about a graph, which has no one type: its own, and those of its checks."""
     return not _is_passing(e) and isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError, RuntimeError))
 
 

@@ -70,17 +70,17 @@ class Problem:
 
     @property
     def has_padding(self) -> bool:
-        """Whether some tokens may belong to no sequence: they are not to be read, and are written as zeros."""
+        """Returns whether some tokens may belong to no sequence: they are not to be read, and are written as zeros."""
         return self.cu_seqlens_q is not None
 
     @functools.cached_property
     def is_ragged(self) -> bool:
-        """Whether each sequence begins at an offset of its own; the plan is then one for rounded-up sizes."""
+        """Returns whether each sequence begins at an offset of its own; the plan is then one for rounded-up sizes."""
         return self.is_bucketed or self.q.dim() == 3 or self.k.dim() == 3
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query or no key at all, so that there is nothing to run."""
+        """Returns whether there is no query or no key at all, so that there is nothing to run."""
         return 0 in (self.batch, self.longest_q, self.longest_kv, *self.q.shape, *self.k.shape)
 
     @functools.cached_property
@@ -99,7 +99,7 @@ def without_data(t: Tensor) -> Tensor:
 
 
 def has_alignment(t: Tensor) -> bool:
-    """Whether cuDNN can read `t` as it is: rows contiguous, no dim expanded, and all on 16-byte boundaries."""
+    """Returns whether cuDNN can read `t` as it is: rows contiguous, no dim expanded, and all on 16-byte boundaries."""
     size = t.element_size()
     steps = zip(t.shape[:-1], t.stride(), strict=False)
     if any(n > 1 and (step <= 0 or step * size % ALIGNMENT) for n, step in steps):
@@ -121,7 +121,7 @@ def token_strides(t: Tensor, length: int, is_ragged: bool) -> Strides:
 
 
 def has_fixed_strides(t: Tensor) -> bool:
-    """Whether strides within a sequence do not change with batch size and length: tokens lie within rows, heads within tokens."""
+    """Returns whether strides within a sequence are the same for all batch sizes and lengths: tokens in rows, heads in tokens."""
     if t.dim() == 3:
         return True
     return t.stride(1) >= t.stride(2) and (t.shape[0] == 1 or t.stride(0) >= t.stride(1))
