@@ -24,7 +24,7 @@ OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for
 
 
 class Backend(Protocol):
-    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure for a call that cannot be run after all."""
+    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure where a call does not run after all."""
 
     SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
 
