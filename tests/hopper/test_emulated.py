@@ -152,6 +152,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
         check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "tile", HOPPER_FORWARD[:3] + HOPPER_FORWARD[4:5], ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}"

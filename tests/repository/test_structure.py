@@ -6,11 +6,9 @@ from pathlib import Path
 
 from tests import structure
 
-NUMBERS = structure.measured(structure.ROOT)
-
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert NUMBERS["circles of imports"] == []
+    assert structure.circles(structure.imports(structure.modules(structure.ROOT))) == []
 
 
 def test_docstrings_name_their_subject() -> None:

@@ -201,6 +201,7 @@ def test_failures_name_their_requests_with_the_compilers_message():
     assert f"{_request(90)}\n" not in message
 
 
+@pytest.mark.slow
 def test_arguments_are_checked():
     request = _request(90)
     unnamed = dataclasses.replace(request, signature={"a_ptr": "*bf16"})
