@@ -132,6 +132,7 @@ def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> N
         )
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make_mods", MODS)
 def test_with_every_feature(make_mods: Any, device: str) -> None:
     (sq,), (skv,) = lengths(45), lengths(37)

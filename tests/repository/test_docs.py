@@ -13,14 +13,14 @@ from tests.conftest import ROOT, FreshPython
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 COMMAND = "$ python -m flexattn "
 
-COMPILE = ("playground.md", "torch.md")  # pages whose examples compile, for seconds each: after the first they are slow
+ALL_BY_DEFAULT = ("README.md",)  # of the other pages the first example runs by default: each is a process, and some compile
 
 BLOCKS = [
     pytest.param(
         language,
         text,
         id=f"{page.name}-{language}-{number}",
-        marks=[pytest.mark.slow] if page.name in COMPILE and number else [],
+        marks=[pytest.mark.slow] if number and page.name not in ALL_BY_DEFAULT else [],
     )
     for page in PAGES
     for number, (language, text) in enumerate(re.findall(r"^```(python|console)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
