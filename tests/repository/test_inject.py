@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.hopper import fp8_backward, fp8_backward_fused, fp8_forward
+from flexattn.kernels_triton.portable import forward as portable_forward
+from tests.common import test_split_kv
+from tests.hopper import test_emulated, test_fp8_backward, test_fp8_emulated
 from tests.support.inject import Fault, add, assign, call_instead, drop, move, with_argument, wrong_phase
 
 KERNEL = """
@@ -71,3 +78,22 @@ def test_a_statement_is_moved_with_its_condition() -> None:
 def test_a_call_that_is_not_there_once_is_an_error(fault: Fault) -> None:
     with pytest.raises(AssertionError, match=r"\d statements with"):
         changed(fault)
+
+
+KERNEL_FAULTS = [
+    *((module, fault, name) for name, (module, fault) in test_emulated.FAULTS.items()),
+    *((fp8_forward, fault, name) for name, fault in test_fp8_emulated.FAULTS.items()),
+    *((fp8_backward_fused, fault, name) for name, fault in test_fp8_emulated.FAULTS_OF_THE_BACKWARD.items()),
+    *((fp8_backward, fault, name) for name, fault in test_fp8_backward.FAULTS.items()),
+    *((hopper_forward, fault, name) for name, fault in test_split_kv.FAULTS_IN_GLUON.items()),
+    *((portable_forward, fault, name) for name, fault in test_split_kv.FAULTS.items()),
+]
+
+
+@pytest.mark.parametrize(("module", "fault"), [pytest.param(*faults, id=name) for *faults, name in KERNEL_FAULTS])
+def test_fault_of_a_kernel_can_be_injected(module: ModuleType, fault: Fault) -> None:
+    """Also those that only slow tests look for: who renames a call or a barrier sees at once which fault names it."""
+    tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
+    before = ast.dump(tree)
+    fault(tree)
+    assert ast.dump(tree) != before
