@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
+from flexattn.emulator.barriers import MBarrier
 from flexattn.emulator.dtypes import Array, DType, poison
 from flexattn.emulator.memory import Descriptor, writer_number
 from flexattn.emulator.ordering import Actor
+from flexattn.emulator.protocols import AnyPartition, Layout
 from flexattn.emulator.report import GluonError, Site, show
 from flexattn.emulator.shared import SharedView
-from flexattn.emulator.values import Layout, Tensor
-
-if TYPE_CHECKING:
-    from flexattn.emulator.barriers import MBarrier
-    from flexattn.emulator.scheduler import Partition
+from flexattn.emulator.values import Tensor
 
 
 class Operation(Protocol):
@@ -110,7 +108,7 @@ class TmaLoad:
 
     def __init__(
         self,
-        partition: Partition,
+        partition: AnyPartition,
         descriptor: Descriptor,
         coord: list[int],
         barrier: MBarrier,
@@ -145,7 +143,7 @@ class TmaStore:
     def __init__(
         self,
         number: int,
-        partition: Partition,
+        partition: AnyPartition,
         program: int,
         descriptor: Descriptor,
         coord: list[int],

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flexattn.emulator import context
 from flexattn.emulator.ordering import Actor, Knowledge
+from flexattn.emulator.protocols import AnyLoad, AnyPartition
 from flexattn.emulator.report import Site, show
-
-if TYPE_CHECKING:
-    from flexattn.emulator.asynchronous import TmaLoad
-    from flexattn.emulator.scheduler import Partition
 
 _REMEMBERED = 3  # arrivals that a description lists
 
@@ -34,13 +30,13 @@ class MBarrier:
     in_flight: bytes of TMA loads that were issued and have not landed.
     """
 
-    def __init__(self, actor: Actor, name: str, count: int, partition: Partition) -> None:
+    def __init__(self, actor: Actor, name: str, count: int, partition: AnyPartition) -> None:
         self.actor, self.name, self.count, self.site = actor, name, count, partition.site
         self.phase, self.pending, self.tx, self.in_flight = 0, count, 0, 0
         self._initialised = (partition.actor, partition.time)
         self._arrived = Knowledge()  # of all arrivals so far
         self._completed = Knowledge()  # at the end of the last phase
-        self._observations: dict[Partition, _Observation] = {}
+        self._observations: dict[AnyPartition, _Observation] = {}
         self._log: list[str] = []
 
     def describe(self) -> str:
@@ -49,27 +45,27 @@ class MBarrier:
             text += f", tx-count {self.tx:+d} bytes, {self.in_flight} bytes in flight"
         return text + ("; last arrivals: " + "; ".join(self._log[-_REMEMBERED:]) if self._log else "; nobody ever arrived")
 
-    def is_known_to(self, partition: Partition) -> bool:
+    def is_known_to(self, partition: AnyPartition) -> bool:
         """Whether the init is ordered before what the partition does now."""
         actor, time = self._initialised
         return partition.knowledge.happened.get(actor, 0) >= time
 
-    def arrive(self, partition: Partition, count: int) -> None:
+    def arrive(self, partition: AnyPartition, count: int) -> None:
         self._take(partition, count, f"arrive({count})")
         self._complete_if_done()
 
-    def expect(self, partition: Partition, nbytes: int) -> None:
+    def expect(self, partition: AnyPartition, nbytes: int) -> None:
         """mbarrier.arrive.expect_tx: one arrival, and so many bytes to land."""
         self._take(partition, 1, f"expect({nbytes})")
         self.tx += nbytes
         self._complete_if_done()
 
-    def land(self, nbytes: int, load: TmaLoad) -> None:
+    def land(self, nbytes: int, load: AnyLoad) -> None:
         """complete_tx of a part of a TMA load."""
-        cta, issued = context.cta(), show(load.site, load.partition.name)
+        program, issued = context.program(), show(load.site, load.partition.name)
         self.in_flight -= nbytes
         if load.phase != self.phase:
-            cta.find(
+            program.find(
                 "expect-bytes",
                 f"a TMA load issued in phase #{load.phase} of {self.name} lands in phase #{self.phase}: the phase ended before all "
                 f"its bytes had arrived, so it expects too few; issued at {issued}",
@@ -79,7 +75,7 @@ class MBarrier:
         self._complete_if_done()
         if self.pending == 0 and self.tx < 0:
             message = f"phase #{self.phase} of {self.name} gets {-self.tx} bytes more than it expects; load at {issued}"
-            cta.find("expect-bytes", message, load.site)
+            program.find("expect-bytes", message, load.site)
             self.tx = 0
             self._complete_if_done()
 
@@ -87,9 +83,9 @@ class MBarrier:
         """What mbarrier.try_wait.parity answers: whether the phase before the current one has this parity."""
         return (self.phase - 1) & 1 == parity
 
-    def awaited_phase(self, partition: Partition, parity: int) -> int:
+    def awaited_phase(self, partition: AnyPartition, parity: int) -> int:
         """The phase that a wait must mean: the next of its parity, after those that this partition knows to have ended."""
-        cta, last = context.cta(), self._observations.get(partition)
+        program, last = context.program(), self._observations.get(partition)
         if last is None:
             ended = partition.knowledge.happened.get(self.actor, 0)
             phase = ended - 1 if (ended - 1) & 1 == parity else ended
@@ -97,24 +93,24 @@ class MBarrier:
             phase = last.phase + (parity != last.phase & 1)
             if phase == last.phase >= 0:
                 message = f"{partition.name} waits again for phase #{phase} (parity {parity}) of {self.name}, which it has seen"
-                cta.find("phase-repeat", message)
+                program.find("phase-repeat", message)
         if phase < self.phase - 1:
             outcome = "passes on another phase of that parity" if self.has_passed(parity) else "has missed its phase and blocks"
-            cta.find(
+            program.find(
                 "phase-alias",
                 f"{partition.name} waits for phase #{phase} (parity {parity}) of {self.name}, which is in phase #{self.phase}: "
                 f"the wait {outcome}",
             )
         return phase
 
-    def observe(self, partition: Partition, phase: int) -> None:
+    def observe(self, partition: AnyPartition, phase: int) -> None:
         """A wait has passed: the partition knows what everybody knew who arrived."""
         partition.knowledge.join(self._completed)
         self._observations[partition] = _Observation(max(phase, -1), partition.time, partition.site)
 
-    def _take(self, partition: Partition, count: int, what: str) -> None:
+    def _take(self, partition: AnyPartition, count: int, what: str) -> None:
         if count > self.pending:
-            context.cta().find("arrive-overflow", f"{what} by {partition.name}, more than are pending; {self.describe()}")
+            context.program().find("arrive-overflow", f"{what} by {partition.name}, more than are pending; {self.describe()}")
             self.pending = count
         self._log.append(f"{partition.name} {what} in phase #{self.phase} at line {partition.line}")
         del self._log[:-_REMEMBERED]
@@ -124,19 +120,19 @@ class MBarrier:
     def _complete_if_done(self) -> None:
         if self.pending or self.tx:
             return
-        cta, phase, before = context.cta(), self.phase, self.phase - 1
+        program, phase, before = context.program(), self.phase, self.phase - 1
         self._arrived.reach(self.actor, phase + 1)
         for partition, last in self._observations.items():
             if last.phase == before and self._arrived.happened.get(partition.actor, 0) < last.time:
-                cta.find(
+                program.find(
                     "phase-alias",
                     f"{self.name} completes phase #{phase} without being ordered after {partition.name}'s wait for phase #{before} "
                     f"({show(last.site)}): under another schedule that wait could miss its phase and see the other parity",
                     last.site,
                 )
-        for partition in cta.partitions:
+        for partition in program.partitions:
             if partition.awaits == (self, before):
-                cta.find(
+                program.find(
                     "phase-alias",
                     f"{self.name} completes phase #{phase} while {partition.name} still waits for phase #{before} "
                     f"({show(partition.site)}) and may miss it",
@@ -152,7 +148,7 @@ class NamedBarrier:
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self.generation = self.threads = 0
-        self.arrived: list[Partition] = []
+        self.arrived: list[AnyPartition] = []
         self._entering = Knowledge()
         self._completed = Knowledge()
 
@@ -160,20 +156,20 @@ class NamedBarrier:
         who = f", arrived: {', '.join(partition.name for partition in self.arrived)}" if self.arrived else ""
         return f"bar {self.number}: {self.threads} of {self.count} threads, generation {self.generation}{who}"
 
-    def enter(self, partition: Partition) -> int:
+    def enter(self, partition: AnyPartition) -> int:
         """A partition's threads arrive; the number of the generation that they are in."""
-        cta, generation = context.cta(), self.generation
+        program, generation = context.program(), self.generation
         if partition in self.arrived:
-            cta.find("named-barrier", f"{partition.name} arrives twice in one generation ({self.describe()})")
+            program.find("named-barrier", f"{partition.name} arrives twice in one generation ({self.describe()})")
         self.threads += partition.threads
         self.arrived.append(partition)
         partition.release_to(self._entering)
         if self.threads > self.count:
-            cta.find("named-barrier", f"{self.describe()}: more than its count")
+            program.find("named-barrier", f"{self.describe()}: more than its count")
         if self.threads >= self.count:
             self.generation, self.threads, self.arrived = generation + 1, 0, []
             self._completed = Knowledge(self._entering)
         return generation
 
-    def leave(self, partition: Partition) -> None:
+    def leave(self, partition: AnyPartition) -> None:
         partition.knowledge.join(self._completed)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flexattn.emulator.cta import Cta
+from flexattn.emulator.protocols import Program
 
-_running: Cta | None = None
+_running: Program | None = None
 
 
-def cta() -> Cta:
-    """The running program. Raises RuntimeError outside a launch."""
+def program() -> Program:
+    """Returns the running program. Raises RuntimeError outside a launch."""
     if _running is None:
         raise RuntimeError("an emulated operation was called outside emulator.launch()")
     return _running
@@ -26,7 +24,7 @@ def require_idle() -> None:
 
 
 @contextmanager
-def run(program: Cta) -> Iterator[None]:
+def run(program: Program) -> Iterator[None]:
     global _running
     require_idle()
     _running = program

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_mbarrier
 
+from flexattn.emulator import context
 from flexattn.emulator.asynchronous import Accumulator, TmaLoad, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier, NamedBarrier
 from flexattn.emulator.dtypes import Array, DType, poison
 from flexattn.emulator.memory import REDUCED, Descriptor, GlobalBuffer, writer_number
 from flexattn.emulator.ordering import Access, Actor
+from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import Finding, GluonError, Report, current_site, show
 from flexattn.emulator.rules import (
     NAMED_BARRIERS,
@@ -29,7 +31,7 @@ from flexattn.emulator.rules import (
 )
 from flexattn.emulator.scheduler import Scheduler
 from flexattn.emulator.shared import Allocation, SharedView
-from flexattn.emulator.values import Layout, Tensor
+from flexattn.emulator.values import Tensor
 
 _ASSIGNED_NAME = re.compile(r"\s*(\w+)\s*=")
 
@@ -355,3 +357,10 @@ class Cta(Scheduler):
         """Pointer stores and atomics act at once: what other programs see of them, and when, is not modelled."""
         writer = REDUCED if reduction else writer_number(self.number, self.current.number)
         buffer.write(index, values, writer, current_site(), f"{self.current.name} of program {self.program_id}")
+
+
+def running() -> Cta:
+    """Returns the running program, with all that the emulated language does to it. Raises RuntimeError outside a launch."""
+    program = context.program()
+    assert isinstance(program, Cta)
+    return program

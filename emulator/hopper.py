@@ -5,33 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexattn.emulator import context
+from flexattn.emulator.cta import running
 from flexattn.emulator.memory import Descriptor
+from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.rules import static, static_shape
 from flexattn.emulator.shared import SharedView
-from flexattn.emulator.values import Layout, Pointer, Tensor, scalar
+from flexattn.emulator.values import Pointer, Tensor, scalar
 
 
 def _init(mbarrier: SharedView, count: Any) -> None:
-    context.cta().init_barrier(mbarrier, int(static(count, "the count of an mbarrier")))
+    running().init_barrier(mbarrier, int(static(count, "the count of an mbarrier")))
 
 
 def _invalidate(mbarrier: SharedView) -> None:
-    context.cta().invalidate_barrier(mbarrier)
+    running().invalidate_barrier(mbarrier)
 
 
 def _expect(mbarrier: SharedView, bytes_per_cta: Any = None, pred: Any = True, **by_name: Any) -> None:
     nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # named bytes until triton 3.6
-    context.cta().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
+    running().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
 
 
 def _arrive(mbarrier: SharedView, *, count: Any = 1, pred: Any = True) -> None:
-    context.cta().arrive(mbarrier, int(static(count, "the count of an arrive")), pred)
+    running().arrive(mbarrier, int(static(count, "the count of an arrive")), pred)
 
 
 def _wait(mbarrier: SharedView, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
-    context.cta().wait(mbarrier, phase, pred)
+    running().wait(mbarrier, phase, pred)
 
 
 def _make_descriptor(
@@ -56,15 +57,15 @@ def _load(
 ) -> None:
     if multicast:
         raise NotImplementedError("multicast of a TMA load")
-    context.cta().tma_load(tensor_desc, coord, barrier, result, pred)
+    running().tma_load(tensor_desc, coord, barrier, result, pred)
 
 
 def _store(reduction: str | None) -> Callable[[Descriptor, Sequence[Any], SharedView], None]:
-    return lambda tensor_desc, coord, src: context.cta().tma_store(tensor_desc, coord, src, reduction)
+    return lambda tensor_desc, coord, src: running().tma_store(tensor_desc, coord, src, reduction)
 
 
 def _store_wait(pendings: Any, **_: Any) -> None:
-    context.cta().store_wait(int(static(pendings, "pendings")))
+    running().store_wait(int(static(pendings, "pendings")))
 
 
 def _mma(
@@ -77,13 +78,13 @@ def _mma(
     max_num_imprecise_acc: Any = None,
     is_async: Any = False,
 ) -> Any:
-    return context.cta().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
+    return running().wgmma(a, b, acc, use_acc, bool(static(is_async, "is_async")))
 
 
 def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
     if deps is None:
         raise GluonError("warpgroup_mma_wait without deps")
-    results = context.cta().wgmma_wait(int(static(num_outstanding, "num_outstanding")), list(deps))
+    results = running().wgmma_wait(int(static(num_outstanding, "num_outstanding")), list(deps))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -92,7 +93,7 @@ def _mma_init(value: Tensor) -> Tensor:
 
 
 def _fence(cluster: bool = False) -> None:
-    context.cta().fence()
+    running().fence()
 
 
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
@@ -122,13 +123,13 @@ class _Builder:
     """As much of the IR builder as a user's own @builtin needs to reach TMA reductions, which 3.6 and 3.7 have no function for."""
 
     def create_async_tma_reduce(self, kind: Any, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
-        context.cta().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
+        running().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
 
     def create_async_tma_copy_local_to_global(self, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
-        context.cta().tma_store(descriptor, coord, source, None)
+        running().tma_store(descriptor, coord, source, None)
 
     def create_fence_async_shared(self, cluster: bool = False) -> None:
-        context.cta().fence()
+        running().fence()
 
 
 class Semantic:

@@ -11,7 +11,7 @@ import numpy as np
 import triton.language.core as tl
 from triton.experimental.gluon.language import _layouts as layouts
 
-from flexattn.emulator import context
+from flexattn.emulator.cta import running
 from flexattn.emulator.dtypes import Array, DType, round_to, to_bits
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Tensor, binary, common_layout, scalar, unary, where
@@ -84,7 +84,7 @@ def register_asm(pattern: str, function: Callable[..., Any]) -> None:
 
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: DType, is_pure: bool, pack: int, **_: Any) -> Any:
     """Raises NotImplementedError for a text that is neither known nor registered."""
-    cta, first = context.cta(), args[0]
+    cta, first = running(), args[0]
     text = asm if isinstance(first, Tensor) else asm.replace("$1", str(int(first)))  # a barrier's number may be an operand
     if barriers := _BARRIER.findall(text):
         if is_pure:
@@ -109,7 +109,7 @@ def _runs_per_thread(operand: Any, pack: int) -> int:
     """How often each thread runs the asm: once for a scalar, else once for each `pack` elements that it holds."""
     if not isinstance(operand, Tensor):
         return 1
-    partition, layout = context.cta().current, operand.layout
+    partition, layout = running().current, operand.layout
     threads = partition.threads
     if isinstance(layout, layouts.BlockedLayout):
         threads = math.prod(layout.threads_per_warp) * math.prod(layout.warps_per_cta)

@@ -11,8 +11,8 @@ import torch
 
 from flexattn.emulator import context
 from flexattn.emulator.dtypes import Array, DType, from_torch, is_float, numpy_dtype, round_to, size_of, storage, to_array
+from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError, Site, show
-from flexattn.emulator.values import Layout
 
 REDUCED = -1  # the writer of an element that reductions and atomics add to, in whatever order
 
@@ -44,7 +44,7 @@ class GlobalBuffer:
             others = before[(before != 0) & (before != writer)]
             if others.size:
                 first = int(others.flat[0])
-                context.cta().find(
+                context.program().find(
                     "global-write-race",
                     f"{who} overwrites {others.size} global elements that {_name_writer(first)} wrote; stored at {show(site)}",
                     site,

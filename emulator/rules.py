@@ -9,9 +9,10 @@ from typing import Any
 from triton.experimental.gluon.language import _layouts as layouts
 
 from flexattn.emulator.memory import Descriptor
+from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.shared import SharedView
-from flexattn.emulator.values import Layout, Scalar, Tensor
+from flexattn.emulator.values import Scalar, Tensor
 
 SHARED_MEMORY_BYTES = 232448
 """Of one block of sm_90: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""

@@ -6,16 +6,14 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from flexattn.emulator.asynchronous import Operation, Queue, TmaStore, Wgmma
+from flexattn.emulator.barriers import MBarrier
 from flexattn.emulator.ordering import Knowledge
 from flexattn.emulator.report import EmulationError, Finding, Report, Site, current_site, show
-
-if TYPE_CHECKING:
-    from flexattn.emulator.barriers import MBarrier
 
 SCHEDULES = ("eager", "lazy", "round-robin", "random")
 

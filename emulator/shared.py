@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from triton.experimental.gluon.language import _layouts as layouts
 
 from flexattn.emulator import context
+from flexattn.emulator.barriers import MBarrier
 from flexattn.emulator.dtypes import Array, DType, numpy_dtype, poison, size_of
 from flexattn.emulator.ordering import History, Rectangle
+from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
-from flexattn.emulator.values import Layout, Scalar, Tensor
-
-if TYPE_CHECKING:
-    from flexattn.emulator.barriers import MBarrier
+from flexattn.emulator.values import Scalar, Tensor
 
 
 class Allocation:
@@ -96,7 +95,7 @@ class SharedView:
             contiguous, size = 0 if layout.transposed else self.rank - 1, size_of(self.dtype)
             if dim == contiguous and (length * size % layout.swizzle_byte_width or start * size % layout.swizzle_byte_width):
                 message = f"slice [{start}:{start + length}] of {self!r} cuts its {layout.swizzle_byte_width}-byte swizzled rows"
-                context.cta().find("slice-in-swizzle", message)
+                context.program().find("slice-in-swizzle", message)
         return self._part(dim, start, start + length, keep=True)
 
     def permute(self, order: Sequence[int]) -> SharedView:
@@ -131,10 +130,11 @@ class SharedView:
         return view
 
     def load(self, layout: Layout) -> Tensor:
-        return context.cta().shared_load(self, layout)
+        loaded: Tensor = context.program().shared_load(self, layout)
+        return loaded
 
     def store(self, value: Tensor) -> None:
-        context.cta().shared_store(self, value)
+        context.program().shared_store(self, value)
 
     def _keep_alive(self) -> None:
         """Shared memory is never reused here."""
@@ -142,7 +142,7 @@ class SharedView:
     def _part(self, dim: int, low: int, high: int, keep: bool) -> SharedView:
         if not 0 <= low < high <= self.shape[dim]:
             message = f"index {low} to {high - 1} along dimension {dim} of {self!r}, which has {self.shape[dim]}"
-            context.cta().fatal("shared-index", message)
+            context.program().fatal("shared-index", message)
         own = self.dims[dim]
         if own is None:
             raise NotImplementedError("a part of a reshaped view of shared memory")

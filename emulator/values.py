@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import triton.language.core as tl
@@ -13,12 +13,10 @@ from triton.experimental.gluon.language import _layouts as layouts
 
 from flexattn.emulator import context
 from flexattn.emulator.dtypes import BY_NAME, Array, DType, cast, from_bits, is_float, numpy_dtype, round_to, to_bits
+from flexattn.emulator.memory import GlobalBuffer
+from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 
-if TYPE_CHECKING:
-    from flexattn.emulator.memory import GlobalBuffer
-
-Layout = Any  # a Gluon layout object
 Operand = Any  # what a kernel's expression may have: a Scalar, Tensor, Pointer or Python number
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -134,7 +132,7 @@ class Scalar(_Operators):
         lowest = -(1 << bits - 1) if dtype.name.startswith("int") and bits > 1 else 0
         if not lowest <= value < lowest + (1 << bits):
             if lowest < 0:
-                context.cta().find("int-overflow", f"{value} does not fit {dtype.name}")
+                context.program().find("int-overflow", f"{value} does not fit {dtype.name}")
             value = (value - lowest) % (1 << bits) + lowest
         self.value = value
 

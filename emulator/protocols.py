@@ -1,0 +1,63 @@
+"""What files of the emulator need to know of each other where neither can import the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+from flexattn.emulator.ordering import Actor, Knowledge
+from flexattn.emulator.report import Site
+
+Layout = Any  # a Gluon layout object
+
+
+class AnyPartition(Protocol):
+    """A partition (`scheduler.Partition`), as barriers and asynchronous operations see it."""
+
+    name: str
+    number: int
+    actor: Actor
+    knowledge: Knowledge
+    site: Site
+
+    @property
+    def awaits(self) -> tuple[Any, int] | None: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def time(self) -> int: ...
+
+    @property
+    def line(self) -> int: ...
+
+    def release_to(self, other: Knowledge) -> None: ...
+
+
+class AnyLoad(Protocol):
+    """A TMA load (`asynchronous.TmaLoad`), as the barrier on which it lands sees it."""
+
+    @property
+    def partition(self) -> AnyPartition: ...
+
+    @property
+    def site(self) -> Site: ...
+
+    @property
+    def phase(self) -> int: ...
+
+
+class Program(Protocol):
+    """The running program (`cta.Cta`), as memory, values and barriers see it."""
+
+    @property
+    def partitions(self) -> Sequence[AnyPartition]: ...
+
+    def find(self, kind: str, message: str, site: Site | None = None) -> None: ...
+
+    def fatal(self, kind: str, message: str) -> NoReturn: ...
+
+    def shared_load(self, view: Any, layout: Layout) -> Any: ...
+
+    def shared_store(self, view: Any, value: Any) -> None: ...
