@@ -11,6 +11,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert structure.circles(structure.imports(structure.modules(structure.ROOT))) == []
 
 
+def test_device_functions_take_few_arguments_by_name() -> None:
+    functions = [function for module in structure.modules(structure.ROOT) for function in structure.device_functions(module)]
+    assert [x.name for x in functions if structure.parameters(x) > structure.MOST_PARAMETERS or any(structure.unpackings(x))] == []
+
+
 def test_docstrings_name_their_subject() -> None:
     folders = ("runtime", "common", "portable", "mods", "ahead_of_time")
     packages = tuple(f"flexattn.kernels_triton.{folder}" for folder in folders)
