@@ -68,3 +68,11 @@ def test_there_are_examples() -> None:
     languages = [block.values[0] for block in BLOCKS]
     assert "python" in languages
     assert "console" in languages
+
+
+def test_reading_order_of_kernels_names_every_file() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    listed = re.findall(r"^\| `([a-z0-9_/]+\.py)` ", page, re.MULTILINE)
+    folder = ROOT / "kernels_triton"
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(listed) == sorted(files)
