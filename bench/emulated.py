@@ -26,11 +26,11 @@ KERNELS = {
     "forward": "_attn_fwd_hopper_kernel",
     "dq": "_attn_bwd_dq_hopper_kernel",
     "dkdv": "_attn_bwd_dkdv_hopper_kernel",
-    "one-pass": "_attn_bwd_one_pass_hopper_kernel",
+    "fused": "_attn_bwd_one_pass_hopper_kernel",
     "fp8-forward": "_attn_fwd_fp8_hopper_kernel",
     "fp8-dq": "_attn_bwd_dq_fp8_hopper_kernel",
     "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
-    "fp8-one-pass": "_attn_bwd_one_pass_fp8_hopper_kernel",
+    "fp8-fused": "_attn_bwd_one_pass_fp8_hopper_kernel",
 }
 """Every Gluon kernel, by what `play --emulate` calls it."""
 
@@ -102,8 +102,8 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
     from flexattn.kernels_triton.hopper import forward as hopper_forward
 
-    if kernel == "one-pass" and max(small.head_dim_qk, small.head_dim_v) > 128:
-        raise ValueError(f"one-pass takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
+    if kernel == "fused" and max(small.head_dim_qk, small.head_dim_v) > 128:
+        raise ValueError(f"fused takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
     checker = Checker(small, tensors)
     problem = problem_of(small, tensors)
     q, k, v, dout = tensors[:4]
@@ -123,7 +123,7 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         out, lse = saved()
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
-        backward = hopper_one_pass.one_pass_backward if kernel == "one-pass" else hopper_backward.hopper_backward
+        backward = hopper_one_pass.one_pass_backward if kernel == "fused" else hopper_backward.hopper_backward
         backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 

@@ -81,7 +81,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
         return forward, check
     problem = dataclasses.replace(problem, descales=descales)
     out, lse = wanted[0].to(dout.dtype), wanted[1].float()
-    is_one_pass = kernel == "fp8-one-pass"
+    is_one_pass = kernel == "fp8-fused"
     run = hopper_fp8_one_pass.fp8_one_pass_backward if is_one_pass else hopper_fp8_backward.fp8_backward
     with pretended_device(90, 1):
         refuse((hopper_fp8_one_pass if is_one_pass else hopper_fp8_backward).unsupported(problem, out, dout8))

@@ -257,9 +257,9 @@ def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{KERNELS_PLAYED[kernel]} on " in said
         assert said.rstrip().endswith("clean")
     with pytest.raises(SystemExit):
-        play.main(["one-pass", "--emulate", "--shape", "sweep-d256-causal-s512"])
+        play.main(["fused", "--emulate", "--shape", "sweep-d256-causal-s512"])
     with pytest.raises(SystemExit):
-        play.main(["one-pass"])
+        play.main(["fused"])
 
 
 def test_play_emulates_ones_own_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
