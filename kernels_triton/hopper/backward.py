@@ -67,7 +67,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 @with_features
 class BackwardMeta(NamedTuple):
-    """What the kernels are compiled for."""
+    """Constants that a kernel is compiled for, besides `Features`."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -163,7 +163,7 @@ class DqBarriers(NamedTuple):
 
 
 class DqRows(NamedTuple):
-    """What is read of the head of a block of queries, and where the statistics of its sequence begin."""
+    """The head of a block of queries, and where the statistics of its sequence begin."""
 
     head: Head
     statistics_ptr: Any
@@ -645,7 +645,7 @@ def _attn_bwd_dkdv_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: 
 
 
 def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> None:
-    """dq, dk, dv and dsoftmax_offset of `backward.attention_backward`, where `backward_unsupported` has nothing against it.
+    """Launches the two kernels of a backward, of calls that `backward_unsupported` does not name.
 
     dq, dk and dv are contiguous. A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """

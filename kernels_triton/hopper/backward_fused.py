@@ -1,9 +1,8 @@
-"""Backward attention on Hopper (sm_90) in Gluon, in one pass: scores are computed once, for dk and dv, which stay, and for dq.
+"""Fused backward for Hopper (sm_90) in Gluon: one kernel computes the scores once, for dk and dv, which stay, and for dq.
 
 A warp loads by TMA and two warpgroups compute, 64 keys each. Their dq goes tile by tile through shared memory, from where a warp
 of its own has the copy engine add it to fp32 sums in global memory, in whatever order programs come to it: so the last bits of dq
-vary from run to run. What `conditions.fused_unsupported` names, and what must repeat, runs on
-`backward`.
+vary from run to run. Calls that `conditions.fused_unsupported` names, and those that must repeat, run on `backward`.
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 @with_features
 class OnePassMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that a kernel is compiled for, besides `Features`."""
 
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
     DP_FIRST: bool  # this and what follows as in `HopperOnePassTile`
     IS_AHEAD: bool
-    TAKES_TURNS: bool
+    PINGPONG: bool
     DV_WITH_DK: bool
     DOUT_APART: bool
     DQ_STAGES: int  # of dq in shared memory
@@ -242,7 +241,7 @@ def _compute(
     if iterations > 0:
         if META.DP_FIRST:
             named_barrier_arrive_at(READ + CONSUMER, BOTH)
-        if META.TAKES_TURNS and CONSUMER == 1:
+        if META.PINGPONG and CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
     mbarrier.wait(barriers.kv_full.index(0), 0)
     at, values = first_query_head(block, scores, MODS, META)
@@ -275,7 +274,7 @@ def _compute(
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(tiles.ds, tiles.k, last, zero, CONSUMER, META)
         drawn = drawn_weights(draws, at.h, row, n_start, BLOCK_M, True, META)
-        if META.TAKES_TURNS:
+        if META.PINGPONG:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         i, j = columns[None, :], rows[:, None]
         head = head_at(at, values, block, scores, META)
@@ -294,7 +293,7 @@ def _compute(
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
         is_there = m_block + 1 < iterations  # the next one
-        if META.TAKES_TURNS:
+        if META.PINGPONG:
             if CONSUMER == 0:
                 named_barrier_arrive_at(TURN + 1 + zero, BOTH)
             elif is_there:
@@ -416,7 +415,7 @@ def _attn_bwd_one_pass_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
 
 
 def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> None:
-    """`backward.hopper_backward` where `fused_unsupported` has nothing against it; the bits of dq vary from run to run."""
+    """Launches the fused backward, of calls that `fused_unsupported` does not name; the last bits of dq vary from run to run."""
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or fused_tile(x)
     dim, size = tile.head_dim, tile.queries
@@ -435,7 +434,7 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
         DIM=dim,
         DP_FIRST=tile.dp_first,
         IS_AHEAD=tile.is_ahead,
-        TAKES_TURNS=tile.takes_turns,
+        PINGPONG=tile.takes_turns,
         DV_WITH_DK=tile.dv_with_dk,
         DOUT_APART=tile.dout_apart,
         DQ_STAGES=tile.dq_stages,

@@ -11,13 +11,13 @@ from triton.experimental.gluon import language as gl
 BOTH = gl.constexpr(2 * 128)  # threads of two warpgroups
 
 # Forward
-PINGPONG = gl.constexpr(9)  # the first of one for each consumer; of two of them one hands on the turn and the other waits for it
+PINGPONG = gl.constexpr(9)  # the first of one for each consumer, which waits at it until the one before has issued its products
 
-# Backward in one kernel. Of ds there are two tiles, for turns of either parity, and so two barriers for each warpgroup.
-READ = gl.constexpr(5)  # the first of four, by parity of the turn whose ds was read and by who has read it
-WRITTEN = gl.constexpr(9)  # the first of four, by parity of the turn and by who has written its ds
+# Fused backward. There are two tiles of ds, for even and odd iterations, and so two barriers for each warpgroup.
+READ = gl.constexpr(5)  # the first of four, by parity of the iteration whose ds was read and by the consumer that has read it
+WRITTEN = gl.constexpr(9)  # the first of four, by parity of the iteration and by the consumer that has written its ds
 LAST = gl.constexpr(13)
-TURN = gl.constexpr(14)  # the first of two, by whose turn it is to compute p
+TURN = gl.constexpr(14)  # the first of two, one of each consumer, which computes p when the other has done so
 
 # dk and dv, columns split between the warpgroups
 P_WRITTEN = gl.constexpr(9)
@@ -46,7 +46,7 @@ def _barrier_assembly_at(operation, threads):
     return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
 
 
-# The same, with a barrier that is known only when it runs.
+# The same, with a barrier that is known only at run time.
 @gluon.jit
 def named_barrier_sync_at(barrier, THREADS: gl.constexpr):
     assembly: gl.constexpr = _barrier_assembly_at("sync", THREADS)

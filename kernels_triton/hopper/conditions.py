@@ -1,6 +1,6 @@
 """Which problems the kernels for sm_90 take, with which tile, and which of them were measured to be faster there.
 
-In q, k and v of a half type; the FP8 kernels have conditions of their own.
+For q, k and v in 16 bits; the FP8 kernels have conditions of their own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NARROWEST = 256  # window that was measured: what the sums of dq cost goes with
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
 
-def kind_of(problem: Problem) -> tuple[Kind, float]:
-    """Returns which of a row's lengths counts, and the share of all (query, key) pairs that is seen."""
+def mask_class(problem: Problem) -> tuple[Kind, float]:
+    """Returns the mask class, by which a row's shortest length is chosen, and the share of all (query, key) pairs that is seen."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
         return "loaded", 1.0
@@ -44,12 +44,12 @@ def kind_of(problem: Problem) -> tuple[Kind, float]:
 
 
 def _heads_that_share(problem: Problem) -> int:
-    """The most query heads of one key head that a warpgroup's rows may be: a power of two."""
+    """Returns how many query heads of one key head a warpgroup's rows may be at most: a power of two."""
     return min(problem.group_size & -problem.group_size, ROWS.value)
 
 
 def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
-    """How many query heads of one key head share a tile: a power of two, above 1 where the queries leave half of it empty."""
+    """Returns how many query heads of one key head share a tile: a power of 2, above 1 where queries leave half of it empty."""
     x = problem
     if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
         return 1
@@ -57,17 +57,17 @@ def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
 
 
 def rows_of_a_tile(problem: Problem) -> int:
-    """The rows, at most, of a tile that all queries of its heads fit in."""
+    """Returns how many rows, at most, hold all queries of the heads of a tile."""
     x = problem
     return x.longest_q if x.block_mask is not None else x.longest_q * _heads_that_share(x)
 
 
 def forward_tile(problem: Problem) -> HopperTile:
-    """The committed one; what is drawn for dropout needs registers as modified scores do."""
+    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
     length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
     is_modified = x.is_modified or x.dropout_p > 0
-    kind, rows = kind_of(x)[0], rows_of_a_tile(x)
+    kind, rows = mask_class(x)[0], rows_of_a_tile(x)
     return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
 
 
@@ -84,7 +84,7 @@ def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | Non
 def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
     """Returns what the problem lacks, in length or work, to be faster with its row; None: nothing."""
     x = problem
-    kind, share = kind_of(x)
+    kind, share = mask_class(x)
     longest = max(x.longest_q, x.longest_kv)
     needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
     if x.dropout_p > 0:
@@ -172,9 +172,9 @@ def backward_slower(problem: Problem) -> str | None:
 
 
 def fused_tile(problem: Problem) -> HopperOnePassTile:
-    """The committed one; what is drawn for dropout needs registers as modified scores do."""
+    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
-    kind = "modified" if x.dropout_p > 0 else kind_of(x)[0]
+    kind = "modified" if x.dropout_p > 0 else mask_class(x)[0]
     return select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1], kind)
 
 

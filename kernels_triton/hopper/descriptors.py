@@ -25,7 +25,7 @@ FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5
 
 
 def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
-    """Tiles of `rows` tokens and `width` columns of one head, or `heads` neighbouring ones, of x, in a half type or FP8.
+    """Tiles of `rows` tokens and `width` columns of one head, or `heads` neighbouring ones, of x, in 16 bits or FP8.
 
     x: [b, s, h, d] or [total, h, d].
     The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
@@ -41,7 +41,7 @@ def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> Tenso
 
 
 def batch_steps(x: Tensor) -> tuple[int, int] | None:
-    """How far apart batch elements are, in (tokens, heads), one of them 0; None where that is a multiple of neither's stride.
+    """Returns how far apart batch elements are in (tokens, heads), one of them 0; None if a multiple of neither's stride.
 
     Where there is one head, the batch elements are the descriptor's heads.
     """
@@ -69,7 +69,7 @@ def batch_steps_of(*tensors: Tensor) -> list[int]:
 
 
 def descriptor_error(name: str, x: Tensor) -> str | None:
-    """None if TMA can read and write x tile by tile, else why not."""
+    """Returns why TMA cannot read and write x tile by tile; None: it can."""
     if x.data_ptr() % 16:
         return f"{name} begins at an address that is no multiple of 16 bytes"
     unit = 16 // x.element_size()

@@ -147,7 +147,8 @@ def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _bits(word, threshold, FIRST: gl.constexpr):
-    # Whether its lower half keeps a weight, and the whole, of which the lower half changes nothing, another.
+    # Two bits: the lower half of the word decides about one weight, the upper half about another. (The lower half changes nothing
+    # in the second comparison.)
     return gl.where(word << 16 >= threshold, 1 << FIRST, 0) | gl.where(word >= threshold, 2 << FIRST, 0)
 
 
@@ -209,13 +210,13 @@ def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def kept_gradient(dp, drawn, state, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
-    # d loss / d weight, before the row's delta is taken from it.
+    # The gradient of a weight, before the row's delta is taken from it
     return scaled(kept(dp, drawn, KEYS_ARE_ROWS, META), state, META)
 
 
 @gluon.jit
 def scaled(x, state, META: gl.constexpr):
-    # What was summed over kept weights, by what makes up for the others.
+    # Sums over kept weights, scaled to make up for the dropped ones
     if META.HAS_DROPOUT:
         x = x * state.keep_scale
     return x

@@ -2,8 +2,8 @@
 
 Each consumer warpgroup has 64 queries. It issues the scores of one block of keys and, before it looks at them, the product of the
 block before with v, so that the softmax of one runs under the matrix product of the other; two or three consumers also take turns
-at the matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Behaviour is that of `forward.attention_forward`, which runs
-what `conditions.forward_unsupported` names.
+at the matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Results are those of `portable/forward.py`, which runs
+the calls that `conditions.forward_unsupported` names.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: 
 
 @with_features
 class ForwardMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that a kernel is compiled for, besides `Features`."""
 
     HAS_SINK: bool
     HAS_OFFSET: bool
@@ -103,9 +103,9 @@ class ForwardMeta(NamedTuple):
     OUT_PARTS: int
     REGISTERS: int
     HAS_IDLE: bool  # a tile may leave consumers without queries
-    SKIPS: bool  # consumers pass over the blocks of keys that none of their queries sees
+    SKIPS: bool  # consumers skip the blocks of keys that none of their queries sees
     Q_STAGES: int
-    HAS_RUNS: bool  # of whole blocks of keys, among others that a band or a block mask may cut: a loop without masks
+    UNMASKED_LOOP: bool  # a loop without masks, for blocks of keys that all queries see, among others that may be cut
     HAS_CUT_LOOP: bool  # a loop with masks, for blocks that may be cut, as are most in a narrow window
     NUMBERS: int  # that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, and
     # of a block mask what `listed_keys` and `_unmasked_blocks` find
@@ -126,7 +126,7 @@ class Steps(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What is not stored by a descriptor."""
+    """Results that no descriptor stores."""
 
     lse_ptr: Any
     max_logit_ptr: Any  # or None; [h], -inf before
@@ -170,14 +170,14 @@ class WorkTile(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Of a consumer's iterations those from `begin` up to `end`."""
+    """A consumer's iterations from `begin` up to `end`."""
 
     begin: Any
     end: Any
 
 
 class Invariants(NamedTuple):
-    """What is the same for all blocks of keys that a consumer's queries see."""
+    """Values that are the same for all blocks of keys that a consumer's queries see."""
 
     num_blocks: Any
     block_range: Any  # what `key_block` finds them by
@@ -194,7 +194,7 @@ class Invariants(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a consumer has summed over its first `iterations` blocks of keys."""
+    """Sums of a consumer over its first `iterations` blocks of keys."""
 
     iterations: Any
     row_max: Any
@@ -435,7 +435,7 @@ def _run(
     s, factor = _visible_scores(qk, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, sums.row_max, sums.row_sum, factor, drawn, DTYPE, META)
     acc = sums.acc
-    if META.HAS_RUNS:
+    if META.UNMASKED_LOOP:
         acc = rescaled(acc, correction, META)
     carry = Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block + 1)
     iteration += 1
@@ -544,7 +544,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             zeros=zeros,
         )
         sums = Sums(iterations=0, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block)
-        if META.HAS_RUNS:
+        if META.UNMASKED_LOOP:
             if META.BLOCK_SIZE_Q > 0:
                 unmasked = Span(begin=numbers[META.NUMBERS - 2], end=numbers[META.NUMBERS - 1])
             else:
@@ -554,7 +554,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                 last = unmasked.end
             while sums.iterations < last:
                 sums = _run(sums, unmasked, same, buffers, CONSUMER, False, MODS, META)
-        if META.HAS_CUT_LOOP or not META.HAS_RUNS:
+        if META.HAS_CUT_LOOP or not META.UNMASKED_LOOP:
             following = sums.iterations + 1
             if following <= own_num_blocks:
                 rest = Span(begin=following, end=own_num_blocks)
@@ -691,7 +691,7 @@ def hopper_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """`forward.attention_forward` for a problem that `forward_unsupported` has nothing against.
+    """Launches the forward, of calls that `forward_unsupported` does not name.
 
     group: query heads of a tile; None: `heads_of_a_tile`.
     splits: parts of the keys; None: `number_of_splits`.
@@ -730,7 +730,7 @@ def hopper_forward(
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or is_banded),
         Q_STAGES=tile.q_stages,
-        HAS_RUNS=(is_banded and not is_narrow) or x.block_mask is not None,
+        UNMASKED_LOOP=(is_banded and not is_narrow) or x.block_mask is not None,
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
     )

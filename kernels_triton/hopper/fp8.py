@@ -1,7 +1,7 @@
-"""What the FP8 kernels for Hopper (sm_90) share: operands with their scales, transposed tiles, fp8 tiles packed by four.
+"""Parts that the FP8 kernels for Hopper (sm_90) share: operands with their scales, transposed tiles, fp8 tiles packed by four.
 
 FP8 wgmma reads both operands along the dim that is summed over, so what a product with p or ds needs comes transposed: tiles of
-`BLOCK` tokens of one head, [d, BLOCK], which `hopper_fp8_quantize` writes. A tile has its tokens in an order of its own, in each
+`BLOCK` tokens of one head, [d, BLOCK], which `quantize` writes. A tile has its tokens in an order of its own, in each
 group of 16 the tokens 2t, 2t + 1, 8 + 2t, 9 + 2t for t = 0 .. 3: so the accumulator of one product, packed by four, is the operand
 of the next as it stands, without a shuffle.
 """
@@ -39,7 +39,7 @@ class Descale(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What a tensor in FP8 is to be multiplied with: x is about x8 * descale."""
+    """The numbers that a tensor in FP8 is to be multiplied with: x is about x8 * descale."""
 
     descale: Tensor  # fp32 [b, h, blocks], positive; h are that tensor's heads; a dim along which it does not vary may be 1
     block_rows: int = 0  # tokens of a block, counted within each sequence; 0: one block for all
@@ -72,7 +72,7 @@ class BackwardDescales(NamedTuple):
 
 @gluon.jit
 def allocate_factors(STAGES: gl.constexpr):
-    # Of each block that a backward goes through, what its scores and its dp are multiplied with
+    # Two factors for each stage: of the scores and of dp of the block in it
     return gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -100,7 +100,7 @@ def scales_of(problem: Problem) -> tuple[Scale, ...]:
 
 
 def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple: int) -> str | None:
-    """None if the kernels take the scale of a tensor with so many heads, whose blocks must be multiples of so many rows."""
+    """Returns why the kernels do not take a tensor's scale; None: they do. multiple: of rows, that its blocks must be."""
     shape = scale.descale.shape
     if scale.descale.dtype is not torch.float32 or len(shape) != 3:
         dtype = str(scale.descale.dtype).removeprefix("torch.")
@@ -113,7 +113,7 @@ def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple:
 
 
 def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
-    """How many transposed tiles one head has: those of a sequence begin at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
+    """Number of transposed tiles of one head: those of a sequence begin at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
     return num_tokens // BLOCK.value + batch if is_ragged else batch * triton.cdiv(num_tokens, BLOCK.value)
 
 
@@ -141,7 +141,7 @@ def first_transposed_block(b, place, num_tokens, IS_RAGGED: gl.constexpr):
 
 @gluon.jit
 def load_descale(scale: Descale, b, h, row):
-    # Of the block that `row` is in; of each of them where it is a tile of rows.
+    # The descale of the block that `row` is in; a tile of descales for a tile of rows.
     return gl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
 
 

@@ -1,8 +1,8 @@
-"""Backward attention in FP8 on Hopper (sm_90) in Gluon: `hopper_backward` with scores and dp from FP8 operands.
+"""Backward attention in FP8 on Hopper (sm_90) in Gluon: `backward` with scores and dp from FP8 operands.
 
-As in `hopper_fp8_one_pass` the products with p and ds are 16-bit, for the reasons that are given there, and q, k and dout are read
-in both forms. One kernel for dq, one for dk and dv, each bitwise repeatable, for head dims up to 256. What is read in FP8 is
-released once dp is there, what is read in a half type at the end of a turn, so that each has slots of its own.
+As in `fp8_backward_fused` the products with p and ds are 16-bit, for the reasons that are given there, and q, k and dout are read
+in both forms. One kernel for dq, one for dk and dv, each bitwise repeatable, for head dims up to 256. FP8 tiles are released
+once dp is there, 16-bit tiles at the end of an iteration, so that each has stages of its own.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
 class Fp8BackwardTile(NamedTuple):
-    """A row for the FP8 backward on sm_90 in two kernels, as `configs.HopperBackwardTile`; no other was timed."""
+    """A row for the FP8 backward on sm_90 in two kernels, as `HopperBackwardTile`; no other was timed."""
 
     head_dim_qk: int
     head_dim_v: int
     block_n: int  # keys that dq takes at a time
-    dq_stages: tuple[int, int]  # in shared memory: of k and v in FP8, and of k in a half type
+    dq_stages: tuple[int, int]  # in shared memory: of k and v in FP8, and of k in 16 bits
     block_m: int  # queries that dk and dv take at a time
-    # Of q and dout in FP8, and in a half type of dout and of q, which are as many unless columns are split.
+    # Of q and dout in FP8, and in 16 bits of dout and of q, which are as many unless columns are split.
     dkdv_stages: tuple[int, int, int]
     splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
 
@@ -125,14 +125,14 @@ FP8_BACKWARD = (
     Fp8BackwardTile(128, 128, 128, (2, 2), 64, (2, 2, 2), False),
     Fp8BackwardTile(128, 128, 64, (2, 2), 32, (2, 2, 2), False),
     Fp8BackwardTile(192, 128, 64, (2, 2), 32, (2, 2, 2), False),
-    # q, in a half type, has most of a turn to come in: of all four its one slot is missed least.
+    # q in 16 bits has most of an iteration to come in: of all four its second stage is missed least.
     Fp8BackwardTile(256, 256, 64, (2, 2), 64, (2, 2, 1), True),
 )
 
 
 @with_features
 class Fp8BackwardMeta(NamedTuple):
-    """What the kernels are compiled for."""
+    """Constants that a kernel is compiled for, besides `Features`."""
 
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
@@ -142,9 +142,9 @@ class Fp8BackwardMeta(NamedTuple):
     QK1: int
     V0: int
     STAGES: int  # in shared memory, of what is in FP8
-    STAGES16: int  # in a half type, of k or of dout
+    STAGES16: int  # in 16 bits, of k or of dout
     STAGES_Q16: int
-    OWN_TILES: bool  # for the gradients, which else leave through tiles of a half type
+    OWN_TILES: bool  # for the gradients, which else leave through tiles of 16 bits
     SPLITS_COLUMNS: bool  # of dk and dv between the warpgroups, rather than rows
 
 
@@ -280,7 +280,7 @@ def _dq_compute(
             dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
         release(barriers.empty16, n_block, META.STAGES16)
     if not META.OWN_TILES:
-        named_barrier_sync(LAST, BOTH)  # k in a half type was the other warpgroup's too; now it is no longer needed
+        named_barrier_sync(LAST, BOTH)  # k in 16 bits was the other warpgroup's too; now it is no longer needed
     tiles.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * args.scores.scale).to(DTYPE))
     if QK1 > 0:
         tiles.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * args.scores.scale).to(DTYPE))
@@ -471,7 +471,7 @@ def _dkdv_compute(
         release(barriers.empty16, m_block, META.STAGES16)
         at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     if not META.OWN_TILES:
-        named_barrier_sync(LAST, BOTH)  # what is in a half type was the other warpgroup's too; now it is no longer needed
+        named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
     tiles.dk.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * args.scores.scale).to(DTYPE))
     if QK1 > 0:
         tiles.dk.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * args.scores.scale).to(DTYPE))
@@ -559,7 +559,7 @@ def _dkdv_compute_columns(
         release(barriers.empty16, m_block, META.STAGES16)
         at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     if not META.OWN_TILES:
-        named_barrier_sync(LAST, BOTH)  # what is in a half type was the other warpgroup's too; now it is no longer needed
+        named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
     tiles.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * args.scores.scale).to(DTYPE))
     tiles.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(dv.to(DTYPE))
     fence_async_shared()
@@ -674,15 +674,13 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 
 def slower(problem: Problem) -> str | None:
-    """Returns why the two kernels in a half type would be slower than others, which this was measured to be faster than
+    """Returns why the two kernels in 16 bits would be slower than others, which this was measured to be faster than
     (bench/results/fp8_kernels_h200.json), without what those need dequantised; None: they would not."""
     return backward_slower(problem)
 
 
 def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
-    """`hopper_backward.hopper_backward` in FP8, for what is not `unsupported`; arguments as of
-    `hopper_fp8_one_pass.fp8_one_pass_backward`.
-    """
+    """Launches the two kernels of a backward in FP8, of calls that are not `unsupported`; arguments as of `fp8_fused_backward`."""
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)

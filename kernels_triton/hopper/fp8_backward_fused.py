@@ -1,4 +1,4 @@
-"""Backward attention in FP8 on Hopper (sm_90) in Gluon, in one pass: `hopper_one_pass` with scores and dp from FP8 operands.
+"""Backward attention in FP8 on Hopper (sm_90) in Gluon, in one kernel: `backward_fused` with scores and dp from FP8 operands.
 
 The products with p and ds are 16-bit. In FP8 each of theirs would need the largest of a tile's rows, a scale, and a sum of its own
 that is added in fp32, as Hopper adds FP8 products up in some 14 bits: that takes longer than the tensor cores save. So no operand
@@ -86,10 +86,10 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
 class Fp8OnePassTile(NamedTuple):
-    """A row for the FP8 backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v."""
+    """A row for the FP8 backward on sm_90 in one kernel: it serves head dims up to `head_dim`, of q and k and of v."""
 
     head_dim: int
-    queries: int  # of a turn, and of a tile of statistics and of dq
+    queries: int  # of an iteration, and of a tile of statistics and of dq
     dq_stages: int  # of dq in shared memory
 
 
@@ -99,7 +99,7 @@ FP8_ONE_PASS = (Fp8OnePassTile(64, 128, 1), Fp8OnePassTile(64, 64, 2), Fp8OnePas
 
 @with_features
 class Fp8OnePassMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that a kernel is compiled for, besides `Features`."""
 
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
@@ -352,7 +352,7 @@ def _compute(buffers: Buffers, block: Block, args: Arguments, CONSUMER: gl.const
         named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
         named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
         sum_of_k = dq_product(tiles.ds, tiles.k16, last, zero, CONSUMER, META)
-        # The next turn's scores under these; in the last iteration its own again, for nothing.
+        # The next iteration's scores under these; in the last iteration its own again, for nothing.
         is_there = m_block + 1 < iterations
         next_stage = gl.where(is_there, (m_block + 1) % STAGES, stage)
         next_phase = ((m_block + 1) // STAGES) & 1
@@ -374,7 +374,7 @@ def _compute(buffers: Buffers, block: Block, args: Arguments, CONSUMER: gl.const
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         write_dq(dq, ring, iterations - 1, CONSUMER, META)
         hand_over_dq(ring, iterations - 1, META)
-    named_barrier_sync(LAST, BOTH)  # k and dout in a half type were the other warpgroup's too; now they are no longer needed
+    named_barrier_sync(LAST, BOTH)  # k and dout in 16 bits were the other warpgroup's too; now they are no longer needed
     tiles.k16.index(CONSUMER).reshape([ROWS, DIM]).store((dk * args.scores.scale).to(DTYPE))
     tiles.dout16.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
     fence_async_shared()
@@ -454,15 +454,15 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 
 def slower(problem: Problem) -> str | None:
-    """Returns why the fused backward in a half type would be slower than others: this is faster where that is, as that needs a
+    """Returns why the fused backward in 16 bits would be slower than others: this is faster where that is, as that needs a
     dequantisation first; None: it would not."""
     return fused_slower(problem)
 
 
 def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) -> None:
-    """`hopper_one_pass.one_pass_backward` in FP8, for what is not `unsupported`.
+    """Launches the fused backward in FP8, of calls that are not `unsupported`.
 
-    call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv contiguous, in a half type. The sums of dout with out
+    call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv contiguous, in 16 bits. The sums of dout with out
         are of what dout stands for, as dp is: else a query that sees one key would get a gradient.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv

@@ -1,6 +1,6 @@
-"""Forward attention in FP8 on Hopper (sm_90) in Gluon: `hopper_forward` with fp8 operands, all products by QGMMA.
+"""Forward attention in FP8 on Hopper (sm_90) in Gluon: `forward` with fp8 operands, all products by QGMMA.
 
-q, k and v come in FP8 with scales per tensor, head, batch or block of rows; v comes transposed (`hopper_fp8`), and p is made fp8 in
+q, k and v come in FP8 with scales per tensor, head, batch or block of rows; v comes transposed (`fp8`), and p is made fp8 in
 the order of v's tokens, so that nothing is transposed or shuffled here. The tensor cores add fp8 products up in about 14 bits: the
 product with v of each block of keys is an accumulator of its own, added in fp32 to the rest by the multiply-add that rescales it.
 """
@@ -108,7 +108,7 @@ FP8_FORWARD = (
 
 
 SHORTEST = 2048
-"""Of the longest sequence, from which it was measured (bench/results/fp8_hopper_h200.json, beside bf16)."""
+"""Tokens of the longest sequence from which it was measured (bench/results/fp8_hopper_h200.json, beside bf16)."""
 
 
 def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> Fp8Tile:
@@ -119,7 +119,7 @@ def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = Fa
 
 @with_features
 class Fp8ForwardMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that a kernel is compiled for, besides `Features`."""
 
     HAS_IDLE: bool  # this and the next three as in the 16-bit kernel, for what both share
     SKIPS: bool
@@ -194,7 +194,7 @@ class QuerySequence(NamedTuple):
 
 
 class Invariants(NamedTuple):
-    """What is the same for all blocks of keys that a consumer's queries see."""
+    """Values that are the same for all blocks of keys that a consumer's queries see."""
 
     num_blocks: Any
     block_range: Any  # what `key_block` finds them by
@@ -213,7 +213,7 @@ class Invariants(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from one block of keys to the next."""
+    """Sums that the loop over blocks of keys carries."""
 
     row_max: Any
     row_sum: Any
@@ -348,7 +348,7 @@ def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def _once(sums):
-    # Of `_COLUMNS` columns, which are alike, one in each thread
+    # One column in each thread, of `_COLUMNS` that are alike
     one, _ = gl.split(gl.reshape(sums, [ROWS, _COLUMNS // 2, 2]))
     return one
 
@@ -649,10 +649,10 @@ def hopper_fp8_forward(
     lse: Tensor,
     tile: Fp8Tile | None = None,
 ) -> None:
-    """`hopper_forward.hopper_forward` in FP8, for what is not `unsupported`.
+    """Launches the forward in FP8, of calls that are not `unsupported`.
 
     problem: q and k in FP8; of its v only the shape is read.
-    v_transposed: [h_kv, blocks, d_v, BLOCK], as `hopper_fp8_quantize` writes it.
+    v_transposed: [h_kv, blocks, d_v, BLOCK], as `quantize` writes it.
     scales: of q, k and v.
     out: bf16 or fp16, [.., h, d_v] laid out as q or otherwise.
     """

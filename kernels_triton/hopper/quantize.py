@@ -1,6 +1,6 @@
 """Quantisation for the FP8 kernels of sm_90: a tensor is read once and written in FP8, as it lies, transposed, or both.
 
-Transposed, it is tiles of `hopper_fp8.BLOCK` tokens, [d, BLOCK], in whose rows four tokens that belong together are neighbours:
+Transposed, it is tiles of `fp8.BLOCK` tokens, [d, BLOCK], in whose rows four tokens that belong together are neighbours:
 they are brought together first, so that what is transposed has 32 bits.
 """
 
@@ -183,7 +183,7 @@ def quantize(
         which only the transposed tiles are made.
     scale: of x.
     rows: laid out as x or otherwise. Padding is neither read nor written.
-    transposed: as `hopper_fp8.empty_transposed` gives it; what is past a sequence's end in its last tile becomes 0.
+    transposed: as `fp8.empty_transposed` gives it; what is past a sequence's end in its last tile becomes 0.
 
     Finite numbers saturate, infinities and NaN become NaN.
     """
@@ -262,7 +262,7 @@ def _dequantize_kernel(
 
 
 def dequantize(problem: Problem, side: Literal["q", "kv"], x: Tensor, scale: Scale, out: Tensor) -> Tensor:
-    """out = x * descale, in a half type, laid out as x or otherwise; padding is neither read nor written."""
+    """out = x * descale, in 16 bits, laid out as x or otherwise; padding is neither read nor written."""
     of_side = side_of(problem, side)
     heads, head_dim = x.shape[-2:]
     meta = problem.meta(_TILE, (x, out))

@@ -9,12 +9,13 @@ from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, expo
 from flexattn.kernels_triton.hopper.dropout import kept
 from flexattn.kernels_triton.hopper.operands import pack_pairs
 
-_RISE = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which what is summed is not rescaled
+_RESCALE_THRESHOLD = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which sums are not rescaled
 
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread's part of acc by decay: of two rows in turn, two columns each. Nothing where no row of the warp decays.
+    # A thread's part of acc times the correction factors of its two rows, two columns of each after the other. Skipped where all
+    # rows of the warp have a factor of 1.
     lines = [
         "{ .reg .pred p, q;",
         f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.f32 q, ${2 * count + 2}, 0f3F800000;",
@@ -30,16 +31,16 @@ def _rescale_constraints(count):
 
 
 @gluon.jit
-def rescaled(acc, decay, META: gl.constexpr):
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+def rescaled(acc, correction, META: gl.constexpr):
+    correction = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
     if META.LAZY:
         COUNT: gl.constexpr = META.V0 // 2  # of a thread
         assembly: gl.constexpr = _rescale_assembly(COUNT)
         constraints: gl.constexpr = _rescale_constraints(COUNT)
-        acc, decay = gl.broadcast(acc, decay)
-        return gl.inline_asm_elementwise(assembly, constraints, [acc, decay], dtype=gl.float32, is_pure=False, pack=COUNT)
+        acc, correction = gl.broadcast(acc, correction)
+        return gl.inline_asm_elementwise(assembly, constraints, [acc, correction], dtype=gl.float32, is_pure=False, pack=COUNT)
     else:
-        return acc * decay
+        return acc * correction
 
 
 @gluon.jit
@@ -52,7 +53,7 @@ def _row_maximum(s, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def sums_of_threads(p, COLUMNS: gl.constexpr):
-    # [rows, 4]: what each of the four threads that share a row has of it, so that these exchange nothing until the end
+    # [rows, 4]: the sums of the four threads that share a row, apart, so that these exchange nothing until the end
     return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
 
 
@@ -64,27 +65,27 @@ def for_threads(x, sums):
 
 @gluon.jit
 def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
-    # (the weights as pairs, the rows' maximum and sum, what is summed already is to be multiplied with). The maximum is in units of
-    # log2, but of unbounded logits exact.
+    # (weights in pairs, row maximum, row sum, correction factor of earlier sums). The maximum is in units of log2, but of unbounded
+    # logits exact.
     if META.IS_UNBOUNDED:
         new_max = _row_maximum(qk, META.BLOCK_N)
         if META.LAZY:
-            new_max = gl.where(new_max - row_max > _RISE * LN2, new_max, row_max)
+            new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD * LN2, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
         factor = exponent_factor(new_max)
         origin = exponent_origin(new_max, factor, 0.0)
         p = gl.exp2(gl.fma(qk, factor[:, None], -origin[:, None]))
-        decay = gl.exp2(exponent_origin(row_max, factor, 0.0) - origin)
+        correction = gl.exp2(exponent_origin(row_max, factor, 0.0) - origin)
     else:
         new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
         if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
-            new_max = gl.where(new_max - row_max > _RISE, new_max, row_max)
+            new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
         origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
         p = gl.exp2(qk * scale_log2 - origin[:, None])
-        decay = gl.exp2(row_max - origin)
-    row_sum = row_sum * for_threads(decay, row_sum) + sums_of_threads(p, META.BLOCK_N)
+        correction = gl.exp2(row_max - origin)
+    row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
-    return pairs, new_max, row_sum, decay
+    return pairs, new_max, row_sum, correction
