@@ -26,11 +26,11 @@ KERNELS = {
     "forward": "_attn_fwd_hopper_kernel",
     "dq": "_attn_bwd_dq_hopper_kernel",
     "dkdv": "_attn_bwd_dkdv_hopper_kernel",
-    "fused": "_attn_bwd_one_pass_hopper_kernel",
+    "fused": "_attn_bwd_fused_hopper_kernel",
     "fp8-forward": "_attn_fwd_fp8_hopper_kernel",
     "fp8-dq": "_attn_bwd_dq_fp8_hopper_kernel",
     "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
-    "fp8-fused": "_attn_bwd_one_pass_fp8_hopper_kernel",
+    "fp8-fused": "_attn_bwd_fused_fp8_hopper_kernel",
 }
 """Every Gluon kernel, by what `play --emulate` calls it."""
 
@@ -90,16 +90,16 @@ Prepared = tuple[tuple[ModuleType, ...], Callable[[], Results], Callable[[Result
 def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.bench.emulated_fp8 import prepare
     from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
     from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 
-    return (hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_one_pass), *prepare(kernel, small, tensors)
+    return (hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_fused), *prepare(kernel, small, tensors)
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import backward as hopper_backward
-    from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+    from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
     from flexattn.kernels_triton.hopper import forward as hopper_forward
 
     if kernel == "fused" and max(small.head_dim_qk, small.head_dim_v) > 128:
@@ -123,9 +123,9 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         out, lse = saved()
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
-        backward = hopper_one_pass.one_pass_backward if kernel == "fused" else hopper_backward.hopper_backward
+        backward = hopper_fused.fused_backward if kernel == "fused" else hopper_backward.hopper_backward
         backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
     direction = "forward" if kernel == "forward" else "backward"
-    return (hopper_forward, hopper_backward, hopper_one_pass), launch, functools.partial(checker.check, direction)
+    return (hopper_forward, hopper_backward, hopper_fused), launch, functools.partial(checker.check, direction)

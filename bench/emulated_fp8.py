@@ -38,7 +38,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
     """
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+    from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
     from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
     from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
     from flexattn.kernels_triton.hopper.quantize import quantize
@@ -81,10 +81,10 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
         return forward, check
     problem = dataclasses.replace(problem, descales=descales)
     out, lse = wanted[0].to(dout.dtype), wanted[1].float()
-    is_one_pass = kernel == "fp8-fused"
-    run = hopper_fp8_one_pass.fp8_one_pass_backward if is_one_pass else hopper_fp8_backward.fp8_backward
+    is_fused = kernel == "fp8-fused"
+    run = hopper_fp8_fused.fp8_fused_backward if is_fused else hopper_fp8_backward.fp8_backward
     with pretended_device(90, 1):
-        refuse((hopper_fp8_one_pass if is_one_pass else hopper_fp8_backward).unsupported(problem, out, dout8))
+        refuse((hopper_fp8_fused if is_fused else hopper_fp8_backward).unsupported(problem, out, dout8))
 
     def backward() -> dict[str, Tensor]:
         dq, dk, dv = (torch.full(t.shape, float("nan"), dtype=out.dtype) for t in (q, k, v))

@@ -221,7 +221,7 @@ HOPPER_FUSED = Family[Backward](
     slower=lambda call: _hopper("conditions").fused_slower(call.problem),
     tile=lambda call: _hopper("conditions").fused_tile(call.problem),
     blocks=_blocks_of_fused,
-    run=lambda call, tile: _run_backward(_hopper("backward_fused").one_pass_backward, call, tile),
+    run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -245,7 +245,7 @@ HOPPER_FP8_FUSED = Family[Backward](
     slower=lambda call: _hopper("fp8_backward_fused").slower(call.problem),
     tile=lambda call: _hopper("fp8_backward_fused").tile_of(call.problem),
     blocks=_blocks_of_fused,
-    run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_one_pass_backward, call, tile),
+    run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_fused_backward, call, tile),
 )
 
 HOPPER_FP8_TWO_KERNELS = Family[Backward](

@@ -378,7 +378,7 @@ def select_hopper_backward_tile(head_dim_qk: int, head_dim_v: int, *, is_modifie
     return tile._replace(block_n=64, v_stages=2) if is_modified and tile.block_n == 128 else tile
 
 
-class HopperOnePassTile(NamedTuple):
+class HopperFusedTile(NamedTuple):
     """A row for the backward on sm_90 in one pass: it serves head dims up to `head_dim`, of q and k and of v.
 
     Percentages without a source are of bench/results/one_pass_orders_h200.json, at 16384 tokens.
@@ -414,9 +414,9 @@ class HopperOnePassTile(NamedTuple):
     flops_from: int = HOPPER_FLOPS
 
 
-# The rows of a head dim in the order of `select_hopper_one_pass_tile`. A call with dropout has the length of its own band too.
-HOPPER_ONE_PASS = (
-    HopperOnePassTile(
+# The rows of a head dim in the order of `select_hopper_fused_tile`. A call with dropout has the length of its own band too.
+HOPPER_FUSED = (
+    HopperFusedTile(
         64,
         queries=128,
         dp_first=True,
@@ -427,7 +427,7 @@ HOPPER_ONE_PASS = (
         causal_from=1024,
         windowed_from=2048,
     ),
-    HopperOnePassTile(
+    HopperFusedTile(
         64,
         queries=64,
         dp_first=True,
@@ -440,10 +440,8 @@ HOPPER_ONE_PASS = (
         modified_from=1024,
         loaded_from=1024,
     ),
-    HopperOnePassTile(
-        128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dq_stages=2, dv_with_dk=True, open_from=512
-    ),
-    HopperOnePassTile(
+    HopperFusedTile(128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dq_stages=2, dv_with_dk=True, open_from=512),
+    HopperFusedTile(
         128,
         queries=64,
         dp_first=False,
@@ -458,8 +456,8 @@ HOPPER_ONE_PASS = (
 )
 
 
-def select_hopper_one_pass_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open") -> HopperOnePassTile:
+def select_hopper_fused_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open") -> HopperFusedTile:
     """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last."""
-    rows = [tile for tile in HOPPER_ONE_PASS if max(head_dim_qk, head_dim_v) <= tile.head_dim]
+    rows = [tile for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim]
     narrowest = [tile for tile in rows if tile.head_dim == rows[0].head_dim]
     return next((tile for tile in narrowest if getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])

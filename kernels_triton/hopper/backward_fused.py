@@ -24,7 +24,7 @@ from flexattn.kernels_triton.common.primitives import (
     through_mods,
 )
 from flexattn.kernels_triton.common.problem import Backward, with_features
-from flexattn.kernels_triton.common.tiles import HopperOnePassTile
+from flexattn.kernels_triton.common.tiles import HopperFusedTile
 from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
@@ -72,13 +72,13 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
 @with_features
-class OnePassMeta(NamedTuple):
+class FusedMeta(NamedTuple):
     """Constants that a kernel is compiled for, besides `Features`."""
 
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
-    DP_FIRST: bool  # this and what follows as in `HopperOnePassTile`
+    DP_FIRST: bool  # this and what follows as in `HopperFusedTile`
     IS_AHEAD: bool
     PINGPONG: bool
     DV_WITH_DK: bool
@@ -372,7 +372,7 @@ def _compute(
 
 
 @hopper_kernel
-def _attn_bwd_one_pass_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
+def _attn_bwd_fused_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
     of = args.descriptors
     DTYPE: gl.constexpr = of.q.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
@@ -414,7 +414,7 @@ def _attn_bwd_one_pass_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: 
     )
 
 
-def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> None:
+def fused_backward(call: Backward, tile: HopperFusedTile | None = None) -> None:
     """Launches the fused backward, of calls that `fused_unsupported` does not name; the last bits of dq vary from run to run."""
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or fused_tile(x)
@@ -427,7 +427,7 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
     dq_block = [ROWS.value, size * dim // (2 * ROWS.value)]
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
-    meta = OnePassMeta(
+    meta = FusedMeta(
         **x.features._asdict(),
         BLOCK_M=size,
         BLOCK_N=KEYS,
@@ -463,7 +463,7 @@ def one_pass_backward(call: Backward, tile: HopperOnePassTile | None = None) -> 
         dropout=x.dropout,
         lists=x.lists("q"),
     )
-    launch(_attn_bwd_one_pass_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
+    launch(_attn_bwd_fused_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
     convert_dq(x, dq_sums, tiles, size, dq)
     if has_lengths:
         zero_padding(x, dq, "q")

@@ -14,11 +14,11 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_SHARED_FROM,
     NEVER,
     HopperBackwardTile,
-    HopperOnePassTile,
+    HopperFusedTile,
     HopperTile,
     Kind,
     select_hopper_backward_tile,
-    select_hopper_one_pass_tile,
+    select_hopper_fused_tile,
     select_hopper_tile,
 )
 from flexattn.kernels_triton.hopper.descriptors import DTYPES, descriptor_error
@@ -81,14 +81,14 @@ def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | Non
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperOnePassTile) -> str | None:
+def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperFusedTile) -> str | None:
     """Returns what the problem lacks, in length or work, to be faster with its row; None: nothing."""
     x = problem
     kind, share = mask_class(x)
     longest = max(x.longest_q, x.longest_kv)
     needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
     if x.dropout_p > 0:
-        head_dim = tile.head_dim if isinstance(tile, HopperOnePassTile) else tile.head_dim_qk
+        head_dim = tile.head_dim if isinstance(tile, HopperFusedTile) else tile.head_dim_qk
         own = needed if kind not in ("open", "causal") else {}
         needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
     for name, shortest in needed.items():
@@ -171,11 +171,11 @@ def backward_slower(problem: Problem) -> str | None:
     return slower_for_few_keys(x, tile.keys) or slower_by_row(x, tile)
 
 
-def fused_tile(problem: Problem) -> HopperOnePassTile:
+def fused_tile(problem: Problem) -> HopperFusedTile:
     """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
     kind = "modified" if x.dropout_p > 0 else mask_class(x)[0]
-    return select_hopper_one_pass_tile(x.q.shape[-1], x.v.shape[-1], kind)
+    return select_hopper_fused_tile(x.q.shape[-1], x.v.shape[-1], kind)
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

@@ -85,7 +85,7 @@ from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
-class Fp8OnePassTile(NamedTuple):
+class Fp8FusedTile(NamedTuple):
     """A row for the FP8 backward on sm_90 in one kernel: it serves head dims up to `head_dim`, of q and k and of v."""
 
     head_dim: int
@@ -94,11 +94,11 @@ class Fp8OnePassTile(NamedTuple):
 
 
 # bench/results/fp8_one_pass_orders_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.
-FP8_ONE_PASS = (Fp8OnePassTile(64, 128, 1), Fp8OnePassTile(64, 64, 2), Fp8OnePassTile(128, 64, 1))
+FP8_FUSED = (Fp8FusedTile(64, 128, 1), Fp8FusedTile(64, 64, 2), Fp8FusedTile(128, 64, 1))
 
 
 @with_features
-class Fp8OnePassMeta(NamedTuple):
+class Fp8FusedMeta(NamedTuple):
     """Constants that a kernel is compiled for, besides `Features`."""
 
     IS_PLAIN: bool  # a logit is a scaled score
@@ -382,7 +382,7 @@ def _compute(buffers: Buffers, block: Block, args: Arguments, CONSUMER: gl.const
 
 
 @hopper_kernel
-def _attn_bwd_one_pass_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
+def _attn_bwd_fused_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
     of = args.descriptors
     DTYPE: gl.constexpr = of.k16.dtype
@@ -437,12 +437,12 @@ def _attn_bwd_one_pass_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, ME
     )
 
 
-def tile_of(problem: Problem) -> Fp8OnePassTile:
+def tile_of(problem: Problem) -> Fp8FusedTile:
     """The narrowest row that serves the head dims, which are at most 128; of 64 queries where scores are more than a product."""
     x = problem
     most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
     width = max(x.q.shape[-1], x.v.shape[-1])
-    return next(tile for tile in FP8_ONE_PASS if width <= tile.head_dim and tile.queries <= most)
+    return next(tile for tile in FP8_FUSED if width <= tile.head_dim and tile.queries <= most)
 
 
 def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
@@ -459,7 +459,7 @@ def slower(problem: Problem) -> str | None:
     return fused_slower(problem)
 
 
-def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) -> None:
+def fp8_fused_backward(call: Backward, tile: Fp8FusedTile | None = None) -> None:
     """Launches the fused backward in FP8, of calls that are not `unsupported`.
 
     call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv contiguous, in 16 bits. The sums of dout with out
@@ -477,7 +477,7 @@ def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) ->
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: q and dout in both forms, dq in fp32
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
     q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
-    meta = Fp8OnePassMeta(
+    meta = Fp8FusedMeta(
         **x.features._asdict(),
         IS_PLAIN=is_plain(x.features),
         BLOCK_M=size,
@@ -520,7 +520,7 @@ def fp8_one_pass_backward(call: Backward, tile: Fp8OnePassTile | None = None) ->
         scores=x.scores,
         lists=x.lists("q"),
     )
-    launch(_attn_bwd_one_pass_fp8_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
+    launch(_attn_bwd_fused_fp8_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
     convert_dq(x, dq_sums, tiles, size, dq)
     if has_lengths:
         zero_padding(x, dq, "q")

@@ -27,8 +27,8 @@ def test_cases_reach_every_kernel_that_attends(forked_python: FreshPython) -> No
     done = forked_python("-c", LAUNCHED)
     assert done.returncode == 0, done.stderr
     portable = {f"_attn_{name}_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_dbias")}
-    hopper = {f"_attn_{name}_hopper_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_one_pass")}
-    fp8 = {f"_attn_{name}_fp8_hopper_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_one_pass")}
+    hopper = {f"_attn_{name}_hopper_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused")}
+    fp8 = {f"_attn_{name}_fp8_hopper_kernel" for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused")}
     assert portable | hopper | fp8 <= set(done.stdout.split()), done.stdout
 
 

@@ -16,10 +16,10 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
@@ -122,7 +122,7 @@ def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
     got = {"out": out, "lse": lse}
     backwards: dict[str, Callable[..., None]] = {"split": hopper_backward.hopper_backward}
     if case.q.shape[-1] <= 128:
-        backwards["one pass"] = hopper_one_pass.one_pass_backward
+        backwards["one pass"] = hopper_fused.fused_backward
     for name, backward in backwards.items():
         gradients = [torch.full_like(t, float("nan")) for t in case[:3]]
         backward(Backward(problem, out, lse, case.dout, None, *gradients))
@@ -145,7 +145,7 @@ def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
 def test_hopper(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
     case = make_case(kind, dtype, 70, 150, dim)
     for seed in (1, 2):
-        with emulated(seed, hopper_forward, hopper_backward, hopper_one_pass) as reports:
+        with emulated(seed, hopper_forward, hopper_backward, hopper_fused) as reports:
             got = run_hopper(case, how)
         assert len(reports) == 4
         assert not any(report.bugs for report in reports.values())
@@ -165,7 +165,7 @@ def test_hopper_columns() -> None:
 @without_gpu
 def test_hopper_keys_split() -> None:
     case = make_case("hidden", torch.bfloat16, 3, 300)
-    with emulated(1, hopper_forward, hopper_backward, hopper_one_pass) as reports:
+    with emulated(1, hopper_forward, hopper_backward, hopper_fused) as reports:
         got = run_hopper(case, "post_scale_bias", splits=3)
     assert not any(report.bugs for report in reports.values())
     check(got, case, Rounding(torch.bfloat16))
@@ -239,11 +239,11 @@ def test_hopper_fp8(kind: str, how: str) -> None:
     case = make_case(kind, torch.bfloat16, 70, 150)
     _, spec, x = call_of(case, how, torch.bfloat16)
     call = fp8_call(spec, x)
-    with emulated(1, hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_one_pass) as reports:
+    with emulated(1, hopper_fp8_forward, hopper_fp8_backward, hopper_fp8_fused) as reports:
         out, lse = run_forward(call)
         got = {"out": out, "lse": lse}
         backward = backward_of(call, case.dout)._replace(out=out, lse=lse)
-        for name, kernels in (("split", hopper_fp8_backward), ("one pass", hopper_fp8_one_pass)):
+        for name, kernels in (("split", hopper_fp8_backward), ("one pass", hopper_fp8_fused)):
             gradients = run_backward(backward, kernels=kernels)
             got |= {f"{name} {of}": t for of, t in zip(("dq", "dk", "dv"), gradients, strict=True)}
     assert len(reports) == 4

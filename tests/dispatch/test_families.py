@@ -30,9 +30,9 @@ KERNELS = {
     ("forward", "sm_90"): {"_attn_fwd_hopper_kernel"},
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
-    ("backward", "sm_90 fused"): {"_attn_bwd_one_pass_hopper_kernel"},
+    ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
     ("backward", "sm_90 two-kernel"): {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"},
-    ("backward", "sm_90 FP8 fused"): {"_attn_bwd_one_pass_fp8_hopper_kernel"},
+    ("backward", "sm_90 FP8 fused"): {"_attn_bwd_fused_fp8_hopper_kernel"},
     ("backward", "sm_90 FP8 two-kernel"): {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"},
 }
 for _name in ("sm_90 fused", "sm_90 two-kernel"):

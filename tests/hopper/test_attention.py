@@ -28,7 +28,7 @@ from flexattn.kernels_triton.common.tiles import (
 from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as backward_kernels
-from flexattn.kernels_triton.hopper import backward_fused as one_pass_kernels
+from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
 from flexattn.kernels_triton.hopper import conditions, dq_sums
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
@@ -82,7 +82,7 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
         forward_kernels.hopper_forward(problem, out, lse, tile=row)
         backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
-            one_pass_kernels.one_pass_backward(backward)
+            fused_kernels.fused_backward(backward)
     if others:
         return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
     names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
@@ -101,10 +101,10 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("dkdv", 64, "open"): 262,
     ("dkdv", 64, "causal"): 350,
     ("dkdv", 64, "everything"): 416,
-    ("one_pass", 64, "open"): 665,
-    ("one_pass", 64, "causal"): 760,
-    ("one_pass", 64, "everything"): 894,
-    ("one_pass", 64, "softcap"): 845,
+    ("fused", 64, "open"): 665,
+    ("fused", 64, "causal"): 760,
+    ("fused", 64, "everything"): 894,
+    ("fused", 64, "softcap"): 845,
     ("fwd", "64: 256x64", "open"): 263,
     ("fwd", "64: 256x64", "causal"): 265,
     ("fwd", "64: 256x64", "everything"): 267,
@@ -125,9 +125,9 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("dkdv", 128, "open"): 295,
     ("dkdv", 128, "causal"): 384,
     ("dkdv", 128, "everything"): 450,
-    ("one_pass", 128, "open"): 450,
-    ("one_pass", 128, "causal"): 509,
-    ("one_pass", 128, "everything"): 575,
+    ("fused", 128, "open"): 450,
+    ("fused", 128, "causal"): 509,
+    ("fused", 128, "everything"): 575,
     ("fwd", "128: 128x128", "causal"): 457,
     ("fwd", 192, "open"): 490,
     ("fwd", 192, "causal"): 495,
@@ -152,10 +152,10 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
 SLACK = 0.05
 # Instructions of 16 bytes: with more than 128 KiB of them forwards were slower by 4 to 22 % (bench/results/window_loops_h200.json).
 CODE = 2**17 // 16
-LOOP_SPILLS = {("one_pass", 64, "everything"): 3}  # reloads of the first warpgroup, with Triton 3.7
+LOOP_SPILLS = {("fused", 64, "everything"): 3}  # reloads of the first warpgroup, with Triton 3.7
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
 SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
-SOME.append(("one_pass", 64, "everything"))
+SOME.append(("fused", 64, "everything"))
 
 
 def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -168,12 +168,12 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
         assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
-        if case[0] == "one_pass":
+        if case[0] == "fused":
             assert report.exposed_exponentials == 0, f"{case}: exp2 is behind the wait for the product that it should run under"
         assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
-        assert ("UTMAREDG" in report.instructions) == (case[0] == "one_pass"), case
+        assert ("UTMAREDG" in report.instructions) == (case[0] == "fused"), case
         loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
         consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
         code = sum(report.instructions.values())
@@ -329,7 +329,7 @@ def test_the_fused_backward_is_for_what_need_not_repeat(
     seen = []
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
     for module, kernel, run, slower in (
-        (one_pass_kernels, "fused", "one_pass_backward", "it is slower"),
+        (fused_kernels, "fused", "fused_backward", "it is slower"),
         (backward_kernels, "backward", "hopper_backward", None),
     ):
         monkeypatch.setattr(conditions, f"{kernel}_unsupported", lambda *_: None)
@@ -341,7 +341,7 @@ def test_the_fused_backward_is_for_what_need_not_repeat(
     assert seen == [chosen]
 
 
-def test_what_one_pass_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fused_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
     narrow, wide = problem_of((1, 64, 2, 128)), problem_of((1, 64, 2, 136))
     assert conditions.fused_unsupported(narrow, narrow.q, narrow.q) is None
@@ -421,7 +421,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_kernels, backward_kernels, one_pass_kernels, dq_sums, statistics):
+    for module in (forward_kernels, backward_kernels, fused_kernels, dq_sums, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 
@@ -437,18 +437,18 @@ def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
     dout, dlse = make_dout(given), make_dlse(given)
     wanted = reference_gradients(spec, x, dout, dlse)
     budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
-    has_one_pass = max(spec.head_dim_qk, spec.head_dim_v) <= 128
-    for deterministic in (True, False) if has_one_pass else (True,):
+    has_fused = max(spec.head_dim_qk, spec.head_dim_v) <= 128
+    for deterministic in (True, False) if has_fused else (True,):
         gradients = triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, dout, dlse)
         for name, got, want, budget in zip(Gradients._fields, gradients, wanted, budgets, strict=True):
             assert (got is None) == (want is None)
             if got is not None:
                 check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(ONE_PASS if has_one_pass else [])]
+    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(FUSED if has_fused else [])]
 
 
 SPLIT = ["_attn_bwd_statistics_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
-ONE_PASS = ["_attn_bwd_statistics_kernel", "_attn_bwd_one_pass_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
+FUSED = ["_attn_bwd_statistics_kernel", "_attn_bwd_fused_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
 BANDS: list[dict[str, Any]] = [
     {},
@@ -514,7 +514,7 @@ def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
-def test_bits_of_one_pass_repeat_but_for_dq(dim: int, launches: list[str]) -> None:
+def test_bits_of_fused_repeat_but_for_dq(dim: int, launches: list[str]) -> None:
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16, device="cuda")
     spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
     dout = make_dout(given)
@@ -526,7 +526,7 @@ def test_bits_of_one_pass_repeat_but_for_dq(dim: int, launches: list[str]) -> No
         assert torch.equal(again.dk, first.dk)
         assert torch.equal(again.dv, first.dv)
         check_close("dq", again.dq, wanted, budget, factor=GRADIENT_FACTOR)
-    assert set(launches) == {"_attn_fwd_hopper_kernel", *ONE_PASS}
+    assert set(launches) == {"_attn_fwd_hopper_kernel", *FUSED}
 
 
 @on_hopper
@@ -548,7 +548,7 @@ def test_wrong_lengths_stay_inside(launches: list[str]) -> None:
         for deterministic in (True, False):
             triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, out, None)
     torch.cuda.synchronize()
-    assert launches == 3 * ["_attn_fwd_hopper_kernel", *SPLIT, *ONE_PASS]
+    assert launches == 3 * ["_attn_fwd_hopper_kernel", *SPLIT, *FUSED]
 
 
 SHARED = """

@@ -23,7 +23,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.arguments import Dropout
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept
@@ -191,7 +191,7 @@ def launches_of(dims: tuple[int, int]) -> dict[str, Launch]:
         hopper_forward.hopper_forward(problem, out, lse)
         hopper_backward.hopper_backward(Backward(problem, out, lse, out, None, *gradients))
         if max(dims) <= 128:
-            hopper_one_pass.one_pass_backward(Backward(problem, out, lse, out, None, *gradients))
+            hopper_fused.fused_backward(Backward(problem, out, lse, out, None, *gradients))
     found = {x.kernel.__name__: x for x in launches if "hopper" in x.kernel.__name__}
     few = Problem(q[:, :8], k, v, softmax_scale=0.1, window_right=0, bottom_right=True)
     with recorded_launches() as launches:
@@ -204,7 +204,7 @@ LOOP_SPILLS = 0.01
 
 
 @pytest.mark.slow
-def test_forward_and_one_pass_compiled() -> None:
+def test_forward_and_fused_compiled() -> None:
     launches = launches_of((128, 128))
     check_compiled({name: x for name, x in launches.items() if "dq" not in name and "dkdv" not in name})
 

@@ -21,7 +21,7 @@ from flexattn.dispatch.spec import as_bshd
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import dq_sums, tile_scheduler
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
@@ -41,7 +41,7 @@ from tests.support.inject import drop, kernels_with, move, with_argument, wrong_
 # the columns of 64 are half of a swizzled row, which tests/hopper/test_attention.py holds to the oracle on a GPU.
 HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
-KERNELS = (hopper_forward, hopper_backward, hopper_one_pass)
+KERNELS = (hopper_forward, hopper_backward, hopper_fused)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
 
 
@@ -49,11 +49,11 @@ def run(
     seed: int,
     call: dict[str, Any],
     kernels: tuple[ModuleType, ...] = KERNELS,
-    backwards: tuple[str, ...] = ("hopper_backward", "one_pass_backward"),
+    backwards: tuple[str, ...] = ("hopper_backward", "fused_backward"),
     **inputs: Any,
 ) -> dict[str, emulator.Report]:
     """Forward and backward, in two kernels and in one, held to the oracle; what the emulator says of each kernel."""
-    forward, split, one_pass = kernels
+    forward, split, fused = kernels
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     with emulated(seed, *kernels) as reports:
@@ -74,7 +74,7 @@ def run(
         wanted = reference_gradients(spec, x, dout, dlse)
         budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
         for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
-            backward = getattr(one_pass if name == "one_pass_backward" else split, name)
+            backward = getattr(fused if name == "fused_backward" else split, name)
             gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
             views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
             doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
@@ -203,30 +203,30 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_backward,
         drop("fence_async_shared()", within="_dkdv_compute"),
     ),
-    "one pass: q is read before it has come": (hopper_one_pass, drop("wait(q_full)")),
+    "one pass: q is read before it has come": (hopper_fused, drop("wait(q_full)")),
     "one pass: dq is summed before the other half of ds is there": (
-        hopper_one_pass,
+        hopper_fused,
         drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=1),
     ),
     "one pass, causal: dq is summed before the other half of ds is there": (
-        hopper_one_pass,
+        hopper_fused,
         drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=0),
     ),
-    "one pass: ds is read without a fence": (hopper_one_pass, drop("fence_async_shared()", within="_compute", nth=1)),
+    "one pass: ds is read without a fence": (hopper_fused, drop("fence_async_shared()", within="_compute", nth=1)),
     "one pass: ds is overwritten before the other warpgroup's dq has read it": (
-        hopper_one_pass,
+        hopper_fused,
         drop("named_barrier_sync_at(READ)"),
     ),
     "one pass: ds is released before dq has read it": (
-        hopper_one_pass,
+        hopper_fused,
         move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
     "one pass: dq is added without a fence": (dq_sums, drop("fence_async_shared()")),
-    "one pass: k is overwritten while the other warpgroup multiplies by it": (hopper_one_pass, drop("named_barrier_sync(LAST)")),
+    "one pass: k is overwritten while the other warpgroup multiplies by it": (hopper_fused, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
-        hopper_one_pass,
+        hopper_fused,
         move("arrive(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])"),
     ),
 }
@@ -242,7 +242,7 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     kernels = kernels_with(KERNELS, where, fault, tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
     call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}  # in one pass they differ in the order of products
-    backwards = ("one_pass_backward",) if "one pass" in name else ("hopper_backward",)
+    backwards = ("fused_backward",) if "one pass" in name else ("hopper_backward",)
     for seed in seeds:
         reports = run(seed, call, kernels, backwards, **inputs)
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"

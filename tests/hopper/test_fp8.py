@@ -14,7 +14,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
-from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_backward_operands
 from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
 from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
@@ -125,7 +125,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     with recorded_launches() as launches:
         hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
         if max(head_dims) <= 128:
-            hopper_fp8_one_pass.fp8_one_pass_backward(Backward(problem, out, lse, dout8, None, q, k, v))
+            hopper_fp8_fused.fp8_fused_backward(Backward(problem, out, lse, dout8, None, q, k, v))
         quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     return dict(zip(names, launches, strict=True))
@@ -136,15 +136,15 @@ LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (64, 64), "open"): 335,
     ("fwd_fp8", (64, 64), "causal"): 333,
     ("fwd_fp8", (64, 64), "everything"): 415,
-    ("one_pass_fp8", (64, 64), "open"): 670,
-    ("one_pass_fp8", (64, 64), "causal"): 767,
-    ("one_pass_fp8", (64, 64), "everything"): 900,
+    ("fused_fp8", (64, 64), "open"): 670,
+    ("fused_fp8", (64, 64), "causal"): 767,
+    ("fused_fp8", (64, 64), "everything"): 900,
     ("fwd_fp8", (128, 128), "open"): 368,
     ("fwd_fp8", (128, 128), "causal"): 368,
     ("fwd_fp8", (128, 128), "everything"): 460,
-    ("one_pass_fp8", (128, 128), "open"): 450,
-    ("one_pass_fp8", (128, 128), "causal"): 493,
-    ("one_pass_fp8", (128, 128), "everything"): 563,
+    ("fused_fp8", (128, 128), "open"): 450,
+    ("fused_fp8", (128, 128), "causal"): 493,
+    ("fused_fp8", (128, 128), "everything"): 563,
     ("fwd_fp8", (192, 128), "open"): 403,
     ("fwd_fp8", (192, 128), "causal"): 400,
     ("fwd_fp8", (192, 128), "everything"): 479,
@@ -154,8 +154,8 @@ LOOP_INSTRUCTIONS = {
 }
 SLACK = 0.05
 # Of them, those that spill: 1 with 128 queries; with everything, scales by block and a window among it, 10 to 14.
-SPILLS = {("one_pass_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
-SOME = [("fwd_fp8", (128, 128), "causal"), ("one_pass_fp8", (128, 128), "causal"), ("one_pass_fp8", (64, 64), "everything")]
+SPILLS = {("fused_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
+SOME = [("fwd_fp8", (128, 128), "causal"), ("fused_fp8", (128, 128), "causal"), ("fused_fp8", (64, 64), "everything")]
 
 
 def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
@@ -248,14 +248,14 @@ def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (64, 0, torch.float32, "its gradients are bf16 or fp16, and out is float32"),
     ],
 )
-def test_what_the_one_pass_backward_leaves_to_others(
+def test_what_the_fused_backward_leaves_to_others(
     dim: int, block_rows: int, dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_backward_operands, "capability_of", lambda device: 90)
     x = torch.zeros(2, 256, 4, dim)
     descale = torch.ones(2, 4, 256 // block_rows if block_rows else 1)
     problem = Problem(*(x.to(E4M3) for _ in "qkv"), softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
-    found = hopper_fp8_one_pass.unsupported(problem, x.to(dtype), x.to(E5M2))
+    found = hopper_fp8_fused.unsupported(problem, x.to(dtype), x.to(E5M2))
     assert found is None if reason is None else reason in str(found)
 
 

@@ -18,10 +18,10 @@ from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
@@ -67,7 +67,7 @@ def backward(
     seed: int,
     call: dict[str, Any],
     granularity: Any = "head",
-    kernels: ModuleType = hopper_fp8_one_pass,
+    kernels: ModuleType = hopper_fp8_fused,
     **inputs: Any,
 ) -> emulator.Report:
     """The same of the backward."""
@@ -194,7 +194,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
     """dv is a sum of dout, dk of q and dq of k as they came, where they can be loaded so; scores and dp are of their FP8."""
     inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
@@ -221,10 +221,10 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
 @pytest.mark.sample("kernels")
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
-@pytest.mark.parametrize("kernels", [hopper_fp8_one_pass, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) -> None:
     """It becomes what a pass of its own makes of it, to the bit, and the gradients are of that."""
-    if max(dims) > 128 and kernels is hopper_fp8_one_pass:
+    if max(dims) > 128 and kernels is hopper_fp8_fused:
         pytest.skip("its accumulators hold head dims up to 128")
     inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
     given = make_inputs("thd", gap=2, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
@@ -276,12 +276,12 @@ _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
 @pytest.mark.parametrize(
     ("dim", "granularity", "more", "expected"),
     [
-        (128, "head", {}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
-        (128, "block", {}, {"_attn_bwd_one_pass_hopper_kernel"}),  # its blocks are half as long as the kernel's tiles
+        (128, "head", {}, {"_attn_bwd_fused_fp8_hopper_kernel"}),
+        (128, "block", {}, {"_attn_bwd_fused_hopper_kernel"}),  # its blocks are half as long as the kernel's tiles
         (64, "head", {"deterministic": True}, _FP8_PAIR),
         (64, "block", {"deterministic": True}, _HALF_PAIR),
         (192, "tensor", {}, _FP8_PAIR),
-        (64, "head", {"mods": _softcap_and_documents()}, {"_attn_bwd_one_pass_fp8_hopper_kernel"}),
+        (64, "head", {"mods": _softcap_and_documents()}, {"_attn_bwd_fused_fp8_hopper_kernel"}),
         (128, "head", {"mods": _softcap_and_documents(), "deterministic": True}, _FP8_PAIR),
         (256, "tensor", {"mods": _softcap_and_documents()}, _FP8_PAIR),
     ],
@@ -290,7 +290,7 @@ def test_what_a_backward_runs_on(
     dim: int, granularity: str, more: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
-    modules = (hopper_fp8_one_pass, hopper_fp8_backward, hopper_one_pass, hopper_backward)
+    modules = (hopper_fp8_fused, hopper_fp8_backward, hopper_fused, hopper_backward)
     for module in (fp8_backward_operands, conditions):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
@@ -363,7 +363,7 @@ FAULTS_OF_THE_BACKWARD = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)
 def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
-    kernels = copy_with(hopper_fp8_one_pass, FAULTS_OF_THE_BACKWARD[name], tmp_path)
+    kernels = copy_with(hopper_fp8_fused, FAULTS_OF_THE_BACKWARD[name], tmp_path)
     inputs = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
     for seed, dim in ((1, 64), (5, 128)):  # lazy, random
         try:

@@ -21,7 +21,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import diagonals
@@ -129,7 +129,7 @@ def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
     rows = as_bshd(out, spec.q_format)
     hopper_forward.hopper_forward(problem, rows, lse)
     results = {"out": out, "lse": lse}
-    backwards = {"split": hopper_backward.hopper_backward, "one pass": hopper_one_pass.one_pass_backward}
+    backwards = {"split": hopper_backward.hopper_backward, "one pass": hopper_fused.fused_backward}
     for name in BACKWARDS if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else BACKWARDS[:1]:
         gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
         views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
@@ -152,7 +152,7 @@ def check_results(results: dict[str, Tensor], given: Inputs, spec: AttentionSpec
 
 def check_emulated(seed: int, features: dict[str, Any], **inputs: Any) -> None:
     case = make_case("cpu", features, **inputs)
-    with emulated(seed, hopper_forward, hopper_backward, hopper_one_pass) as reports:
+    with emulated(seed, hopper_forward, hopper_backward, hopper_fused) as reports:
         results = run(*case)
     assert len(reports) == (4 if "one pass dq" in results else 3)
     for name, report in reports.items():
@@ -272,7 +272,7 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
 # head dim 256 dq leaves fewer registers to all of them.
 LOOP_SPILLS = {"bias": 0.08, "mod: softcap, documents": 0.16}
 # In one pass dk and dv leave fewer still at 128, spills and all 1.2 times as fast as two passes (one_pass_modified_h200.json).
-ONE_PASS_SPILLS = {"softcap": 0.05}
+FUSED_SPILLS = {"softcap": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
                 names.append((name, launch.kernel.__name__))
     assert len(names) == (4 if max(dims) <= 128 else 3) * (len(FEATURES) + 1)
     for case_name, report in zip(names, compile_sound(requests), strict=True):
-        spills = ONE_PASS_SPILLS | LOOP_SPILLS if "one_pass" in case_name[1] else LOOP_SPILLS
+        spills = FUSED_SPILLS | LOOP_SPILLS if "fused" in case_name[1] else LOOP_SPILLS
         most = spills.get(case_name[0], 0.05 if dims[0] == 256 else 0.03)
         assert report.loop_spill_share <= most, f"{case_name}: {report}"
         assert not report.warnings, f"{case_name}: {report.warnings}"

@@ -16,7 +16,7 @@ from flexattn.emulator import Report
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_one_pass
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
@@ -74,7 +74,7 @@ def test_emulated(seed: int) -> None:
     problem, formats = mask_blocks.with_mask_blocks(problem, "backward"), (spec.q_format, spec.kv_format, spec.kv_format)
     for unsupported, backward in (
         (conditions.backward_unsupported, hopper_backward.hopper_backward),
-        (conditions.fused_unsupported, hopper_one_pass.one_pass_backward),
+        (conditions.fused_unsupported, hopper_fused.fused_backward),
     ):
         with pretended_device(90, 132):
             if unsupported(problem, rows, as_bshd(dout, spec.q_format)) is not None:
@@ -85,7 +85,7 @@ def test_emulated(seed: int) -> None:
         }
         views = [as_bshd(t, fmt) for t, fmt in zip(gradients.values(), formats, strict=True)]
         doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
-        with emulated(seed, hopper_backward, hopper_one_pass) as reports:
+        with emulated(seed, hopper_backward, hopper_fused) as reports:
             backward(Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset))
         check_reports(reports)
         if doffset is not None:

@@ -14,7 +14,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_one_pass
+from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.kernels_triton.hopper.fp8 import BLOCK, Scale, empty_transposed
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
@@ -214,8 +214,8 @@ def backward_of(call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "h
 def run_backward(
     backward: Fp8Backward,
     device: str = "cpu",
-    kernels: ModuleType = hopper_fp8_one_pass,
-    tile: hopper_fp8_one_pass.Fp8OnePassTile | hopper_fp8_backward.Fp8BackwardTile | None = None,
+    kernels: ModuleType = hopper_fp8_fused,
+    tile: hopper_fp8_fused.Fp8FusedTile | hopper_fp8_backward.Fp8BackwardTile | None = None,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv] in their formats, which begin as NaN."""
     call, problem = backward.call, moved(backward.problem, device)
@@ -225,7 +225,7 @@ def run_backward(
     doffset = torch.empty(spec.num_heads, device=device) if problem.softmax_offset is not None else None
     out, lse, dout = (t.to(device) for t in (as_bshd(backward.out, spec.q_format), backward.lse, backward.dout))
     assert kernels.unsupported(problem, out, dout) in (None, "it is written for Hopper, sm_90")
-    run = kernels.fp8_backward if hasattr(kernels, "fp8_backward") else kernels.fp8_one_pass_backward
+    run = kernels.fp8_backward if hasattr(kernels, "fp8_backward") else kernels.fp8_fused_backward
     run(Backward(problem, out, lse, dout, None, *views, doffset), tile)
     return grads
 
