@@ -274,6 +274,7 @@ def test_play_emulates_ones_own_kernel(capsys: pytest.CaptureFixture[str], tmp_p
         (["--emulate"], "a kernel's name before it, or FILE.py:RUN after it"),
         (["forward", "--emulate", "x.py:run"], "a kernel's name before it, or FILE.py:RUN after it"),
         (["--emulate", "nothing"], "names no run"),
+        (["--arch", "80"], "name a kernel"),
     ],
 )
 def test_play_says_what_to_emulate(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
