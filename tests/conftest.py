@@ -1,4 +1,4 @@
-"""What every test runs under: Triton's interpreter without a GPU, poisoned uninitialised memory, one thread."""
+"""Conditions that every test runs under: Triton's interpreter without a GPU, poisoned uninitialised memory, one thread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ FIND_FAULTS = frozenset(
 
 
 def sampled(cases: Sequence[frozenset[tuple[str, str]]], begin: Iterable[int] = ()) -> set[int]:
-    """Which of the cases, each a set of parameters with their values, have every value together: `begin`, and at least one."""
+    """Returns which of the cases, each a set of parameters with their values, have every value together: `begin`, and at least
+    one.
+    """
     chosen = set(begin) or {0}
     missing = frozenset().union(*cases).difference(*(cases[i] for i in chosen))
     while missing:

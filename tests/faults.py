@@ -87,7 +87,7 @@ def test_files(tests: Sequence[str]) -> list[str]:
 
 
 def digest(checkout: Path, fault: Fault) -> str:
-    """Of an edit, of the file that it is in, and of the names of its tests."""
+    """Digest of an edit, of the file that it is in, and of the names of its tests."""
     source = (checkout / fault.file).read_text()
     return hashlib.sha256(json.dumps([fault.file, source, fault.old, fault.new, *fault.tests]).encode()).hexdigest()
 
@@ -151,7 +151,9 @@ def _run_tests(checkout: Path, tests: Sequence[str], output: str) -> None:
 
 
 def judge(fault: Fault, checkouts: queue.Queue[Path], kept: Kept) -> Outcome | None:
-    """What the tests make of one fault, in a checkout of its own for as long; None where it cannot be put in, or no test runs."""
+    """Returns the verdict of the tests on one fault, in a checkout of its own for as long; None where it cannot be put in, or
+    no test runs.
+    """
     checkout = checkouts.get()
     begin = time.monotonic()
     try:

@@ -254,7 +254,7 @@ def test_the_whole_is_a_part_too_with_dropout(backend: str) -> None:
 
 
 def test_a_function_of_ones_own_is_made_of_it() -> None:
-    """As in a ring: the forward without a graph, merged, and gradients asked for with grad mode off."""
+    """Follows a ring: the forward without a graph, merged, and gradients asked for with grad mode off."""
 
     class Halves(torch.autograd.Function):
         @staticmethod

@@ -157,14 +157,14 @@ def replaced(t: Tensor, new: Tensor) -> Tensor:
 
 
 def at_the_same_address(t: Tensor, new: Tensor) -> Tensor:
-    """As where the allocator gives a new tensor the memory of the one that it replaces: a version and an address as before."""
+    """Imitates an allocator that gives a new tensor the memory of the one that it replaces: a version and an address as before."""
     t.data.copy_(new)
     return t.data
 
 
 @pytest.mark.parametrize("change", [copied, replaced, at_the_same_address])
 def test_lists_that_are_changed_between_calls(change: Any, device: str) -> None:
-    """What was made of a mask's lists is made again, in kept calls too."""
+    """Derived tensors of a mask's lists are made again, in kept calls too."""
     q, k, v = (torch.randn(1, 64, HEADS, 16, device=device, requires_grad=True) for _ in "qkv")
     masks = [
         flexattn.create_block_mask(mod, None, None, 64, 64, device, 32) for mod in (everything(device), lambda b, h, i, j: j < 32)

@@ -224,7 +224,7 @@ def test_modes_transforms_subclasses_and_checks_have_no_key(keys: list[Any], mon
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:
-    """As the imaginary part of a conjugate is: the operators resolve it, and memory has the other sign."""
+    """The imaginary part of a conjugate is such a view: the operators resolve it, and memory has the other sign."""
     call = base() | BIAS | {"dout": randn(2, 5, 4, 8), "backend": backend}
     call |= {name: value.to(device) for name, value in call.items() if isinstance(value, Tensor)}
 
@@ -524,7 +524,7 @@ def test_a_recording_of_torchs_ops(recorded: replay.Recording) -> None:
 
 
 def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is made in the call and of what comes in, also where a view of it begins further on."""
+    """Views of tensors made in the call and of those that come in, also where a view of it begins further on."""
     seen: list[Any] = []
 
     class Kernel:

@@ -176,7 +176,7 @@ def results(function: Function, batch: int, length: int) -> list[Tensor]:
 
 
 def backends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Which backend ran in which direction, as calls come."""
+    """Records which backend ran in which direction, as calls come."""
     ran: list[tuple[str, str]] = []
     select = ops.select
 

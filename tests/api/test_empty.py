@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def check(out: Any, inputs: list[Tensor], lse: Tensor, sink: Tensor | None = None) -> None:
-    """Of a call in which no query sees a key."""
+    """Checks a call in which no query sees a key."""
     assert out.shape[-1] == D_V
     assert not out.any()
     expected = torch.full_like(lse, -torch.inf) if sink is None else sink.detach()[:, None].expand(lse.shape)
@@ -131,7 +131,7 @@ def test_no_heads_are_refused(position: int, device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 0, H, D), (0, H, D)])
 def test_keys_of_no_queries_are_not_split(shape: tuple[int, ...], device: str) -> None:
-    """As a GPU with room for many programs would split them."""
+    """A GPU with room for many programs would split them."""
     q, k = torch.zeros(shape, device=device), torch.zeros(2, 5000, H, D, device=device)
     cu = torch.zeros(3, dtype=torch.int32, device=device) if len(shape) == 3 else None
     problem = Problem(q, k, k, 1.0, cu_seqlens_q=cu, cu_seqlens_kv=cu)

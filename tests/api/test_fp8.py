@@ -79,7 +79,7 @@ def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_what_is_kept_for_a_backward(is_new: bool, device: str) -> None:
+def test_no_more_is_kept_for_a_backward_than_the_recipe_says(is_new: bool, device: str) -> None:
     """In FP8 q, k and v take a byte an element; kept as they came q and k take two more, and give no other results elsewhere."""
     call = inputs(device) | {"backend": "eager"}
     numel = [call[name].numel() for name in "qkv"]
@@ -249,7 +249,7 @@ def test_fp8_output(device: str) -> None:
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bhsd", "thd"])
 def test_fp8_output_in_training(fmt: str, granularity: str, device: str) -> None:
-    """As TransformerEngine has it: the gradient of the dequantised output is that of out."""
+    """Follows TransformerEngine: the gradient of the dequantised output is that of out."""
     call = inputs(device, fmt, gap=3) if fmt == "thd" else inputs(device, fmt)
     plain = fp8.Recipe(granularity=granularity)
     recipe = dataclasses.replace(plain, out_dtype=E4M3)

@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def sums_error(device: str) -> float:
-    """Of a score, relative to the largest: the rounding of fp32, or what Hopper's FP8 accumulators keep (`fp8_sums`)."""
+    """Error of a score, relative to the largest: the rounding of fp32, or what Hopper's FP8 accumulators keep (`fp8_sums`)."""
     return 2.0**-11 if device == "cuda" and torch.cuda.get_device_capability() < (10, 0) else 2.0**-20
 
 
@@ -189,7 +189,7 @@ def fp8_call(device: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of out there is none then: v gets zeros, and q and k what lse alone gives them, by the operators and in a kept call."""
+    """Out has no gradient then: v gets zeros, and q and k what lse alone gives them, by the operators and in a kept call."""
     monkeypatch.setenv("FLEXATTN_CHECK", "0" if is_known else "1")
     call = bf16_call(device)
     leaves = {name: t.requires_grad_() for name, t in call.items()}
@@ -290,7 +290,9 @@ def test_autocast_leaves_fp8_as_it_is(dtype: torch.dtype, device: str) -> None:
 
 
 def test_blocks_of_a_max_seqlen_beyond_all_tokens(device: str) -> None:
-    """As many as that length has, as of a buffer that is made once, or as many as `quantize` makes of it: both are right."""
+    """There may be as many as that length has, as in a buffer that is made once, or as many as `quantize` makes of it: both are
+    right.
+    """
     recipe = fp8.Recipe(granularity="block", block_rows=64)
     cu = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
     lengths: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": cu, "cu_seqlens_kv": cu}

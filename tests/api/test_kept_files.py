@@ -119,7 +119,7 @@ def test_what_nobody_named_is_missed_in_silence_but_for_who_may_have_written_it(
 
 
 def test_roots_files_and_a_read_only_file_system_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image that root has made, or one that is mounted for everybody to read."""
+    """Such as in an image that root has made, or one that is mounted for everybody to read."""
     path = tmp_path / "kernels" / "file"
     kept_files.write(path, KIND, CONTENT, says=True)
     with monkeypatch.context() as patch:

@@ -25,7 +25,7 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 
 
 def op_arguments(monkeypatch: pytest.MonkeyPatch, call: dict[str, Any]) -> tuple[Any, ...]:
-    """What `attention` gives to the operators for a call."""
+    """Returns the arguments that `attention` gives to the operators for a call."""
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(call_cache, "look_up", lambda *_: (None, None))  # the operators' way
@@ -170,7 +170,7 @@ def test_new_lengths_compile_nothing(name):
 
 
 def test_one_tensor_may_come_twice_to_a_compiled_call():
-    """As the cu_seqlens of self-attention do, and k as v."""
+    """The cu_seqlens of self-attention do, and k as v."""
     torch.compiler.reset()
     compiled = torch.compile(flexattn.attention, fullgraph=True, backend="aot_eager")
     inputs = make_inputs("thd", lengths_q=LENGTHS, num_heads=2)
@@ -355,7 +355,7 @@ def test_one_input_may_need_no_gradient():
 
 
 def test_gradients_under_a_dispatch_mode():
-    """As under flop counters and selective checkpointing: torch switches autograd off in kernels there."""
+    """Flop counters and selective checkpointing are such modes: torch switches autograd off in kernels there."""
     expected = results(flexattn.attention, CALLS["bshd"])
     with FlopCounterMode(display=False):
         got = results(flexattn.attention, CALLS["bshd"])

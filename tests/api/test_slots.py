@@ -1,4 +1,6 @@
-"""Where sequences of packed tensors begin: slots in any order and from any start, rows of none, and wrong numbers, in bounds."""
+"""Slots of packed tensors, where sequences begin: slots in any order and from any start, rows of none, and wrong numbers, in
+bounds.
+"""
 
 from __future__ import annotations
 

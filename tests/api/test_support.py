@@ -377,7 +377,7 @@ def test_max_logit_carries_no_gradient(backend: str, device: str) -> None:
 
 
 def test_the_inputs_are_hostile(device: str) -> None:
-    """What makes a row worth running is there: uneven lengths, grouped heads, NaN beside what is real, queries that see no key."""
+    """Each row has what makes it worth running: uneven lengths, grouped heads, NaN beside what is real, queries that see no key."""
     case = make_case(ROWS["Masks"]["queries that see no key"], device)
     assert (reference_attention(case.spec, case.operands)[1] == NEG_INF).any()
     for section in ROWS.values():

@@ -63,7 +63,7 @@ class Block(torch.nn.Module):
 
 
 class Counter(TorchDispatchMode):
-    """How often each operator ran."""
+    """Counts how often each operator ran."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def main(records: dict[str, Record]) -> Record:
 
 @pytest.fixture
 def matplotlib() -> None:
-    """Which the extra `test` installs; where it is missing the report has no plots, and says so."""
+    """Skips without matplotlib, which the extra `test` installs; where it is missing the report has no plots, and says so."""
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
 

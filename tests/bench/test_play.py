@@ -189,7 +189,7 @@ def report(**more: Any) -> CompileReport:
         ("1 of 1 kernels do not compile\n\nTypeError: no", ["TypeError: no"]),
     ],
 )
-def test_what_speaks_against_a_tile(made: Any, against: list[str]) -> None:
+def test_reasons_against_a_tile_are_named(made: Any, against: list[str]) -> None:
     assert compiled.complaints("forward", Tile(64, 64, 4, 3), 90, made) == against
 
 

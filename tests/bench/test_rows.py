@@ -25,7 +25,7 @@ TABLES = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
 
 
 def recorded(measured: list[tuple[str, Workload, str, float]], **more: Any) -> Record:
-    """Of (implementation, workload, direction, us)."""
+    """Rows from (implementation, workload, direction, us)."""
     found = [Row(name, "1", w.name, direction, "measured", us=us) for name, w, direction, us in measured]
     shapes = {w.name: w for _, w, _, _ in measured}
     device = {"type": "cuda", "name": "NVIDIA H200", "capability": [9, 0]}
@@ -136,7 +136,7 @@ def test_every_committed_preference_is_its_files() -> None:
 
 
 def spec_of(w: Workload, direction: str) -> AttentionSpec:
-    """What `attention` would ask the dispatcher about on the device that was measured."""
+    """Returns the spec that `attention` would ask the dispatcher about on the device that was measured."""
     has_bias = w.score == "relative_bias"
     return AttentionSpec(
         q_format=w.qkv_format,

@@ -1,4 +1,4 @@
-"""Which memory the kernels touch: rows that lie far apart, and no block that a window hides whole."""
+"""Memory that the kernels touch: rows that lie far apart, and no block that a window hides whole."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ DTYPES = (*HALVES, torch.float32)
 
 
 def features_of(case: Case, how: str) -> dict[str, Any]:
-    """What makes `attention` add case.added."""
+    """Returns the arguments that make `attention` add case.added."""
     added = case.added
     if how == "alibi":
         slopes = torch.tensor(SLOPES, device=added.device)
@@ -103,7 +103,7 @@ def test_keys_split(kind: str, how: str, dtype: torch.dtype, device: str, monkey
 
 
 def call_of(case: Case, how: str, dtype: torch.dtype) -> tuple[Inputs, AttentionSpec, Operands]:
-    """What a backend is given."""
+    """Returns the spec and the operands that a backend is given."""
     lengths = {"lengths_q": [case.q.shape[1]], "lengths_kv": [case.k.shape[1]], "num_heads": HEADS, "num_heads_kv": HEADS_KV}
     dim = case.q.shape[-1]
     given = make_inputs(**lengths, head_dim_qk=dim, head_dim_v=dim, dtype=dtype, device=str(case.q.device))

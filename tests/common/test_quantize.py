@@ -24,7 +24,7 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture(params=["torch", "triton"])
 def quantiser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which pass quantises, whatever the device."""
+    """Chooses which pass quantises, whatever the device."""
     if request.param == "torch":
         monkeypatch.setattr(triton_backend, "_can_quantize", lambda device: False)
     assert triton_backend.can_quantize(torch.empty(0, device="cuda" if GPU else "cpu")) == (request.param == "triton")

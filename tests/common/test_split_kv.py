@@ -123,7 +123,7 @@ def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("hopper", FAMILIES)
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block mask each split has a share of the masked blocks, and one of the full ones."""
+    """Each split of a block mask has a share of the masked blocks, and one of the full ones."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     queries = 128 if GPU and has_blocks else 40
     if has_blocks:
@@ -341,7 +341,7 @@ def test_every_row_compiled(sm: int) -> None:
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("hopper", FAMILIES)
 def test_in_a_graph(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the parts lie in is the graph's own."""
+    """Memory for the partial results is the graph's own."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     q, k, v = (torch.randn(1, length, h, 128, dtype=BF16, device="cuda") for length, h in ((1, 32), (8000, 8), (8000, 8)))
     wanted = flexattn.attention(q, k, v, backend="triton")

@@ -51,7 +51,7 @@ def sdpa_of(
     lengths: bool = False,
     **problem: Any,
 ) -> Sdpa:
-    """What a launcher would ask a plan for."""
+    """Returns the description that a launcher would ask a plan for."""
     (sq, skv), (h, h_kv), (d_qk, d_v) = sizes, heads, head_dims
 
     def tokens(length: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +82,7 @@ def sdpa_of(
 
 
 def cudnns_answer(sdpa: Sdpa) -> str | None:
-    """What cuDNN says of a plan, whatever our rules say."""
+    """Returns cuDNN's answer about a plan, whatever our rules say."""
     try:
         plan = PlanCache().get(sdpa, DEVICE)
     except PlanNotSupported as e:
@@ -160,7 +160,7 @@ def call_of(sdpa: Sdpa) -> Fp8Call:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_and_cudnns_own_answer(name: str, direction: str) -> None:
+def test_refusals_agree_with_cudnns_own_answer(name: str, direction: str) -> None:
     """A rule says in which directions cuDNN itself declines what it is about; elsewhere a plan would build."""
     sdpa = sdpa_of(direction, **REFUSED[name])
     call = call_of(sdpa)

@@ -1,4 +1,6 @@
-"""What surrounds cuDNN: layouts, lengths, offsets, padding, queries that see nothing; with cuDNN itself emulated, on any device."""
+"""Launchers around cuDNN: layouts, lengths, offsets, padding, queries that see nothing; with cuDNN itself emulated, on any
+device.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def call_of(fmt: str = "bshd", *, inputs: dict[str, Any] | None = None, **call: 
 
 
 def cudnns_answer(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
-    """What cuDNN says of the plan, whatever our rules say."""
+    """Returns cuDNN's answer about the plan, whatever our rules say."""
     try:
         cudnn_backend.prepare(spec, x, direction)
     except RuntimeFailure as e:

@@ -1,4 +1,6 @@
-"""What the cuDNN backend refuses before it asks cuDNN: devices, versions, missing parts, and what is known to come out wrong."""
+"""Calls that the cuDNN backend refuses before it asks cuDNN: devices, versions, missing parts, and what is known to come out
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # in which d
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_the_rules_refuse(reason: str) -> None:
+def test_rules_refuse_with_a_reason(reason: str) -> None:
     direction, refused, near = REFUSED[reason]
     assert reason in str(cudnn_backend.rule_error(SPEC._replace(**refused), direction))
     assert cudnn_backend.rule_error(SPEC._replace(**near), direction) is None
@@ -163,7 +165,7 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FP8_REFUSED)
-def test_what_fp8_lacks_on_cudnn(name: str) -> None:
+def test_features_that_cudnn_lacks_in_fp8_are_refused(name: str) -> None:
     change, reason = FP8_REFUSED[name]
     for direction in ("forward", "backward"):
         assert cudnn_backend.rule_error(SPEC._replace(**FP8), direction) is None

@@ -200,7 +200,7 @@ def test_both_kinds_of_checkpoint_work_under_it():
 
 
 def through_backward(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor | None]:
-    """What the reentrant kind needs: it refuses torch.autograd.grad."""
+    """Runs backward(), which the reentrant kind needs: it refuses torch.autograd.grad."""
     out.square().sum().backward()
     return [leaf.grad for leaf in leaves]
 
@@ -222,7 +222,7 @@ def test_an_input_that_a_backend_refuses_says_nothing_of_the_calls(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_right_backend_passes_whatever_the_spec(name):
-    """What is made up for the check is of the spec's kind, whatever features that has."""
+    """Made-up inputs of the check are of the spec's kind, whatever features that has."""
     spec = make_case(CASES[name], "cpu").spec._replace(return_max_logit="max_logit" in name)
     for direction in ("forward", "backward"):
         assert canary.mismatch("triton", spec, direction, CPU) is None

@@ -1,4 +1,4 @@
-"""Which kernel family runs a call: as measured and as forced, and that what is chosen is what is launched."""
+"""The kernel family that runs a call: as measured and as forced, and that what is chosen is what is launched."""
 
 from __future__ import annotations
 

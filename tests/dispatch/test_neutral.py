@@ -1,4 +1,4 @@
-"""What is computed under `neutral_state` depends on nothing that a caller set for his thread, and leaves all of it as it was."""
+"""Results under `neutral_state` depend on nothing that a caller set for his thread, and leaves all of it as it was."""
 
 from __future__ import annotations
 

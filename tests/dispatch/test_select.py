@@ -278,7 +278,7 @@ def test_lengths_are_told_apart_by_magnitude_alone():
 
 
 def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
-    """As cuDNN does, which knows only when a plan is built; asked again, it is not tried again."""
+    """cuDNN refuses so, which knows only when a plan is built; asked again, it is not tried again."""
     refuse("triton")
     spec = SPEC._replace(needs_grad=False)
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda"))

@@ -1,4 +1,6 @@
-"""What holds the emulator to the compiler: its subjects compile for sm_90, with the named barriers and the memory that it says."""
+"""Agreement of the emulator with the compiler: its subjects compile for sm_90, with the named barriers and the memory that it
+says.
+"""
 
 from __future__ import annotations
 

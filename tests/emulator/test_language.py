@@ -202,7 +202,7 @@ def test_views_of_one_storage_share_it() -> None:
 
 
 @pytest.mark.parametrize("what", ["layouts", "warps", "power of two", "slice", "condition", "constexpr", "Python"])
-def test_what_gluon_refuses(what: str) -> None:
+def test_programs_that_gluon_refuses_are_refused(what: str) -> None:
     report = emulator.launch(samples.language_misuse, (1,), torch.zeros(128, dtype=torch.int32), WHAT=what)
     assert report.kinds == ["illegal-program"], str(report)
     assert report.error is not None
@@ -216,7 +216,7 @@ def test_python_that_triton_does_not_compile(kernel: Any, node: str) -> None:
     assert f"has Python's {node}, which Triton does not compile" in str(report)
 
 
-def test_what_a_launch_refuses() -> None:
+def test_a_launch_refuses_wrong_arguments() -> None:
     x = torch.randn(128)
     with pytest.raises(TypeError, match=r"missing: \['y_ptr'\], unknown: \['z'\]"):
         emulator.launch(samples.softmax, (1,), x, N=128, z=1)

@@ -35,7 +35,7 @@ GRACE = 120.0  # seconds that a process may take beyond its time, to compile or 
 
 
 def features(config: Config) -> list[str]:
-    """What a drawn call is counted under."""
+    """Returns the names that a drawn call is counted under."""
     found = [config.kind, config.q_format if config.q_format == config.kv_format else "mixed formats", str(config.dtype)[6:]]
     found += [config.bias_type, config.softmax_type, f"hopper {config.hopper}"]
     found += ["lengths"] if config.has_lengths else []
@@ -173,7 +173,7 @@ class Process:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
 
     def is_over(self) -> bool:
-        """Whether it is done. Where it ended before its time it is started again, behind the configuration that ended it."""
+        """Tells if it is done. Where it ended before its time it is started again, behind the configuration that ended it."""
         if self._process.poll() is None and time.monotonic() < self._end + GRACE:
             return False
         following = self._read(self._process.poll())

@@ -181,7 +181,7 @@ def draw_config(seed: int, where: Where) -> Config:
 
 
 class Slots(NamedTuple):
-    """Where the sequences of a tensor lie: in thd along its tokens; `end` is behind the last, or the longest of a dense format."""
+    """Places of the sequences of a tensor: in thd along its tokens; `end` is behind the last, or the longest of a dense format."""
 
     starts: list[int]
     lengths: list[int]
@@ -216,7 +216,7 @@ class Call:
 
     @property
     def wanted(self) -> list[str]:
-        """What a gradient is asked of, by name."""
+        """Returns the tensors that a gradient is asked of, by name."""
         possible = (*DIFFERENTIABLE, *(name for name in self.config.captures if name not in INTEGERS))
         return [name for name in possible if name in self.config.wants and name in self._block.tensors]
 
@@ -243,7 +243,7 @@ class Call:
         self._write()
 
     def arguments(self) -> dict[str, Any]:
-        """Of attention(), with mods that were not seen before."""
+        """Returns the arguments of attention(), with mods that were not seen before."""
         c, t = self.config, self.tensors
         padding = "padding" if c.has_lengths else ""
         call: dict[str, Any] = {name: t[name] for name in ("q", "k", "v")}
@@ -308,7 +308,7 @@ class Call:
         return self.config.q_format, self.config.kv_format
 
     def _lengths(self) -> list[list[int]]:
-        """Of q's and kv's sequences, as far as max_seqlen lets them be seen."""
+        """Lengths of q's and kv's sequences, as far as max_seqlen lets them be seen."""
         return [
             [length if most is None else min(most, length) for length in slots.lengths]
             for slots, most in zip(self._slots, self._max_seqlens, strict=True)
@@ -367,7 +367,7 @@ class Call:
         }
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor of the call."""
+        """Sizes of every tensor of the call."""
         c = self.config
         sizes: dict[str, tuple[int, ...]] = {}
         most = [rows if n is None else n for rows, n in zip(self._rows, self._max_seqlens, strict=True)]

@@ -187,19 +187,19 @@ def _compare_gradient(
 
 
 def _row_of_out(of_lse: Tensor, q_format: str) -> Tensor:
-    """What lse's shape has for each row, to broadcast over out."""
+    """Returns a tensor of lse's shape, a number a row, to broadcast over out."""
     if q_format == "thd":
         return of_lse.T[..., None]
     return of_lse.permute(["bhs".index(dim) for dim in q_format[:-1]])[..., None]
 
 
 def repeats_to_the_bit(config: Config, name: str) -> bool:
-    """What docs/semantics.md (Determinism) promises; on a CPU nothing runs side by side, so there all repeats."""
+    """Tells if docs/semantics.md (Determinism) promises it; on a CPU nothing runs side by side, so there all repeats."""
     return not name.startswith("d") or config.deterministic is True or config.where.device == "cpu"
 
 
 def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
-    """What is wrong with one drawn call, made three times."""
+    """Returns the defects of one drawn call, made three times."""
     call, verdicts = Call(config, seed), Verdicts()
     is_judged = config.kind != "wrong lengths"
     first, second = attend(call), attend(call)
@@ -227,7 +227,7 @@ def check_by_name(where: Where, name: str, allocations: Allocations) -> list[str
 
 @contextmanager
 def settings(config: Config) -> Iterator[None]:
-    """What a configuration says beside the call's arguments."""
+    """Sets what a configuration says beside the call's arguments."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, FLEXATTN_HOPPER=config.hopper))
         if config.where.backend == "eager" and config.has_small_blocks:

@@ -74,7 +74,7 @@ def test_mods_with_a_bias(skv: int) -> None:
 
 
 def test_mods_with_very_negative_lse() -> None:
-    """As `test_very_negative_lse_gives_no_nan`, where the keys' last tile is hidden by nodes, not by a padding mask."""
+    """Repeats `test_very_negative_lse_gives_no_nan` where the keys' last tile is hidden by nodes, not by a padding mask."""
     given = inputs_of(lengths_q=[256, 256], lengths_kv=[320, 320])
     given = given._replace(q=(given.q.abs() + 1.0) * 4, k=-given.k.abs() - 1.0)
     spec, x = call_of(given, mods=trace_mods(lambda score, b, h, i, j: score * 1.5, None, needs_grad=True))
@@ -93,7 +93,7 @@ def test_a_mod_that_is_large_past_the_last_query() -> None:
 
 
 def test_dropout_with_mods_is_the_same_in_both_directions() -> None:
-    """As `test_dropout_is_the_same_in_both_directions`: the kept weights are read off an identity for v."""
+    """Repeats `test_dropout_is_the_same_in_both_directions`: the kept weights are read off an identity for v."""
     given = inputs_of(lengths_q=[160, 160], lengths_kv=[200, 200], num_heads=4, head_dim_v=200)
     state = torch.tensor(RNG_STATE, device="cuda")
     traced = trace_mods(lambda score, b, h, i, j: 3.0 * torch.tanh(score / 3.0), lambda b, h, i, j: i + 40 >= j, needs_grad=True)

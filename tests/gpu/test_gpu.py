@@ -1,4 +1,6 @@
-"""What only a GPU can show: sizes past 32 bits, bits that repeat, calls that wait for nothing, graphs, compilations, memory."""
+"""Properties that only a GPU can show: sizes past 32 bits, bits that repeat, calls that wait for nothing, graphs, compilations,
+memory.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def check_rows(
     dout: Tensor,
     got: tuple[Tensor, Tensor, Gradients],
 ) -> None:
-    """What came out on these rows, and for all keys, against the reference in fp64 on the same rows; dout is 0 on all others."""
+    """Compares the results on these rows, and for all keys, against the reference in fp64 on the same rows; dout is 0 on all
+    others.
+    """
     out, lse, gradients = got
     views = {"out": out, "dq": gradients.dq}
     got_rows = {

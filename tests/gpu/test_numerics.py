@@ -98,7 +98,7 @@ def test_fp8(dim: int, kind: str, how: str, hopper: str, deterministic: bool, mo
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="the kernels of sm_90 need compute capability 9.0")
-def test_which_kernels_these_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_reach_the_kernels_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
     case = make_case("hidden", torch.bfloat16, 300, 300, 64, "cuda")
     _, spec, x = call_of(case, "post_scale_bias", torch.bfloat16)

@@ -189,7 +189,7 @@ def test_compiled(cases: list[tuple[str, int | str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_launched_beside_them_compiled() -> None:
+def test_kernels_launched_beside_them_compile_without_spills() -> None:
     (row, *_) = (row for row in HOPPER_FORWARD if row.head_dim_qk == 128)
     launches = launches_of(row, "everything", others=True)
     assert {"_work_table_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
@@ -217,7 +217,9 @@ def problem_of(shape: tuple[int, ...] = (2, 1024, 16, 128), dtype: torch.dtype =
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_left_to_the_portable_kernel_have_a_reason(
+    more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
     problem = problem_of(**more)
     assert reason in str(conditions.forward_unsupported(problem, problem.q))
@@ -226,7 +228,7 @@ def test_what_the_portable_kernel_runs(more: dict[str, Any], reason: str, monkey
     assert "sm_90" in str(conditions.forward_unsupported(problem_of(), problem_of().q))
 
 
-def test_which_tensors_the_copy_engine_takes() -> None:
+def test_the_copy_engine_takes_tensors_by_their_strides() -> None:
     x = torch.empty(4, 6, 2, 64, dtype=torch.bfloat16)
     assert batch_steps(x) == (6, 0)  # bshd: in tokens
     assert batch_steps(x.permute(1, 0, 2, 3)) == (0, 2)  # sbhd: in heads
@@ -341,7 +343,7 @@ def test_the_fused_backward_is_for_what_need_not_repeat(
     assert seen == [chosen]
 
 
-def test_what_fused_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_leaves_other_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "capability_of", lambda device: 90)
     narrow, wide = problem_of((1, 64, 2, 128)), problem_of((1, 64, 2, 136))
     assert conditions.fused_unsupported(narrow, narrow.q, narrow.q) is None

@@ -181,7 +181,7 @@ def test_heads_share_a_tile_emulated(name: str) -> None:
 
 
 def launches_of(dims: tuple[int, int]) -> dict[str, Launch]:
-    """Of the kernels with dropout, and of the forward with max_logit whose heads share tiles."""
+    """Launches of the kernels with dropout, and of the forward with max_logit whose heads share tiles."""
     q, k = (torch.zeros(2, 128, heads, dims[0], dtype=torch.bfloat16) for heads in (8, 2))
     v, out = (torch.zeros(2, 128, heads, dims[1], dtype=torch.bfloat16) for heads in (2, 8))
     lse = torch.zeros(2, 8, 128)

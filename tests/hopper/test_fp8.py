@@ -248,7 +248,7 @@ def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (64, 0, torch.float32, "its gradients are bf16 or fp16, and out is float32"),
     ],
 )
-def test_what_the_fused_backward_leaves_to_others(
+def test_the_fused_backward_leaves_other_calls_to_others(
     dim: int, block_rows: int, dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_backward_operands, "capability_of", lambda device: 90)

@@ -45,7 +45,7 @@ def backward(
     tile: Fp8BackwardTile | None = None,
     **inputs: Any,
 ) -> tuple[dict[str, emulator.Report], list[torch.Tensor]]:
-    """What the emulator says of both kernels, and the gradients, held to the oracle where it finds no bug."""
+    """Returns the emulator's reports on both kernels, and the gradients, held to the oracle where it finds no bug."""
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
@@ -314,7 +314,7 @@ def test_mods_compiled(dims: tuple[int, int]) -> None:
         ((64, 64), 64, "blocks of 64 rows, no multiple of 128"),
     ],
 )
-def test_what_it_leaves_to_others(
+def test_the_two_kernels_leave_other_calls_to_others(
     dims: tuple[int, int], block_rows: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_backward_operands, "capability_of", lambda device: 90)

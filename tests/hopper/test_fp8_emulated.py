@@ -264,7 +264,7 @@ def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
 
 
 def _softcap_and_documents() -> Any:
-    """Of blocks of which some see nothing of each other."""
+    """Softcap and a mask of blocks of which some see nothing of each other."""
     return trace_mods(mods.softcap(2.0), mods.document(torch.arange(80) // 30), needs_grad=True)
 
 
@@ -286,7 +286,7 @@ _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
         (256, "tensor", {"mods": _softcap_and_documents()}, _FP8_PAIR),
     ],
 )
-def test_what_a_backward_runs_on(
+def test_a_backward_runs_on_the_kernels_chosen_for_it(
     dim: int, granularity: str, more: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""

@@ -1,4 +1,4 @@
-"""What the kernels of sm_90 inline: softcap, ALiBi, biases, score_mod, mask_mod and block masks.
+"""Functions that the kernels of sm_90 inline: softcap, ALiBi, biases, score_mod, mask_mod and block masks.
 
 Compiled ahead of time and held to gates, emulated against the oracle over schedules, and on such a GPU run compiled.
 """
@@ -121,7 +121,7 @@ def make_case(device: str, features: dict[str, Any], **inputs: Any) -> tuple[Inp
 
 
 def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
-    """What the kernels make of a call, launched as they are; the gradients twice where there is a kernel in one pass."""
+    """Returns the kernels' results of a call, launched as they are; the gradients twice where there is a fused one."""
     problem = with_diagonals(triton_backend.to_problem(spec, x))
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
@@ -245,7 +245,7 @@ def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:
 
 @without_gpu
 def test_emulated_keys_past_the_end_beside_very_negative_scores() -> None:
-    """What a key past the end would weigh is infinite; no row of dq has a part of it."""
+    """The weight of a key past the end would be infinite; no row of dq has a part of it."""
     bias = torch.full((1, 1, 1, 100), -200.0)
     inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
     check_emulated(6, {"bias_type": "post_scale_bias", "bias": bias}, **inputs)

@@ -1,4 +1,4 @@
-"""What a mod captures is found again without looking for it, and looked for again once anything that was read has changed."""
+"""Captures of a mod are found again without looking for it, and looked for again once anything that was read has changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make() -> tuple[Any, dict[str, Any]]:
 
 
 def walked(mod: Any) -> Captures:
-    """What is found by looking."""
+    """Returns the captures that are found by looking."""
     memo = mod.__dict__.pop(MEMO, None)
     found = find_captures(mod)
     mod.__dict__.pop(MEMO, None)
@@ -162,7 +162,7 @@ def test_what_wraps_copies_is_not_believed() -> None:
 
 
 def test_a_mod_with_captures_of_two_dtypes() -> None:
-    """What a mod does by the dtype of what it captures is part of its trace."""
+    """The dtype of a capture, by which a mod may decide, is part of its trace."""
 
     def make(table: Tensor) -> Any:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

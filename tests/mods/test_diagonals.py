@@ -1,4 +1,6 @@
-"""What of a mod is computed once: for a head before the loops, for a distance in a table. Results against the fp64 reference."""
+"""Parts of a mod that are computed once: for a head before the loops, for a distance in a table. Results against the fp64
+reference.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ NO = {
 
 
 @pytest.mark.parametrize("name", [*YES, *NO])
-def test_what_is_tabulated(name: str) -> None:
+def test_functions_of_a_distance_are_tabulated(name: str) -> None:
     traced = trace_mods((YES | NO)[name], None)
     found = hoist((traced.program.score, None, None), tabulates=True)
     assert num_outputs(found.of_distance) == int(name in YES or name == "a whole number")  # of the last, its inner read

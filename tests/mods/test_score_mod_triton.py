@@ -359,7 +359,7 @@ def test_infinite_gradients_of_captures_are_not_hidden(device: str) -> None:
 
 
 def test_deterministic_gradients_of_captures_do_not_overflow(device: str) -> None:
-    """What each tile adds to one element is the same: as many such addends as there are use the range of the sum, and no more."""
+    """Each tile adds the same to one element: as many such addends as there are use the range of the sum, and no more."""
     t = torch.zeros((), device=device).requires_grad_()
     given_inputs = make_inputs(lengths_q=lengths(70, 70), num_heads=8, num_heads_kv=8, device=device)
     traced = trace_mods(lambda score, b, h, i, j: score + t, None, needs_grad=True)

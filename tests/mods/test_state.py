@@ -1,4 +1,4 @@
-"""Whatever Python state a mod reads, a call has the result of the state as it is then, however often it was called before."""
+"""Python state that a mod reads: a call has the result of the state as it is then, however often it was called before."""
 
 from __future__ import annotations
 
@@ -527,7 +527,7 @@ def patched_library() -> Case:
 
 
 def counter() -> Case:
-    """What it reads, it changes too."""
+    """Changes what it reads."""
     state = types.SimpleNamespace(window=2, calls=0)
 
     def read() -> Any:

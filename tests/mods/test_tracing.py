@@ -1,4 +1,4 @@
-"""What is around a call when a mod is traced leaves nothing in what is kept; threads may trace at once; nothing is left behind."""
+"""Surroundings of a call when a mod is traced leave nothing in what is kept; threads may trace at once; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) 
 
 
 def test_the_first_trace_of_a_process_keeps_nothing(forked_python: FreshPython) -> None:
-    """What torch imports for it keeps the frames that it was imported from."""
+    """Modules that torch imports for it keep the frames that they were imported from."""
     source = """
 import gc, weakref, torch
 from flexattn import attention

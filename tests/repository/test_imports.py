@@ -1,4 +1,6 @@
-"""What importing costs and needs, each in a fresh process: no compiler is imported before it is used, nor has to be installed."""
+"""Imports, their cost and their needs, each in a fresh process: no compiler is imported before it is used, nor has to be
+installed.
+"""
 
 from __future__ import annotations
 

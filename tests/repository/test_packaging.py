@@ -1,4 +1,6 @@
-"""What is installed: the wheel holds every source file under `flexattn` alone, and a user's own modules never collide with ours."""
+"""The installed package: the wheel holds every source file under `flexattn` alone, and a user's own modules never collide with
+ours.
+"""
 
 from __future__ import annotations
 

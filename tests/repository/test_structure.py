@@ -1,4 +1,4 @@
-"""How the code is built: what tests/structure.py counts, and what must stay as it is."""
+"""Structure of the code: what tests/structure.py counts, and what must stay as it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_docstrings_name_their_subject() -> None:
     assert {module.name: found for module in modules if (found := [*structure.unclear_docstrings(module)])} == {}
 
 
-def test_what_is_counted(tmp_path: Path) -> None:
+def test_each_defect_is_counted(tmp_path: Path) -> None:
     """Faults are counted: a circle, a wide signature, a tuple that is taken apart by place, a kernel that imports a kernel."""
     for folder in structure.FOLDERS:
         (tmp_path / folder).mkdir()

@@ -96,7 +96,7 @@ def test_exponentials_behind_a_wait_for_all_products_are_seen():
 
 
 def _sass(*lines: str) -> str:
-    """As nvdisasm prints instructions and labels."""
+    """Prints instructions and labels as nvdisasm does."""
     return "\n".join(
         line if line.endswith(":") else f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(lines)
     )

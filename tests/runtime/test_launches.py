@@ -1,4 +1,4 @@
-"""What kernels are given: the same bytes whether Triton launches them, the driver's own call does, or a recording is played."""
+"""Arguments of kernels: the same bytes whether Triton launches them, the driver's own call does, or a recording is played."""
 
 from __future__ import annotations
 

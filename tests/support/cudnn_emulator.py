@@ -1,4 +1,4 @@
-"""What a cuDNN plan computes, in plain torch on any device, from what the plan is compiled for and the buffers that it gets.
+"""A cuDNN plan's results in plain torch, on any device, from what the plan is compiled for and the buffers that it gets.
 
 It stands in for `execute` where there is no GPU, so that all that the launchers do around cuDNN is tested everywhere. It takes
 every liberty that cuDNN has: it reads whole tiles of 128 tokens, whatever lies past a sequence's end, multiplies what it masked
@@ -152,7 +152,7 @@ def _note(buffers: dict[int, Tensor], uid: Uid, values: Tensor) -> None:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is left of fp32 in an FP8 dtype, to which it is saturated."""
+    """Rounds fp32 to an FP8 dtype, to which it is saturated."""
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).float()
 

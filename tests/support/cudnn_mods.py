@@ -59,7 +59,7 @@ def reads(name: str, *shape: str) -> Callable[..., tuple[Any, Any]]:
 
 
 class TECallbacks:
-    """As TransformerEngine's users write them, on cuDNN's own graph."""
+    """Callbacks as TransformerEngine's users write them, on cuDNN's own graph."""
 
     def softcap(self, graph: Any, score: Any, tensors: Any) -> Any:
         self.tanh = graph.tanh(input=graph.div(a=score, b=tensors["cap"]))

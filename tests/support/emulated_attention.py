@@ -36,7 +36,7 @@ HARMLESS = {"tma-out-of-bounds"}  # a tile may have a half that lies past its se
 
 
 class Span(NamedTuple):
-    """Where one sequence lies: `start` in tokens, and the number of its first head."""
+    """Place of one sequence: `start` in tokens, and the number of its first head."""
 
     start: int
     length: int

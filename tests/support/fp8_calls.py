@@ -43,7 +43,7 @@ def quantized(
 def make_fp8_call(
     inputs: Inputs, granularity: str = "head", dtype: torch.dtype = E4M3, grad_dtype: torch.dtype = E4M3, **call: Any
 ) -> tuple[AttentionSpec, Operands]:
-    """What a backend gets: `make_call` with q, k and v in FP8."""
+    """Returns what a backend gets: `make_call` with q, k and v in FP8."""
     spec, x = make_call(inputs, **call)
     found = [quantized(spec, x, t, side, dtype, granularity) for t, side in ((x.q, "q"), (x.k, "kv"), (x.v, "kv"))]
     (q, k, v), descales = zip(*found, strict=True)

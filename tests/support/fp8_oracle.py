@@ -1,4 +1,4 @@
-"""What quantising to FP8 and attention over FP8 numbers mean, one token at a time in fp64; shares no code with the library."""
+"""Quantising to FP8 and attention over FP8 numbers, one token at a time in fp64; shares no code with the library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORDER = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # of
 
 
 class Packing(NamedTuple):
-    """Where a tensor's sequences are: None for a dense tensor whose rows are all real."""
+    """Places of a tensor's sequences: None for a dense tensor whose rows are all real."""
 
     fmt: str
     cu_seqlens: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the tensor cores of compute capability 8.9 and 9.0 make of sums of FP8 products, emulated: the budget of scores.
+"""Sums of FP8 products as the tensor cores of compute capability 8.9 and 9.0 form them, emulated: the budget of scores.
 
 32 products at a time, and the sum so far, are shifted to the largest exponent among them, cut toward zero to 13 bits of fraction,
 and added; of the sum too 13 bits are left (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; SageAttention2, arXiv 2411.10958; "Some

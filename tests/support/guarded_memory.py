@@ -28,7 +28,7 @@ ALLOCATORS = (
 
 
 class Layout(NamedTuple):
-    """How a tensor lies: each dim's stride in elements, and how many elements past an aligned address it begins."""
+    """Layout of a tensor in memory: each dim's stride in elements, and how many elements past an aligned address it begins."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -76,7 +76,7 @@ def write(t: Tensor, values: Tensor) -> None:
 
 
 class Allocations:
-    """What `torch.empty` and its kin gave out since the last question, between guards and filled with NaN."""
+    """Memory that `torch.empty` and its kin gave out since the last question, between guards and filled with NaN."""
 
     def __init__(self) -> None:
         self._guards: list[Tensor] = []

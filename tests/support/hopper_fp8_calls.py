@@ -36,7 +36,9 @@ def spans(problem: Problem, side: str) -> Iterator[tuple[int, int, int]]:
 
 
 def first_transposed(problem: Problem, side: str, b: int) -> int:
-    """Of a sequence's tiles in a transposed tensor, in which sequences follow one another whatever the order of their slots."""
+    """First of a sequence's tiles in a transposed tensor, in which sequences follow one another whatever the order of their
+    slots.
+    """
     x = problem.q if side == "q" else problem.k
     if x.dim() == 4:
         return b * -(-x.shape[1] // BLOCK.value)
@@ -82,7 +84,9 @@ def quantise(problem: Problem, side: str, x: torch.Tensor, granularity: Granular
 
 
 def transposed(problem: Problem, side: str, values: torch.Tensor) -> torch.Tensor:
-    """What `hopper_fp8_quantize` writes: [h, blocks, d, BLOCK], tokens in order within each 16 of 2t, 2t + 1, 8 + 2t, 9 + 2t."""
+    """Tensor that `hopper_fp8_quantize` writes: [h, blocks, d, BLOCK], tokens in order within each 16 of 2t, 2t + 1, 8 + 2t, 9
+    + 2t.
+    """
     block = BLOCK.value
     out = torch.full(empty_transposed(values, problem.batch, values.dtype).shape, float("nan"))
     order = torch.arange(block).view(-1, 2, 4, 2).transpose(1, 2).reshape(-1)

@@ -67,7 +67,7 @@ class Results(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """What kernels round: the weights relative to some origin and their gradients, as they multiply them, and what they store."""
+    """Roundings of kernels: the weights relative to some origin and their gradients, as they multiply them, and what they store."""
 
     stored: torch.dtype
     weights: torch.dtype | None = None  # None: stored
