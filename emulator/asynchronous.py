@@ -1,4 +1,4 @@
-"""What runs beside the partitions: wgmma, TMA loads, TMA stores. The scheduler picks the moments at which they act."""
+"""Operations that run beside the partitions: wgmma, TMA loads, TMA stores. The scheduler picks the moments at which they act."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MBarrier:
         return text + ("; last arrivals: " + "; ".join(self._log[-_REMEMBERED:]) if self._log else "; nobody ever arrived")
 
     def is_known_to(self, partition: AnyPartition) -> bool:
-        """Whether the init is ordered before what the partition does now."""
+        """Returns whether the init is ordered before the partition's next access."""
         actor, time = self._initialised
         return partition.knowledge.happened.get(actor, 0) >= time
 
@@ -80,7 +80,7 @@ class MBarrier:
             self._complete_if_done()
 
     def has_passed(self, parity: int) -> bool:
-        """What mbarrier.try_wait.parity answers: whether the phase before the current one has this parity."""
+        """Returns the answer of mbarrier.try_wait.parity: whether the phase before the current one has this parity."""
         return (self.phase - 1) & 1 == parity
 
     def awaited_phase(self, partition: AnyPartition, parity: int) -> int:

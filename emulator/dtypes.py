@@ -81,7 +81,7 @@ def size_of(dtype: DType) -> int:
 
 
 def poison(dtype: DType) -> Any:
-    """What memory holds that nobody wrote: NaN, or an integer that is unlikely to be right."""
+    """Returns the value of memory that nobody wrote: NaN, or an integer that is unlikely to be right."""
     if is_float(dtype):
         return np.nan
     return dtype.name == "int1" or 0x5A

@@ -1,4 +1,4 @@
-"""What the functions of gl.nvidia.hopper mean here: TMA, mbarriers, wgmma, by module and name."""
+"""Emulation of the functions of gl.nvidia.hopper: TMA, mbarriers, wgmma, by module and name."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Builder:
 
 
 class Semantic:
-    """What a user's own @builtin gets as _semantic."""
+    """Stand-in for `_semantic`, which a user's own @builtin is given."""
 
     builder = _Builder()
     to_tensor = staticmethod(scalar)

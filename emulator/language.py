@@ -1,4 +1,4 @@
-"""What gl.* means here: tensors, reductions, pointers, shared memory, partitions. A table by name that the translation looks up."""
+"""Emulation of gl.*: tensors, reductions, pointers, shared memory, partitions. A table by name that the translation looks up."""
 
 from __future__ import annotations
 

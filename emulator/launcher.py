@@ -126,7 +126,7 @@ def sweep(run: Callable[[int], Report], seeds: Iterable[int] = range(24)) -> dic
 
 
 def _argument(name: str, value: Any, buffers: dict[int, GlobalBuffer]) -> Any:
-    """What a kernel sees of a run-time argument."""
+    """Returns a run-time argument as a kernel sees it."""
     if isinstance(value, torch.Tensor):
         return Pointer(_buffer(name, value, buffers), np.asarray(value.storage_offset(), np.int64))
     if hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):  # a host TensorDescriptor
@@ -155,7 +155,7 @@ def _buffer(name: str, tensor: torch.Tensor, buffers: dict[int, GlobalBuffer]) -
 
 
 def _finding_for(error: Exception) -> Finding:
-    """What the kernel raised, at its own line."""
+    """Returns the error that the kernel raised, at its own line."""
     site, inside = _raised_at(error.__traceback__)
     kind = "not-modelled" if isinstance(error, NotImplementedError) else "illegal-program"
     name = "" if isinstance(error, GluonError | NotImplementedError) else f"{type(error).__name__}: "

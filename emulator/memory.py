@@ -86,7 +86,7 @@ class Shape(tuple[int, ...]):
 
 
 class BlockType:
-    """What `descriptor.block_type` has in a kernel."""
+    """Fields of `descriptor.block_type` in a kernel."""
 
     def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
         self.element_ty = self.scalar = dtype
@@ -150,11 +150,11 @@ class Descriptor:
         return self
 
     def lies_outside(self, coord: Sequence[int]) -> bool:
-        """Whether no element of the box at `coord` is in the tensor."""
+        """Returns whether no element of the box at `coord` is in the tensor."""
         return any(c <= -block or c >= n for c, block, n in zip(coord, self.block_shape, self.shape, strict=True))
 
     def overrun(self, coord: Sequence[int]) -> str | None:
-        """What the box at `coord` reaches outside the buffer, if it does."""
+        """Returns how far the box at `coord` reaches outside the buffer, if it does."""
         _, start, extents = self._clip(coord)
         if min(extents) <= 0:
             return None

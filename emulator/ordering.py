@@ -1,4 +1,4 @@
-"""What happens before what: vector clocks, and the accesses to shared memory that they order.
+"""Happens-before: vector clocks, and the accesses to shared memory that they order.
 
 Every actor has a time of its own, which advances at each of its releases:
 
@@ -35,7 +35,7 @@ class Access:
 
 
 class Knowledge:
-    """What an actor knows to have happened, and how much of it the async proxy sees too.
+    """Events that an actor knows to have happened, and how much of it the async proxy sees too.
 
     TMA and wgmma read shared memory through the async proxy, which sees ordinary stores only across a fence.proxy.async (PTX ISA,
     "Async proxy"). The fence may be the writer's or the reader's; what it covers travels with later releases.

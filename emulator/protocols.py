@@ -1,4 +1,4 @@
-"""What files of the emulator need to know of each other where neither can import the other."""
+"""Types by which files of the emulator know each other where neither can import the other."""
 
 from __future__ import annotations
 

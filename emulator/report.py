@@ -1,4 +1,4 @@
-"""What a launch found: findings with the kernel's own source lines, and the report that holds them."""
+"""Findings of a launch, with the kernel's own source lines, and the report that holds them."""
 
 from __future__ import annotations
 

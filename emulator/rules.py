@@ -1,4 +1,4 @@
-"""What Gluon, Triton's lowering and sm_90 refuse whatever the schedule: layouts, wgmma shapes, registers, shared memory."""
+"""Rules of Gluon, Triton's lowering and sm_90 that hold whatever the schedule: layouts, wgmma shapes, registers, shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexattn.emulator.shared import SharedView
 from flexattn.emulator.values import Scalar, Tensor
 
 SHARED_MEMORY_BYTES = 232448
-"""Of one block of sm_90: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""
+"""Limits of one block of sm_90: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""
 
 NAMED_BARRIERS = 16  # per block: PTX ISA, "barrier"
 RESERVED_BARRIERS = 2  # 0: the default partition; 1: all warps, at both ends of warp specialisation; then one for each worker

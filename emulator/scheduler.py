@@ -72,7 +72,7 @@ class Partition:
         return not self.finished and (self.ready is None or self.ready())
 
     def release_to(self, other: Knowledge) -> None:
-        """What it did so far becomes known to `other`; what it does from now on does not."""
+        """Makes known to `other` all that it did so far, and nothing that it does from now on."""
         other.join(self.knowledge)
         self.tick()
 
@@ -185,7 +185,7 @@ class Scheduler:
         partition.ready = partition.blocked_on = None
 
     def state(self) -> str:
-        """What every partition and barrier is at, for a deadlock."""
+        """Describes where every partition and barrier is, for a deadlock."""
         return "\n".join(partition.describe() for partition in self.partitions)
 
     def finish(self) -> None:

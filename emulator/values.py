@@ -1,4 +1,4 @@
-"""What a kernel's variables hold: run-time scalars, register tensors, tensors of pointers; their arithmetic and layout rules."""
+"""Values of a kernel's variables: run-time scalars, register tensors, tensors of pointers; their arithmetic and layout rules."""
 
 from __future__ import annotations
 

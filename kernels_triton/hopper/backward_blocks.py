@@ -20,7 +20,7 @@ from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, Work, block_
 
 
 class LargeLse(NamedTuple):
-    """What `load_large` reads: `large_rows`."""
+    """Results of `large_rows`, which `load_large` reads."""
 
     is_any_ptr: Any
     lse_ptr: Any
@@ -152,7 +152,7 @@ class QueryHead(NamedTuple):
     alibi_slope: Any
 
 
-# What mods read of the head, `head_values`, goes beside it: Triton takes no tuple inside another through a loop.
+# The values that mods read of the head, `head_values`, go beside it: Triton takes no tuple inside another through a loop.
 @gluon.jit
 def first_query_head(block: Block, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
     bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, block.h, META)

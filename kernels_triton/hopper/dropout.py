@@ -63,7 +63,7 @@ def _handed_on(calls, keys_are_rows, steps):
 
 @gluon.constexpr_function
 def _weights(columns, keys_are_rows):
-    # Of the accumulator of a product: [groups, 8, PACK, rest] or [queries, PACK, rest, 4, 2].
+    # The layout of a product's accumulator: [groups, 8, PACK, rest] or [queries, PACK, rest, 4, 2].
     pack = min(4, columns // 16)
     packed = [[0, 0, 1 << n, 0] if keys_are_rows else [0, 1 << n, 0, 0, 0] for n in range(pack.bit_length() - 1)]
     if keys_are_rows:

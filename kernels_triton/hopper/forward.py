@@ -335,7 +335,7 @@ def _unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, ba
 
 @gluon.jit
 def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
-    # What the band hides, and what is past the end; a scalar branch, so that blocks which neither cuts do not pay for it.
+    # Hides by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
     is_cut = column + META.BLOCK_N > band.len_kv
     if META.HAS_RIGHT:
         is_cut = is_cut | (column + META.BLOCK_N > m_start + band.shift + 1 + band.right)

@@ -108,13 +108,13 @@ class Fp8BackwardTile(NamedTuple):
     block_n: int  # keys that dq takes at a time
     dq_stages: tuple[int, int]  # in shared memory: of k and v in FP8, and of k in 16 bits
     block_m: int  # queries that dk and dv take at a time
-    # Of q and dout in FP8, and in 16 bits of dout and of q, which are as many unless columns are split.
+    # Stages of q and dout in FP8, then in 16 bits of dout and of q; the last two differ only where columns are split.
     dkdv_stages: tuple[int, int, int]
     splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
 
     @property
     def keys(self) -> int:
-        """Of a program of dk and dv."""
+        """Number of keys of a program of dk and dv."""
         return 64 if self.splits_columns else 128
 
 

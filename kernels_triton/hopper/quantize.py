@@ -31,7 +31,7 @@ _E5M2 = tl.constexpr(quads_assembly("e5m2"))
 
 
 class QuantizeMeta(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that the kernel is compiled for."""
 
     IS_RAGGED: bool
     HAS_LENGTHS: bool
