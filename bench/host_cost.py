@@ -1,4 +1,4 @@
-"""What a warm call costs the host, with and without autograd, beside its peers; and where it goes.
+"""Host time of a warm call, with and without autograd, beside its peers; and where it goes.
 
     python -m flexattn host_cost
     python -m flexattn host_cost --out bench/results/host_cost.json

@@ -106,7 +106,7 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: D
 
 
 def _runs_per_thread(operand: Any, pack: int) -> int:
-    """How often each thread runs the asm: once for a scalar, else once for each `pack` elements that it holds."""
+    """Returns how often each thread runs the asm: once for a scalar, else once for each `pack` elements that it holds."""
     if not isinstance(operand, Tensor):
         return 1
     partition, layout = running().current, operand.layout

@@ -26,7 +26,7 @@ from flexattn.emulator.values import Pointer, scalar
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, apart from the seed.
+    """Settings of a run, apart from the seed.
 
     schedule: the order of events: "eager", asynchronous operations act at once; "lazy", as late as they may; "round-robin",
         partitions in turn; "random", weights that change now and then. None: seeds 0, 1 and 2 are the first three, all others

@@ -66,7 +66,7 @@ def is_own_frame(filename: str) -> bool:
 
 
 def current_site() -> Site:
-    """Where the kernel is: its innermost frames, without the emulator's."""
+    """Returns the innermost frames of the kernel, without the emulator's."""
     frame, found = sys._getframe(1), list[Frame]()
     while frame is not None and len(found) < _DEPTH:
         code = frame.f_code

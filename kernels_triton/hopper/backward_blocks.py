@@ -144,7 +144,7 @@ def statistics_of_block(args, block: Block, META: gl.constexpr):
 
 
 class QueryHead(NamedTuple):
-    """Where a program of dk and dv is: at one block of queries of one query head of its group."""
+    """Place of a program of dk and dv: one block of queries of one query head of its group."""
 
     n: Any  # the block's number, of those that this head has
     h: Any

@@ -82,7 +82,7 @@ def descriptor_error(name: str, x: Tensor) -> str | None:
 
 
 class Step(NamedTuple):
-    """How far apart the batch elements of a tensor are: `batch_steps`."""
+    """Distance between the batch elements of a tensor: `batch_steps`."""
 
     tokens: int
     heads: int

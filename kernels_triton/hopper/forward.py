@@ -669,7 +669,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
 
 
 def _whole_blocks_of_window(problem: Problem, tile: HopperTile, group: int) -> float:
-    """How many blocks of keys, at most, all queries of a warpgroup see whole."""
+    """Number of blocks of keys, at most, that all queries of a warpgroup see whole."""
     x = problem
     if x.window_left is None or x.window_right is None:
         return math.inf

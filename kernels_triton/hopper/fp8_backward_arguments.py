@@ -72,7 +72,7 @@ class DqBuffers(NamedTuple):
 
 
 class DqOrigins(NamedTuple):
-    """Where the rows of a program's heads begin."""
+    """First rows of a program's heads."""
 
     q: Origin
     dout: Origin
@@ -153,7 +153,7 @@ class DkdvBuffers(NamedTuple):
 
 
 class DkdvOrigins(NamedTuple):
-    """Where the rows of a program's heads begin; of queries the first head's."""
+    """First rows of a program's heads; for queries those of the first head."""
 
     q: Origin
     q16: Origin

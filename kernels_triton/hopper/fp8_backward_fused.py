@@ -180,7 +180,7 @@ class Buffers(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where the rows of a program's heads begin."""
+    """First rows of a program's heads."""
 
     q: Origin
     q16: Origin

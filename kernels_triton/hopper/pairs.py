@@ -21,7 +21,7 @@ class Pair(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where the rows of a head of one sequence begin, as `load_rows` takes it."""
+    """First row of a head of one sequence, as `load_rows` takes it."""
 
     token: Any
     head: Any

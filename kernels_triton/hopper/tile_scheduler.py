@@ -46,7 +46,7 @@ def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> i
 
 
 class Sequence(NamedTuple):
-    """Where the queries and the keys of one sequence are, inside a kernel."""
+    """Places of the queries and the keys of one sequence, inside a kernel."""
 
     start_q: Any
     len_q: Any

@@ -125,7 +125,8 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
             if args.dlse_ptr is not None:
                 row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
                 of_rows += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-            of_rows = tl.where(statistics.lse_log2 == float("inf"), 0.0, of_rows)  # of a row that sees nothing, or is none
+            # A row that sees nothing, or is none; beside a sink and no key the two terms cancel but for their rounding.
+            of_rows = tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, of_rows)
             total_of_rows += of_rows * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else of_rows
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)

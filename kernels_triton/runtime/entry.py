@@ -4,6 +4,9 @@ Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple 
 3.7). So no kernel is launched with a tuple of its numbers. It is written as a function of named groups, and what is launched is a
 generated function with one parameter for each field, which puts the groups together and calls it. That leaves the machine code as
 it is: Triton takes tuples apart before anything is compiled.
+
+The order of the fields does not: it is the order of the parameters, from which ptxas makes another schedule. On an H200 the fused
+backward with a softcap took 5 % longer with the steps of the descriptors before the band, and the softcap before the bias.
 """
 
 from __future__ import annotations

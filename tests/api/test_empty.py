@@ -64,6 +64,7 @@ def test_dense(name: str, option: str, backend: str, device: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str) -> None:
+    torch.manual_seed(55)  # draws a sink whose probability a rounding takes off 1
     inputs = dense(name, device)
     batch, sq, skv = DENSE[name]
     for shape in ((1, H, sq, skv), (1, 1, 1, skv), (max(1, batch), H, sq, 1)):
