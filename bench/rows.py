@@ -51,7 +51,7 @@ class Swept(NamedTuple):
 
 
 def slot_of(workload: Workload) -> str:
-    """Which of a row's tiles the workload runs with, where the row has it."""
+    """Returns the name of the tile of a row that the workload runs with, where the row has it."""
     from flexattn.kernels_triton.common.tiles import SHORT
 
     band = band_of(workload)

@@ -1,4 +1,4 @@
-"""Which backend a call asks for: its own argument, then `attention_backend()`, then FLEXATTN_BACKEND, then "auto"."""
+"""The backend that a call asks for: its own argument, then `attention_backend()`, then FLEXATTN_BACKEND, then "auto"."""
 
 from __future__ import annotations
 

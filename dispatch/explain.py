@@ -1,4 +1,4 @@
-"""Which backend runs a spec, why, and what the others lack."""
+"""The backend that runs a spec, why, and what the others lack."""
 
 from __future__ import annotations
 

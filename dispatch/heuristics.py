@@ -1,4 +1,4 @@
-"""Which backend "auto" prefers where several can run a call, as data: an order for each kind of device, and what was measured."""
+"""The backend that "auto" prefers where several can run a call: an order for each kind of device, and what was measured."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def layout_of(spec: AttentionSpec) -> str:
 
 
 def kind_of(spec: AttentionSpec) -> str | None:
-    """Which kind of KINDS a spec is of; None: measurements of neither say anything about it."""
+    """Returns the kind of KINDS that a spec is of; None: measurements of neither say anything about it."""
     features = (spec.softcap, spec.dropout, spec.return_max_logit, spec.deterministic, spec.needs_lse_grad, spec.needs_bias_grad)
     if any(features) or spec.mods is not None or spec.block_size is not None:
         return None

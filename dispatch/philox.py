@@ -36,7 +36,7 @@ def rounded_dropout(dropout_p: float) -> float:
 
 
 def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: range, cols: range) -> Tensor:
-    """Which attention weights survive dropout, bool [..., len(rows), len(cols)].
+    """Returns which attention weights survive dropout, bool [..., len(rows), len(cols)].
 
     rng_state: int64 [2], seed and offset; it is never read on the host.
     head_index: int64 [...], batch index * number of query heads + head.

@@ -170,7 +170,7 @@ def attend(
 def _hidden(
     spec: AttentionSpec, x: Operands, sequences: Sequences, block: Differentiable, indices: dict[str, Tensor]
 ) -> Tensor | None:
-    """Which keys are hidden from which queries, broadcastable to [b, h, r, c]; None where none is."""
+    """Returns the keys that are hidden from each query, broadcastable to [b, h, r, c]; None where none is."""
     i, j = indices["q_idx"], indices["kv_idx"]
     diagonal = i + sequences.shift(spec.band)
     parts = []

@@ -65,7 +65,7 @@ class Written(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Which tokens there is nothing to read from, bool [b, s] or [total]; None without padding."""
+    """Returns the tokens that there is nothing to read from, bool [b, s] or [total]; None without padding."""
 
     q: Tensor | None  # in no sequence
     kv: Tensor | None  # in no sequence, or in one without queries

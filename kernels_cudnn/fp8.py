@@ -174,7 +174,7 @@ _SCALE_OF = dict(zip((Uid.DQ, Uid.DK, Uid.DV), _SCALES[1:], strict=True))
 
 
 def _lessons(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
-    """Which scales each run before the last is for.
+    """Returns the scales that each run before the last is for.
 
     No gradient of a score is above a bound, from which the first run has its scale. e5m2 reaches 2**30 below it, so that it rounds
     as it would from the exact maximum; e4m3 does not, and its scale is learned first, as the other maxima depend on it.

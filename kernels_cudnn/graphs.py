@@ -27,7 +27,7 @@ ALIGNMENT = 16  # bytes, of every pointer and every stride: without it cuDNN wri
 
 
 class Uid(enum.IntEnum):
-    """Which buffer is which when a plan runs."""
+    """The buffers of a plan by their numbers, as it runs."""
 
     Q = 1
     K = 2

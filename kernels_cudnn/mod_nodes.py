@@ -117,7 +117,7 @@ class Callbacks:
         return self._kept(("virtual", id(tensor)), lambda: self._node(graph, "add", kind, zero, tensor))
 
     def _mask(self, graph: Any) -> Any:
-        """Which scores are seen: within the lengths, in the band, by the mask_mod."""
+        """Returns the node of the scores that are seen: within the lengths, in the band, by the mask_mod."""
         frame = self._frame
         row, column = self._position(graph, "q_idx"), self._position(graph, "kv_idx")
         terms = [

@@ -19,7 +19,7 @@ KERNELS = ("kernel", "hopper_kernel")  # decorators of what is launched
 DEVICE = ("jit", *KERNELS)
 MOST_PARAMETERS = 8
 FEW_UNDERSCORES = 3
-UNCLEAR = ("What ", "Of ", "Whether ", "As that of ", "That ", "Those ", "Where ", "How ")
+UNCLEAR = ("What ", "Of ", "Whether ", "As that of ", "That ", "Those ", "Where ", "How ", "Which ")
 
 
 class Module(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which problems the kernels for sm_90 take, with which tile, and which of them were measured to be faster there.
+"""The problems that the kernels for sm_90 take, with which tile, and which of them were measured to be faster there.
 
 For q, k and v in 16 bits; the FP8 kernels have conditions of their own.
 """

@@ -120,7 +120,7 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 def loads_of_two(directory: Path) -> tuple[int, int]:
-    """How many of a plan that is wanted in two processes were loaded from the directory."""
+    """Returns how many of a plan that is wanted in two processes were loaded from the directory."""
     caches = PlanCache(), PlanCache()
     for cache in caches:
         assert cache.get("a graph", CPU, str(directory)).graph.text == b"the plan"

@@ -68,7 +68,7 @@ def allocations() -> Iterator[Allocations]:
 
 
 def calls_until_found(allocations: Allocations, seeds: Iterable[int] = range(ENOUGH)) -> int | None:
-    """How many calls are drawn until one is wrong, if one is."""
+    """Returns how many calls are drawn until one is wrong, if one is."""
     for seed in seeds:
         try:
             is_wrong = bool(check_by_name(EAGER, f"{seed}.0", allocations))
