@@ -1,1 +1,1 @@
-"""Integrations, one file per ecosystem, each imported only where it is used; other libraries' spellings are converted only here."""
+"""Integrations, a file or folder per ecosystem, imported only where used; other libraries' spellings are converted only here."""

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexattn
 from flexattn import mods, ops
-from flexattn.integrations.te_score_mod import TEScoreMod
+from flexattn.integrations.te import TEScoreMod
 
 HEADS, HEADS_KV, D = 4, 2, 16
 # On a GPU what is compiled is what users compile; on a CPU without Inductor, which takes seconds for each graph.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.integrations.te_score_mod import GraphTensor, ScoreGraph, TEScoreMod
+from flexattn.integrations.te.score_mod import GraphTensor, ScoreGraph, TEScoreMod
 from flexattn.mods.trace import cache_info, clear_cache
 from tests.mods.test_score_mod import HEADS, HEADS_KV
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn import mods
 from flexattn.dispatch.spec import AttentionSpec, Operands, with_classes
-from flexattn.integrations.te_score_mod import TEScoreMod
+from flexattn.integrations.te import TEScoreMod
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import Inputs, make_call, make_inputs
 

@@ -1,6 +1,6 @@
 """TransformerEngine's score_mod: callbacks that build a cuDNN graph, run here as any other score_mod, on every backend.
 
-    from flexattn.integrations.te_score_mod import TEScoreMod
+    from flexattn.integrations.te import TEScoreMod
     out = attention(q, k, v, score_mod=TEScoreMod(score_mod, score_mod_bprop, score_mod_tensors={"cap": cap}))
 
 The callbacks get a graph with the names of cuDNN frontend's pointwise nodes. What they call is recorded as torch ops, and traced.
