@@ -8,6 +8,7 @@ process of its own: there is no way back. It says nothing about what a real driv
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -134,9 +135,13 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
     class Stub:
         def __init__(self) -> None:
-            self.utils, self.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+            self.launcher_cls = nvidia.CudaLauncher
             self.get_current_device: Callable[[], int] = lambda: 0
             self.get_current_stream: Callable[[int], int] = lambda device: 0
+
+        @functools.cached_property
+        def utils(self) -> Any:  # as Triton's driver, which fills in its module's names when it is first asked for
+            return nvidia.CudaUtils()
 
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
@@ -144,7 +149,6 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
         def map_python_to_cpp_type(self, kind: str) -> str:
             return nvidia.ty_to_cpp(kind)  # type: ignore[no-any-return]
 
-    # A fresh object, whose CudaUtils fills in its module's names, before anything asks for a driver.
     driver.set_active(Stub())
 
     from flexattn import ops

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.backends.nvidia import driver as triton_driver
 
 from flexattn.kernels_triton.runtime.store import Binary
@@ -133,7 +134,11 @@ class _Maps:
 
 
 def _has_maps() -> bool:
-    """Returns whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes."""
+    """Returns whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes.
+
+    Their class is there once Triton's driver is, which nothing has asked for where all kernels so far came from files.
+    """
+    triton.runtime.driver.active.utils  # noqa: B018 (it is made when it is first read)
     kind = getattr(triton_driver, "PyCUtensorMap", None)
     return kind is not None and kind.__basicsize__ in (64 + _MAP_BYTES, 128 + _MAP_BYTES)
 

@@ -71,16 +71,16 @@ def refuse(*_, **__):
     raise AssertionError("Triton was asked to compile")
 
 JITFunction._do_compile = refuse  # in this process: warmup compiles in others
-calls = [dict(zip("qkv", [torch.zeros(1, 100, 4, d, dtype=torch.bfloat16)] * 3), backend="triton") for d in (16, 32)]
+calls = [dict(zip("qkv", [torch.zeros(1, 100, 4, d, dtype=torch.bfloat16)] * 3), backend="triton") for d in (64, 128)]
 print([e.forward.backend for e in flexattn.warmup(*calls, workers=2)])
-flexattn.attention(**calls[0])
+flexattn.attention(**calls[0])  # on sm_90: its tensor maps are made by Triton's driver, which nothing has asked for yet
 """
 
 
 @needs_compiler
 def test_warmup_compiles_several_at_a_time(forked_python, tmp_path: Path) -> None:
     env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_KERNELS": str(tmp_path / "kernels")}
-    ran = forked_python("-c", WARM, env=env)
+    ran = forked_python("-c", WARM, env=env | {"FLEXATTN_HOPPER": "always"})
     assert ran.stdout == "['triton', 'triton']\n", ran.stdout + ran.stderr
     assert "flexattn.warmup" in ran.stderr
     assert len([*(tmp_path / "kernels").iterdir()]) == 2
