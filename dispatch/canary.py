@@ -72,6 +72,7 @@ def clear() -> None:
 
 def _compare(name: str, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
     backend, device = backend_module(name), x.q.device
+    spec = spec._replace(results=spec.results._replace(packing=""))  # q, k and v are of different lengths here
     if spec.fp8 is not None:
         return _compare_fp8(name, spec, x, direction)
     exact, eager = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))

@@ -20,7 +20,7 @@ from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_erro
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
 
 SUPPORT_IS_FINAL = False  # cuDNN's own answer comes with a plan
 DTYPES = (torch.float16, torch.bfloat16)
@@ -219,7 +219,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     if dlse is not None:
         raise ValueError("cuDNN takes no gradient of lse, and dlse is given; select() with needs_lse_grad refuses such a call")
-    gradients = _empty_gradients(spec, x)
+    gradients = empty_gradients(spec, x)
     problem, directory = _problem(spec, x, "backward"), options.plan_directory()
     out_view, dout_view = as_bshd(out, spec.q_format), as_bshd(dout, spec.q_format)
     written = _launcher_views(spec, gradients)
@@ -263,11 +263,11 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     if spec.fp8 is not None:
         is_forward = direction == "forward"
         dout = None if is_forward else torch.empty_like(out_view, dtype=spec.fp8.grad_dtype)
-        call = fp8_call(problem, out_view, lse, dout, None if is_forward else _launcher_views(spec, _empty_gradients(spec, meta)))
+        call = fp8_call(problem, out_view, lse, dout, None if is_forward else _launcher_views(spec, empty_gradients(spec, meta)))
     elif direction == "forward":
         call = forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None)
     else:
-        call = backward_call(problem, out_view, lse, out_view, _launcher_views(spec, _empty_gradients(spec, meta)))
+        call = backward_call(problem, out_view, lse, out_view, _launcher_views(spec, empty_gradients(spec, meta)))
     with _failures():
         PLANS.get(call.sdpa, device, options.plan_directory())
     if len(_prepared) >= _MOST_PREPARED:
@@ -310,19 +310,12 @@ def _failures() -> Iterator[None]:
         raise RuntimeFailure(f"cuDNN has no plan for it: {e}") from e
 
 
-def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
-    """Allocates what the launcher writes: each gradient contiguous in its input's format, that of softmax_offset in fp32."""
-    dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
-    dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
-    doffset = x.q.new_empty(spec.num_heads, dtype=torch.float32) if x.softmax_offset is not None else None
-    return Gradients(dq, dk, dv, dbias, doffset)
-
-
 def _launcher_views(spec: AttentionSpec, gradients: Gradients):  # type: ignore[no-untyped-def]  # its module imports cudnn
     from flexattn.kernels_cudnn.attention import Written
 
-    dq, dk, dv, dbias, doffset, _ = gradients
-    return Written(as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format), dbias, doffset)
+    dq, dk, dv = dqkv_of(spec, gradients)
+    views = (as_bshd(dq, spec.q_format), as_bshd(dk, spec.kv_format), as_bshd(dv, spec.kv_format))
+    return Written(*views, gradients.dbias, gradients.dsoftmax_offset)
 
 
 def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn

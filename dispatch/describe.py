@@ -49,6 +49,8 @@ def describe(spec: AttentionSpec) -> str:
                 else f"by dout in {str(spec.fp8.grad_dtype).removeprefix('torch.')}"
             )
             parts.append(f"backward {kind}")
+    lies = {"out": spec.results.out, "dq": spec.results.dq, "dk and dv": spec.results.dkv, "gradients": spec.results.packing}
+    parts += [f"{name} in {fmt}" for name, fmt in lies.items() if fmt]
     parts += [name for name in ("softcap", "dropout", "return_max_logit", "deterministic") if getattr(spec, name)]
     capability = "" if spec.capability is None else f" sm_{spec.capability[0]}{spec.capability[1]}"
     return ", ".join([*parts, spec.device_type + capability])

@@ -98,7 +98,9 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     doffset = None if x.softmax_offset is None or sums.softmax_offset is None else sums.softmax_offset.to(x.softmax_offset.dtype)
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
     dmod_tensors = tuple(total.to(t.dtype) for total, t in zip(captured_sums, captured, strict=True)) or None
-    return Gradients(sums.q, sums.k.to(spec.out_dtype), sums.v.to(spec.out_dtype), dbias, doffset, dmod_tensors)
+    dqkv = (sums.q, sums.k.to(spec.out_dtype), sums.v.to(spec.out_dtype))
+    dq, dk, dv = spec.results.stored(dqkv, (spec.q_format, spec.kv_format))
+    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors)
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:

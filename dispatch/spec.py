@@ -131,6 +131,83 @@ class Fp8(NamedTuple):
     bf16_backward: bool  # the backward is that of q, k and v before they were quantised
 
 
+# How many tensors share a buffer, and the dim that tells them apart.
+PACKINGS = {"3hd": (3, -3), "h3d": (3, -2), "hd_2hd": (2, -3), "hd_h2d": (2, -2)}
+Stored = tuple[Tensor, Any, Any]  # dq, dk and dv, or the buffer in the place of the first that lies in it, and None for the others
+
+
+class Results(NamedTuple):
+    """Formats in which results lie in memory, "" for that of q, or of k and v. The order of their dims is q's, or k's and v's.
+
+    With a packing, dq, dk and dv ("3hd", "h3d") or dk and dv ("hd_2hd", "hd_h2d") are views of one buffer, with a dim of 3 or 2 in
+    front of the heads or behind them.
+    """
+
+    out: str = ""
+    dq: str = ""
+    dkv: str = ""
+    packing: str = ""
+
+    def empty_out(self, q: Tensor, q_format: str, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Returns room for out, of q's dims with `head_dim` last."""
+        return _empty(q, (*q.shape[:-1], head_dim), q_format, self.out, dtype)
+
+    def empty_dqkv(self, qkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
+        """Returns room for dq, dk and dv, of the shapes of q, k and v."""
+        q, k, v = qkv
+        q_format, kv_format = formats
+        if not self.packing:
+            dq = _empty(q, q.shape, q_format, self.dq, dtype)
+            dk, dv = (_empty(t, t.shape, kv_format, self.dkv, dtype) for t in (k, v))
+            return dq, dk, dv
+        count, dim = PACKINGS[self.packing]
+        first, fmt, memory = (q, q_format, self.dq) if count == 3 else (k, kv_format, self.dkv)
+        sizes = [first.shape[fmt.index(name)] for name in memory or fmt]
+        sizes.insert(len(sizes) + dim + 1, count)
+        buffer = first.new_empty(sizes, dtype=dtype)
+        return (buffer, None, None) if count == 3 else (_empty(q, q.shape, q_format, self.dq, dtype), buffer, None)
+
+    def views(self, stored: Stored, formats: tuple[str, str]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq, dk and dv, in the dims of q, k and v, of what `empty_dqkv` gave room for."""
+        dq, dk, dv = stored
+        if self.packing:
+            count, dim = PACKINGS[self.packing]
+            if count == 3:
+                dq, dk, dv = (in_format(t, self.dq, formats[0]) for t in dq.unbind(dim))
+            else:
+                dk, dv = (in_format(t, self.dkv, formats[1]) for t in dk.unbind(dim))
+        return dq, dk, dv
+
+    def stored(self, dqkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str]) -> Stored:
+        """Returns gradients that lie anywhere as `empty_dqkv` lays them out, with a copy where they do not lie so."""
+        if self == Results(out=self.out):
+            return dqkv
+        made = self.empty_dqkv(dqkv, formats, dqkv[0].dtype)
+        for to, t in zip(self.views(made, formats), dqkv, strict=True):
+            to.copy_(t)
+        return made
+
+
+def dense_in(t: Tensor, fmt: str, memory: str) -> Tensor:
+    """Returns t, whose dims are named as in `fmt`, without gaps in the order of `memory`: itself where it lies so."""
+    return in_format(in_format(t, fmt, memory or fmt).contiguous(), memory, fmt)
+
+
+def in_format(t: Tensor, fmt: str, wanted: str) -> Tensor:
+    """Returns a view of t, whose dims are named as in `fmt`, with its dims in the order of `wanted`; t itself where one is ""."""
+    return t if not fmt or not wanted or fmt == wanted else t.permute([fmt.index(name) for name in wanted])
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], fmt: str, memory: str, dtype: torch.dtype) -> Tensor:
+    if not memory or memory == fmt:
+        return like.new_empty(shape, dtype=dtype)
+    sizes, strides, step = dict(zip(fmt, shape, strict=True)), {}, 1
+    for name in reversed(memory):
+        strides[name] = step
+        step = step * sizes[name]
+    return like.new_empty_strided(shape, [strides[name] for name in fmt], dtype=dtype)
+
+
 class AttentionSpec(NamedTuple):
     """Everything static that decides which kernel can run; frozen and hashable, no tensors, no lengths but their magnitude, no
     scalar inputs.
@@ -167,6 +244,7 @@ class AttentionSpec(NamedTuple):
     block_size: tuple[int, int] | None = None  # queries and keys of a block of the block mask, if there is one
     fp8: Fp8 | None = None  # where q, k and v are FP8
     is_part: bool = False  # backward: out and lse are of more keys than these
+    results: Results = Results()  # where out, dq, dk and dv lie otherwise than q, k and v
 
     @property
     def group_size(self) -> int:
@@ -219,6 +297,8 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
+    """Gradients of a call. A backend gives dq, dk and dv as they are stored: a buffer that some share, and None for the others."""
+
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -252,13 +332,13 @@ def batch_size(spec: AttentionSpec, x: Operands) -> int:
 
 
 def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logit) as every backend and every fake lays them out: contiguous, out in q's format.
+    """(out, lse, max_logit) as every backend and every fake lays them out: contiguous, out in q's format or that of spec.results.
 
     lse is [b, h, sq], or [h, total_q] for thd; max_logit is [h], or [0] when it is not asked for. Both are fp32 (fp64 for
     fp64 inputs, which only the eager backend takes).
     """
     statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
-    out = x.q.new_empty((*x.q.shape[:-1], spec.head_dim_v), dtype=spec.out_dtype)
+    out = spec.results.empty_out(x.q, spec.q_format, spec.head_dim_v, spec.out_dtype)
     if spec.q_format == "thd":
         lse_shape: tuple[int, ...] = (spec.num_heads, x.q.shape[0])
     else:
@@ -266,6 +346,24 @@ def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Ten
     lse = x.q.new_empty(lse_shape, dtype=statistics)
     max_logit = x.q.new_empty((spec.num_heads if spec.return_max_logit else 0,), dtype=statistics)
     return out, lse, max_logit
+
+
+def empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
+    """Memory for the gradients as every backend lays them out, that of softmax_offset in fp32.
+
+    Those of captures are zeroed, as the derivative may not reach one.
+    """
+    dq, dk, dv = spec.results.empty_dqkv((x.q, x.k, x.v), (spec.q_format, spec.kv_format), spec.out_dtype)
+    dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
+    doffset = x.q.new_empty(spec.num_heads, dtype=torch.float32) if x.softmax_offset is not None else None
+    captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
+    dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
+    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
+
+
+def dqkv_of(spec: AttentionSpec, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk and dv, as views where they share a buffer."""
+    return spec.results.views(gradients[:3], (spec.q_format, spec.kv_format))
 
 
 def with_classes(spec: AttentionSpec, x: Operands) -> AttentionSpec:

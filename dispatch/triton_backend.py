@@ -15,7 +15,7 @@ from torch import Tensor
 from flexattn.dispatch import options
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, dout_like
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, empty_outputs
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
@@ -126,7 +126,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     from flexattn.kernels_triton.families import choose
 
-    gradients = _empty_gradients(spec, x)
+    gradients = empty_gradients(spec, x)
     policy = policy_of(spec)
     call = _backward_call(spec, x, (out, lse, dout, dlse), gradients, policy)
     choice = choose(call, policy)
@@ -167,7 +167,7 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
         if direction == "backward":
             out, lse, _ = results
             given = (out, lse, dout_like(spec, x, out), None)
-            return choose(_backward_call(spec, x, given, _empty_gradients(spec, x), policy), policy)
+            return choose(_backward_call(spec, x, given, empty_gradients(spec, x), policy), policy)
         call = _forward_call(spec, x, results)
         choice = choose(call, policy)
         splits = choice.family.splits
@@ -194,16 +194,6 @@ def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tenso
     return Forward(problem, as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
 
 
-def _empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
-    """Memory for the gradients, that of captures zeroed, as the derivative may not reach one."""
-    dq, dk, dv = (torch.empty_like(t, dtype=spec.out_dtype, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
-    dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
-    doffset = torch.empty(spec.num_heads, dtype=torch.float32, device=x.q.device) if x.softmax_offset is not None else None
-    captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
-    dmod_tensors = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in captured)
-    return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors or None)
-
-
 def _backward_call(
     spec: AttentionSpec,
     x: Operands,
@@ -217,6 +207,7 @@ def _backward_call(
     from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
 
     out, lse, dout, dlse = given
+    dq, dk, dv = dqkv_of(spec, gradients)
     dcaptures: list[Tensor] = []
     if spec.mods and gradients.dmod_tensors is not None:
         dcaptures = [t for t, is_reached in zip(gradients.dmod_tensors, spec.mods.is_reached, strict=True) if is_reached]
@@ -231,9 +222,9 @@ def _backward_call(
         lse=lse,
         dout=as_bshd(_loadable(dout), spec.q_format),
         dlse=dlse.contiguous() if dlse is not None else None,
-        dq=as_bshd(gradients.dq, spec.q_format),
-        dk=as_bshd(gradients.dk, spec.kv_format),
-        dv=as_bshd(gradients.dv, spec.kv_format),
+        dq=as_bshd(dq, spec.q_format),
+        dk=as_bshd(dk, spec.kv_format),
+        dv=as_bshd(dv, spec.kv_format),
         dsoftmax_offset=gradients.dsoftmax_offset,
         dbias=gradients.dbias,
         dcaptures=dcaptures,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn import call_cache, ops, validation
-from flexattn.dispatch.spec import OPEN_WINDOW, Operands
+from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, dense_in, parse_format
 from flexattn.first_order import guarded
 from flexattn.prepare import prepare
 
@@ -95,75 +96,89 @@ def attention_backward(
             is accepted. FP8 and DTensors are refused.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
+    arguments = {
+        "qkv_format": qkv_format,
+        "attn_mask_type": attn_mask_type,
+        "window_size": window_size,
+        "bottom_right_diagonal": bottom_right_diagonal,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "bias_type": bias_type,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "softmax_type": softmax_type,
+        "softmax_offset": softmax_offset,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "rng_state": rng_state,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "score_mod_tensors": score_mod_tensors,
+        "block_mask": block_mask,
+        "deterministic": deterministic,
+        "backend": backend,
+    }
+    return differentiate(Results(), Given(dout, q, k, v, out, lse, dlse), arguments)
+
+
+_OPERANDS = (
+    *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    "rng_state",
+)
+_operands_of = itemgetter(*_OPERANDS)
+_others_of = itemgetter(
+    *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
+    *("softmax_scale", "softcap", "dropout_p", "deterministic", "backend"),
+)
+_mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
+
+
+class Given(NamedTuple):
+    """Tensors of a backward that every call has; `attention_backward` documents them."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None = None
+
+
+def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> Gradients:
+    """Returns what `attention_backward` does, with out and the gradients where `results` says.
+
+    arguments: all others that `attention_backward` takes. out and dout have q's dims, whatever their strides.
+    """
+    dout, q, k, v, out, lse, dlse = given
     _check_kinds(q, k, v)
     key, call = None, None
-    operands = (
-        bias,
-        alibi_slopes,
-        softmax_offset,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        cu_seqlens_q_padded,
-        cu_seqlens_kv_padded,
-        rng_state,
-    )
     if not torch.compiler.is_compiling():
-        others: tuple[Any, ...] = (
-            *("backward", qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type),
-            *(softmax_scale, softcap, dropout_p, deterministic, backend),
-        )
-        mods = None
-        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors:
-            mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
-        key, call = call_cache.look_up((q, k, v, *operands, out, lse, dout, dlse), others, window_size, mods)
+        operands = _operands_of(arguments)
+        mods: Any = _mods_of(arguments)
+        if mods[0] is mods[1] is mods[3] is None and not mods[2]:
+            mods = None
+        others = ("backward", results, *_others_of(arguments))
+        key, call = call_cache.look_up((q, k, v, *operands, out, lse, dout, dlse), others, arguments["window_size"], mods)
     is_new = call is None
     if call is None:
         with torch.enable_grad():  # for what the mods capture
-            x, settings, _ = prepare(
-                q,
-                k,
-                v,
-                qkv_format=qkv_format,
-                attn_mask_type=attn_mask_type,
-                window_size=window_size,
-                bottom_right_diagonal=bottom_right_diagonal,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_q_padded=cu_seqlens_q_padded,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv,
-                bias_type=bias_type,
-                bias=bias,
-                alibi_slopes=alibi_slopes,
-                softmax_type=softmax_type,
-                softmax_offset=softmax_offset,
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                dropout_p=dropout_p,
-                rng_state=rng_state,
-                score_mod=score_mod,
-                mask_mod=mask_mod,
-                score_mod_tensors=score_mod_tensors,
-                block_mask=block_mask,
-                fp8_recipe=None,
-                fp8_state=None,
-                descale_q=None,
-                descale_k=None,
-                descale_v=None,
-                deterministic=deterministic,
-                return_lse=True,
-                return_max_logit=False,
-                backend=backend,
-                is_backward=True,
-            )
+            x, settings, _ = prepare(q, k, v, **arguments, **_NOT_OF_BACKWARD, is_backward=True, results=results)
         _check(x, settings, out, lse, dout, dlse)
         if key is not None:
-            call = call_cache.new_call(key, x, settings, alibi_slopes)
-    out, lse = out.contiguous(), lse.contiguous()  # as the kernels have them in any other backward
+            call = call_cache.new_call(key, x, settings, arguments["alibi_slopes"])
+    else:
+        settings = call.settings
+    # As the kernels have them in any other backward.
+    out, lse = dense_in(out, parse_format(settings.qkv_format)[0], settings.out_format), lse.contiguous()
     with torch.no_grad():
         if key is not None and call is not None:
-            inputs, settings = call.inputs(key), call.settings
+            inputs = call.inputs(key)
             found, x = call.backward((*inputs, out, lse, dout, dlse)), call.operands(inputs)
             if is_new:
                 call_cache.remember(key, call)
@@ -173,9 +188,17 @@ def attention_backward(
     captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
     gradients: Sequence[Tensor | None] = (*found[:-1], *(found.dmod_tensors or ()))
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        bias, softmax_offset = arguments["bias"], arguments["softmax_offset"]
         gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, bias, softmax_offset, *captured)
     dense, of_captures = gradients[: len(found) - 1], gradients[len(found) - 1 :]
     return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
+
+
+_NOT_OF_BACKWARD: dict[str, Any] = {
+    **dict.fromkeys(("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v")),
+    "return_lse": True,
+    "return_max_logit": False,
+}
 
 
 def _check_kinds(*qkv: Any) -> None:

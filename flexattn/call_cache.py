@@ -33,7 +33,7 @@ from flexattn.dispatch import context, options
 from flexattn.dispatch.replay import Recording, record
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, select
-from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size
+from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
 from flexattn.mods.captures import find_captures
@@ -45,6 +45,7 @@ MOST_CALLS = 1024
 _MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
+NUM_TENSORS = len(_TENSOR_FIELDS)
 _RNG_STATE = _TENSOR_FIELDS.index("rng_state")
 
 _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
@@ -406,18 +407,27 @@ class CachedCall:
         found = self.backwards.get(key)
         if isinstance(found, Recording) and found.can_replay():
             dq, dk, dv, dbias, doffset, *dmod_tensors = found.replay(inputs, addresses)
-            return Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
+            return self._with_views(Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None))
         spec = self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
         if found is _SEEN and self.is_recordable and self._backward_backend(inputs, spec).can_be_recorded():
             with contextlib.suppress(RuntimeFailure):
                 gradients, recording = self._record_backward(inputs, spec)
                 self._keep(key, _NEVER if recording is None else recording)
                 _counts["recordings"] += recording is not None
-                return gradients
+                return self._with_views(gradients)
         if found is None:
             self._keep(key, _SEEN)
         incoming = ops.Incoming(*inputs[-4:])
-        return self._gradients(inputs, lambda x, dout: ops.run_backward(spec, self.backend, x, incoming._replace(dout=dout)))
+        return self._with_views(
+            self._gradients(inputs, lambda x, dout: ops.run_backward(spec, self.backend, x, incoming._replace(dout=dout)))
+        )
+
+    def _with_views(self, gradients: Gradients) -> Gradients:
+        """Returns gradients with dq, dk and dv apart, of what a backend gives."""
+        if not self.settings.dqkv_packing:
+            return gradients
+        dq, dk, dv = dqkv_of(self.spec, gradients)
+        return gradients._replace(dq=dq, dk=dk, dv=dv)
 
     def _results(self, tensors: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Returns what `forward` does, from `attend` on the operands that a backend takes."""

@@ -323,7 +323,7 @@ def attention(
             "backend": backend,
         }
         return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
-    x, settings, config = prepare(
+    prepared = prepare(
         q,
         k,
         v,
@@ -360,25 +360,42 @@ def attention(
         return_max_logit=return_max_logit,
         backend=backend,
     )
+    out, lse, max_logit = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
+    return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+
+
+def run_first(
+    key: call_cache.CallKey | None,
+    prepared: tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None],
+    alibi_slopes: Tensor | None,
+    fp8_recipe: fp8.Recipe | None,
+    fp8_state: fp8.DelayedScaling | None,
+    return_lse: bool,
+) -> tuple[Any, Tensor, Tensor | None]:
+    """Returns out, lse and max_logit of a call that `prepare` gave; max_logit is None only where it was not asked for.
+
+    key: the call's, or None. alibi_slopes, fp8_recipe, fp8_state, return_lse: the arguments.
+    """
+    x, settings, config = prepared
     to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
     if key is not None and not (to_fp8 and settings.needs_grad):
         of_fp8 = None
-        if is_fp8:
+        if settings.fp8_out and key.num_arguments > call_cache.NUM_TENSORS:  # with descales among them
             from flexattn.fp8_steps import Fp8Steps  # here, as calls without FP8 should not wait for its import
 
             of_fp8 = Fp8Steps(config, fp8_recipe, settings, x.q.device)
         call = call_cache.new_call(key, x, settings, alibi_slopes, of_fp8)
         if call is not None:
-            out, lse, max_logit = call.run(key, return_lse)
+            results = call.run(key, return_lse)
             call_cache.remember(key, call)
-            return _chosen(out, lse, max_logit, return_lse, return_max_logit)
-    if x.dropout_p > 0.0 and rng_state is None:
-        x = x._replace(rng_state=ops.new_rng_state(q.device))
+            return results  # type: ignore[no-any-return]
+    if x.dropout_p > 0.0 and x.rng_state is None:
+        x = x._replace(rng_state=ops.new_rng_state(x.q.device))
     delayed = fp8_ops.delayed_of(fp8_state)
     out, lse, max_logit = autograd.attention(x, settings, config, delayed)
     if fp8_recipe is not None and to_fp8:
-        out = fp8.quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS)
-    return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+        return fp8.quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS), lse, max_logit
+    return out, lse, max_logit
 
 
 def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:

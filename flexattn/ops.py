@@ -27,6 +27,7 @@ from flexattn.dispatch.spec import (
     Fp8,
     Gradients,
     Operands,
+    Results,
     empty_outputs,
     parse_format,
     with_classes,
@@ -60,6 +61,10 @@ class Settings(NamedTuple):
     fp8_block_rows: int = 0
     bf16_backward: bool = False
     is_part: bool = False  # for a backward alone: out and lse are of more keys than k and v have
+    out_format: str = ""  # these four: `Results`
+    dq_format: str = ""
+    dkv_format: str = ""
+    dqkv_packing: str = ""
 
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
@@ -69,7 +74,7 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
-    bool bf16_backward, bool is_part"""
+    bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
@@ -93,9 +98,15 @@ class Incoming(NamedTuple):
 def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
     """Returns the gradients of a call by the backward operator."""
     out, lse, dout, dlse = incoming
-    dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *x, *settings)
+    *stored, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *x, *settings)
+    dq, dk, dv = results_of(settings).views((stored[0], stored[1], stored[2]), parse_format(settings.qkv_format))
     bias, offset = dbias if settings.needs_bias_grad else None, None if x.softmax_offset is None else doffset
     return Gradients(dq, dk, dv, bias, offset, tuple(dmods) or None)
+
+
+def results_of(settings: Settings) -> Results:
+    """Returns where the results of a call lie."""
+    return Results(settings.out_format, settings.dq_format, settings.dkv_format, settings.dqkv_packing)
 
 
 def settings_of_backward(settings: Settings) -> Settings:
@@ -156,6 +167,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
         fp8=_fp8(x, settings) if settings.fp8_out else None,
         is_part=settings.is_part,
+        results=results_of(settings),
     )
 
 
@@ -264,7 +276,8 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
     dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype
-    dense = [t.new_empty(t.shape, dtype=dtype) for t in (x.q, x.k, x.v)]
+    dqkv = results_of(settings).empty_dqkv((x.q, x.k, x.v), parse_format(settings.qkv_format), dtype)
+    dense = [x.q.new_empty(0, dtype=dtype) if t is None else t for t in dqkv]
     dense += (x.q.new_empty(0, dtype=dtype) if t is None else t.new_empty(t.shape) for t in (bias, x.softmax_offset))
     program = parse_program(settings.mods)
     wanted = program.wanted(x.mod_tensors) if program else ()

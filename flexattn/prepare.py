@@ -14,7 +14,7 @@ from torch import Tensor
 from flexattn import fp8, fp8_ops, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, make_band, parse_format
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, parse_format
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -61,11 +61,12 @@ def prepare(
     return_max_logit: bool,
     backend: str | None,
     is_backward: bool = False,
+    results: Results = Results(),  # noqa: B008  # immutable
 ) -> tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None]:
     """Returns a call's tensors and settings, checked, and how q, k and v are to be quantised, or None.
 
     is_backward: True where a backward is all that will run, which wants gradients of q, k and v whatever they require; then call it
-    with grad mode on.
+    with grad mode on. results: the formats in memory of out and the gradients.
     """
     q_format, kv_format = parse_format(str(qkv_format))
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
@@ -83,6 +84,7 @@ def prepare(
     fp8.check_unpacked(q, k, v)
     fp8.check_recipe(fp8_recipe, fp8_state)
     validation.check_qkv(q, k, v, q_format, kv_format)
+    results = validation.checked_results(results, q, k, v, (q_format, kv_format))
     heads = q.shape[q_format.index("h")]
     batch = validation.check_cu_seqlens(
         attn_mask_type,
@@ -151,6 +153,8 @@ def prepare(
     request = requested_backend(backend)
     of_heads = (heads, k.shape[kv_format.index("h")])
     config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
+    if results.packing and config is not None and config.rotation:
+        raise ValueError("fp8_recipe.rotation is True and the gradients share a buffer; accepted: rotation False")
     settings = ops.Settings(
         qkv_format=qkv_format,
         padding="padding" in attn_mask_type,
@@ -168,6 +172,10 @@ def prepare(
         mods="" if mods is None or mods.program.is_empty else mods.program.text,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],
+        out_format=results.out,
+        dq_format=results.dq,
+        dkv_format=results.dkv,
+        dqkv_packing=results.packing,
         **fp8_settings,
     )
     return x, settings, config

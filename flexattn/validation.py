@@ -17,7 +17,17 @@ from torch import Tensor
 
 from flexattn.dispatch.mod_program import Capture
 from flexattn.dispatch.quantization import num_blocks
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, is_host_number, length_class, parse_format
+from flexattn.dispatch.spec import (
+    FORMATS,
+    PACKINGS,
+    AttentionSpec,
+    Operands,
+    Results,
+    as_index,
+    is_host_number,
+    length_class,
+    parse_format,
+)
 from flexattn.warn import warn_once
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -315,6 +325,33 @@ def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout:
         if statistic.shape != of_rows:
             dims = "[h, t_q]" if q_format == "thd" else "[b, h, sq]"
             raise ValueError(f"{name} has shape {tuple(statistic.shape)}; accepted: {of_rows}, {dims}")
+
+
+def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> Results:
+    """Returns the formats of results with "" for those that are q's, or k's and v's; raises ValueError where they cannot be had."""
+    if results == Results():
+        return results
+    own = {"out": formats[0], "dq": formats[0], "dkv": formats[1]}
+    for name, fmt in own.items():
+        wanted = getattr(results, name)
+        accepted = [known for known in FORMATS if (known == "thd") == (fmt == "thd")]
+        if wanted and wanted not in accepted:
+            raise ValueError(f"the format of {name} is {wanted!r}, of a tensor in {fmt}; accepted: {', '.join(accepted)}")
+    out, dq, dkv = ("" if getattr(results, name) == fmt else getattr(results, name) for name, fmt in own.items())
+    results = Results(out, dq, dkv, results.packing)
+    if not results.packing:
+        return results
+    check_name("the packing of dq, dk and dv", results.packing, tuple(PACKINGS))
+    shared = (q, k, v) if PACKINGS[results.packing][0] == 3 else (k, v)
+    shapes = [tuple(t.shape) for t in shared]
+    same_formats = len(shared) == 2 or (formats[0] == formats[1] and results.dq == results.dkv)
+    if len(set(shapes)) > 1 or not same_formats:
+        names = "q, k and v" if len(shared) == 3 else "k and v"
+        raise ValueError(
+            f"{names} have shapes {', '.join(map(str, shapes))} in {formats[0]} and {formats[1]}, and their gradients cannot share "
+            "a buffer; accepted: equal shapes and formats, or gradients apart"
+        )
+    return results
 
 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:

@@ -367,8 +367,10 @@ def _dense_rows(t: Tensor) -> Tensor:
 
 
 def _writable(x: Problem, t: Tensor) -> Tensor:
-    """`t`, or a tensor that stands in for it where cuDNN cannot write it as it is."""
-    return t if _fits(x, t) else torch.empty_like(t, memory_format=torch.contiguous_format)
+    """`t`, or a tensor that stands in for it where cuDNN cannot write it as it is, or where, as of packed tokens with room between
+    them (`_dense_rows`), it is not proved right.
+    """
+    return t if _fits(x, t) and (t.dim() == 4 or t.is_contiguous()) else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _fits(x: Problem, t: Tensor) -> bool:

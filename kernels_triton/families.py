@@ -190,6 +190,11 @@ def _unsupported_if_repeated(call: Backward) -> str | None:
     return "its dq does not repeat to the bit" if call.deterministic else None
 
 
+def _unsupported_gradients(call: Backward) -> str | None:
+    errors = (_hopper("descriptors").descriptor_error(name, t) for name, t in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)))
+    return next((error for error in errors if error), None)
+
+
 def _unsupported_in_fp8(call: Backward) -> str | None:
     is_reached = call.dbias is not None or len(call.dcaptures) > 0
     return "the gradients of a bias and of captures read what the portable backward writes on its way" if is_reached else None
@@ -216,7 +221,9 @@ HOPPER_FUSED = Family[Backward](
     name="sm_90 fused",
     direction="backward",
     unsupported=lambda call: (
-        _unsupported_if_repeated(call) or _hopper("conditions").fused_unsupported(call.problem, call.out, call.dout)
+        _unsupported_if_repeated(call)
+        or _hopper("conditions").fused_unsupported(call.problem, call.out, call.dout)
+        or _unsupported_gradients(call)
     ),
     slower=lambda call: _hopper("conditions").fused_slower(call.problem),
     tile=lambda call: _hopper("conditions").fused_tile(call.problem),
@@ -227,7 +234,9 @@ HOPPER_FUSED = Family[Backward](
 HOPPER_TWO_KERNELS = Family[Backward](
     name="sm_90 two-kernel",
     direction="backward",
-    unsupported=lambda call: _hopper("conditions").backward_unsupported(call.problem, call.out, call.dout),
+    unsupported=lambda call: (
+        _hopper("conditions").backward_unsupported(call.problem, call.out, call.dout) or _unsupported_gradients(call)
+    ),
     slower=lambda call: _hopper("conditions").backward_slower(call.problem),
     tile=lambda call: _hopper("conditions").backward_tile(call.problem),
     blocks=_blocks_of_two_kernels,
@@ -241,6 +250,7 @@ HOPPER_FP8_FUSED = Family[Backward](
         _unsupported_in_fp8(call)
         or _unsupported_if_repeated(call)
         or _hopper("fp8_backward_fused").unsupported(call.problem, call.out, call.dout)
+        or _unsupported_gradients(call)
     ),
     slower=lambda call: _hopper("fp8_backward_fused").slower(call.problem),
     tile=lambda call: _hopper("fp8_backward_fused").tile_of(call.problem),
@@ -251,7 +261,11 @@ HOPPER_FP8_FUSED = Family[Backward](
 HOPPER_FP8_TWO_KERNELS = Family[Backward](
     name="sm_90 FP8 two-kernel",
     direction="backward",
-    unsupported=lambda call: _unsupported_in_fp8(call) or _hopper("fp8_backward").unsupported(call.problem, call.out, call.dout),
+    unsupported=lambda call: (
+        _unsupported_in_fp8(call)
+        or _hopper("fp8_backward").unsupported(call.problem, call.out, call.dout)
+        or _unsupported_gradients(call)
+    ),
     slower=lambda call: _hopper("fp8_backward").slower(call.problem),
     tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,

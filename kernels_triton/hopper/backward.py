@@ -647,7 +647,7 @@ def _attn_bwd_dkdv_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: 
 def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> None:
     """Launches the two kernels of a backward, of calls that `backward_unsupported` does not name.
 
-    dq, dk and dv are contiguous. A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
+    A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or backward_tile(x)

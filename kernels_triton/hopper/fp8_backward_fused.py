@@ -462,7 +462,7 @@ def slower(problem: Problem) -> str | None:
 def fp8_fused_backward(call: Backward, tile: Fp8FusedTile | None = None) -> None:
     """Launches the fused backward in FP8, of calls that are not `unsupported`.
 
-    call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv contiguous, in 16 bits. The sums of dout with out
+    call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv in 16 bits. The sums of dout with out
         are of what dout stands for, as dp is: else a query that sees one key would get a gradient.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv

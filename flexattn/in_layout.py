@@ -1,0 +1,65 @@
+"""Attention with results in layouts of their own, for other libraries' spellings: `attention` behind its defaults."""
+
+from __future__ import annotations
+
+import inspect
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import call_cache, fp8
+from flexattn.dispatch.spec import Results
+from flexattn.functional import NO_TENSORS, attention, run_first
+from flexattn.prepare import prepare
+
+_SIGNATURE = inspect.signature(attention).parameters
+DEFAULTS: dict[str, Any] = {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY}
+_operands_of = itemgetter(
+    *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    "rng_state",
+)
+_mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
+_descales_of = itemgetter("descale_q", "descale_k", "descale_v")
+_others_of = itemgetter(
+    *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
+    *("softmax_scale", "softcap", "dropout_p", "deterministic", "return_max_logit", "backend"),
+)
+
+
+def attend(
+    results: Results, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = True, **given: Any
+) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Returns out, lse and max_logit of `attention`, with out, and in a backward dq, dk and dv, where `results` says.
+
+    out has q's dims, in whatever order they lie in memory. max_logit is None unless it is asked for; lse is differentiable where
+    return_lse is True, and not to be used otherwise. given: other arguments of `attention`. Raises what it raises, and TypeError
+    for DTensors.
+    """
+    arguments = DEFAULTS | given
+    arguments["return_lse"] = return_lse
+    key, call = None, None
+    recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
+    if not torch.compiler.is_compiling():
+        tensors = (q, k, v, *_operands_of(arguments))
+        others = (results, return_lse, *_others_of(arguments))
+        mods: Any = _mods_of(arguments)
+        if mods[0] is mods[1] is mods[3] is None and mods[2] is NO_TENSORS:
+            mods = None
+        descales = _descales_of(arguments)
+        of_state: tuple[Tensor, ...] | None = ()
+        if not (recipe is state is descales[0] is descales[1] is descales[2] is None):
+            of_state = fp8.state_tensors(state)
+            if of_state is not None:
+                tensors += (*descales, *of_state)
+                others += (recipe, state is None or state.recipe is recipe or state.recipe)
+        if of_state is not None:
+            key, call = call_cache.look_up(tensors, others, arguments["window_size"], mods)
+        if key is not None and call is not None:
+            return call.run(key, return_lse)  # type: ignore[no-any-return]
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if type(t).__name__ == "DTensor":
+            raise TypeError(f"{name} is a DTensor; accepted: a local tensor, as that of to_local()")
+    prepared = prepare(q, k, v, **arguments, results=results)
+    return run_first(key, prepared, arguments["alibi_slopes"], recipe, state, return_lse)

@@ -1,0 +1,250 @@
+"""Results in layouts of their own: `flexattn.in_layout`, `flexattn.backward.differentiate` and `flexattn.packed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import attention, call_cache, fp8, ops, packed
+from flexattn.backward import Given, differentiate
+from flexattn.dispatch import eager_backend, replay, triton_backend
+from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Results, empty_gradients, empty_outputs
+from flexattn.functional import bind_call
+from flexattn.in_layout import DEFAULTS, attend
+from flexattn.packed import unpack
+from flexattn.prepare import prepare
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from flexattn.kernels_triton.families import Policy
+
+B, S, H, D = 2, 9, 4, 16
+OTHERS = {name: DEFAULTS[name] for name in DEFAULTS if not name.startswith(("fp8", "descale", "return"))}
+OTHER_FORMAT = {"bshd": "sbhd", "sbhd": "bshd", "bhsd": "bshd", "thd": ""}
+
+
+def arguments_of(fmt: str) -> dict[str, Any]:
+    if fmt != "thd":
+        return {"qkv_format": fmt, "attn_mask_type": "causal"}
+    cu = torch.tensor([0, S - 3, 2 * S - 1], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": S, "max_seqlen_kv": S}
+    return {"qkv_format": fmt, "attn_mask_type": "padding_causal", **lengths}
+
+
+def tokens(fmt: str, heads: int = H) -> list[int]:
+    sizes = {"b": B, "s": S, "h": heads, "d": D, "t": B * S}
+    return [sizes[name] for name in fmt]
+
+
+def packed_tensors(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], int]:
+    """(leaves, q, k and v as views of them, the dim)."""
+    count, dim = PACKINGS[packing]
+    shape = tokens(fmt)
+    shape.insert(len(shape) + dim + 1, count)
+    leaf = torch.randn(shape, requires_grad=True)
+    if count == 3:
+        return [leaf], list(unpack(leaf, dim)), dim
+    q = torch.randn(tokens(fmt), requires_grad=True)
+    return [q, leaf], [q, *unpack(leaf, dim)], dim
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("packing", list(PACKINGS))
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_gradients_are_written_into_one_buffer(fmt: str, packing: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(slices: Any, dim: int) -> Tensor:
+        joins.append((slices, real(slices, dim)))
+        return joins[-1][1]
+
+    joins: list[tuple[Any, Tensor]] = []
+    real = packed.joined
+    monkeypatch.setattr(packed, "joined", join)
+    arguments = arguments_of(fmt) | {"backend": backend}
+    results = Results(out=OTHER_FORMAT[fmt], packing=packing)
+    for _ in range(2):  # the second call is a known one
+        leaves, (q, k, v), dim = packed_tensors(fmt, packing)
+        apart = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        wanted = attention(*apart, **arguments)
+        dout = torch.randn_like(wanted)
+        dqkv = torch.autograd.grad(wanted, apart, dout)
+        out, lse, _ = attend(results, q, k, v, **arguments)
+        torch.testing.assert_close(out, wanted)
+        assert out.is_contiguous() == (fmt == "thd")
+        *of_q, gradient = torch.autograd.grad(out, leaves, dout)
+        shared = dqkv if len(leaves) == 1 else dqkv[1:]
+        torch.testing.assert_close(gradient, torch.stack(shared, dim))
+        for found, want in zip(of_q, dqkv, strict=False):
+            torch.testing.assert_close(found, want)
+        slices, joined = joins[-1]
+        assert gradient.is_contiguous()
+        assert {t.untyped_storage().data_ptr() for t in slices} == {joined.untyped_storage().data_ptr()}
+        assert gradient.data_ptr() == slices[0].data_ptr()
+        alone = differentiate(results, Given(dout, *(t.detach() for t in (q, k, v, out, lse))), OTHERS | arguments)
+        for name, want in zip(("dq", "dk", "dv"), dqkv, strict=True):
+            torch.testing.assert_close(getattr(alone, name), want)
+        assert alone.dk.untyped_storage().data_ptr() == alone.dv.untyped_storage().data_ptr()
+    assert call_cache.cache_info()["hits"] >= 2
+
+
+def test_gradients_that_lie_apart_are_joined_by_a_copy() -> None:
+    leaf = torch.randn(B, S, 3, H, D, requires_grad=True)
+    q, k, _ = unpack(leaf, 2)
+    assert q.data_ptr() == leaf.data_ptr()
+    (q + 2 * k).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.tensor([1.0, 2.0, 0.0])[:, None, None].expand_as(leaf))
+    swapped = torch.randn(3, S, H, D).unbind(0)[::-1]
+    assert torch.equal(packed.joined(swapped, 1), torch.stack(swapped, 1))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+def test_formats_in_memory(fmt: str, backend: str) -> None:
+    """The dims stay q's; the order in memory is what was asked for, in both directions."""
+    q, k, v = (torch.randn(tokens(fmt, heads), requires_grad=True) for heads in (H, 2, 2))
+    arguments = arguments_of(fmt) | {"backend": backend}
+    memory = OTHER_FORMAT[fmt]
+    out, *_ = attend(Results(memory, memory, memory), q, k, v, **arguments)
+    wanted = attention(q, k, v, **arguments)
+    torch.testing.assert_close(out, wanted)
+    order = [fmt.index(name) for name in memory]
+    assert out.permute(order).is_contiguous()
+    dout = torch.randn_like(out)
+    for found, want in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(found, want)
+        assert found.permute(order).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "results", [Results("sbhd", packing="3hd"), Results("sbhd", "sbhd", "bhsd"), Results("bhsd", "sbhd", "sbhd", "hd_h2d")]
+)
+def test_the_fakes_know_the_strides(results: Results) -> None:
+    q, k, v = (torch.randn(B, S, H, D) for _ in range(3))
+    x, settings, _ = prepare(q, k, v, **(DEFAULTS | {"backend": "eager"}), is_backward=True, results=results)
+    call, checks = (*x, *settings), ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops._forward_op, call, test_utils=checks)
+    out, lse, _ = ops._forward_op(*call)
+    torch.library.opcheck(ops._backward_op, (torch.randn_like(out), None, out, lse, *call), test_utils=checks)
+
+
+def test_compiled() -> None:
+    def function(qkv: Tensor) -> Tensor:
+        q, k, v = unpack(qkv, -3)
+        return attend(Results("sbhd", packing="3hd"), q, k, v, backend="eager")[0]
+
+    qkv = torch.randn(B, S, 3, H, D, requires_grad=True)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out, wanted = compiled(qkv), function(qkv)
+    assert out.stride() == wanted.stride()
+    torch.testing.assert_close(out, wanted)
+    grads = [torch.autograd.grad(t.sin().sum(), qkv)[0] for t in (out, wanted)]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_played_backward_gives_views_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(backend: Any, run: Callable[[], Any], inputs: Any, results_of: Callable[[Any], Any], *_: Any) -> Any:
+        result = run()
+        found: Any = object.__new__(replay.Recording)
+        found.can_replay = lambda: True
+        found.replay = lambda tensors, addresses: (played.append(True), results_of(result))[1]
+        return result, found
+
+    played: list[bool] = []
+    monkeypatch.setattr(call_cache, "record", record)
+    monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
+    qkv = torch.randn(B, S, 3, H, D, requires_grad=True)
+    out, *_ = attend(Results(packing="3hd"), *unpack(qkv, 2), backend="eager")
+    dout = torch.randn_like(out)
+    first, *more = (torch.autograd.grad(out, qkv, dout, retain_graph=True)[0].clone() for _ in range(3))
+    assert played == [True]
+    assert all(torch.equal(first, t) for t in more)
+
+
+def on_sm_90(results: Results, fmt: str, **arguments: Any) -> tuple[AttentionSpec, Any]:
+    shape = [{"b": 2, "s": 4096, "h": 16, "d": 128}[name] for name in fmt]
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
+    x, settings = bind_call(q, k, v, qkv_format=fmt, attn_mask_type="causal", **arguments)
+    return ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=(9, 0), results=results), x
+
+
+@pytest.mark.parametrize("recipe", [None, fp8.Recipe()])
+@pytest.mark.parametrize("results", [Results("bhsd", "bhsd", "bhsd"), *(Results(packing=packing) for packing in PACKINGS)])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd"])
+def test_the_families_of_sm_90_take_every_layout(fmt: str, results: Results, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())
+    plain, x = on_sm_90(Results(), fmt, fp8_recipe=recipe)
+    for direction in ("forward", "backward"):
+        choices = [
+            triton_backend.choice_of(spec, x, direction)  # type: ignore[arg-type]
+            for spec in (plain, plain._replace(results=results))
+        ]
+        assert choices[0] is not None
+        assert choices[1] is not None
+        assert choices[0][:3] == choices[1][:3]
+        assert choices[0].family.name.startswith("sm_90")
+
+
+def test_a_family_refuses_gradients_that_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, x = on_sm_90(Results(), "bshd")
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())
+    wide = torch.empty(2, 4096, 16, 132, dtype=torch.bfloat16, device="meta")[..., :128]
+    monkeypatch.setattr(triton_backend, "empty_gradients", lambda spec, x: empty_gradients(spec, x)._replace(dk=wide))
+    choice = triton_backend.choice_of(spec, x, "backward")
+    assert choice is not None
+    assert choice.family.name == "portable"
+    assert "dk has a stride of 132" in choice.rejected[0][1]
+
+
+def test_room_is_made_once_for_each_result() -> None:
+    x, settings, _ = prepare(
+        *(torch.empty(B, S, H, D, device="meta") for _ in range(3)),
+        **DEFAULTS,
+        is_backward=True,
+        results=Results("sbhd", packing="h3d"),
+    )
+    spec = ops.make_spec(x, settings, None)
+    assert empty_outputs(spec, x)[0].stride() == (H * D, B * H * D, D, 1)
+    gradients = empty_gradients(spec, x)
+    assert gradients.dq.shape == (B, S, H, 3, D)
+    assert gradients.dk is None
+    assert gradients.dv is None
+
+
+@pytest.mark.parametrize(
+    ("results", "heads", "fmt", "message"),
+    [
+        (Results(packing="3hd"), 2, "bshd", r"q, k and v have shapes .*accepted: equal shapes and formats"),
+        (Results(packing="3hd", dq="sbhd"), H, "bshd", "accepted: equal shapes and formats"),
+        (Results(packing="hd3"), H, "bshd", "packing of dq, dk and dv is 'hd3'; accepted: 3hd, h3d, hd_2hd, hd_h2d"),
+        (Results(out="thd"), H, "bshd", "the format of out is 'thd', of a tensor in bshd; accepted: bshd, sbhd, bhsd"),
+        (Results(dkv="bshd"), H, "thd", "the format of dkv is 'bshd', of a tensor in thd; accepted: thd"),
+    ],
+)
+def test_layouts_without_meaning(results: Results, heads: int, fmt: str, message: str) -> None:
+    q, k, v = (torch.randn(tokens(fmt, n)) for n in (H, heads, heads))
+    with pytest.raises(ValueError, match=message):
+        attend(results, q, k, v, **arguments_of(fmt))
+
+
+def test_a_rotation_and_a_shared_buffer() -> None:
+    q, k, v = (torch.randn(B, S, H, D, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(ValueError, match="rotation is True and the gradients share a buffer; accepted: rotation False"):
+        attend(Results(packing="3hd"), q, k, v, fp8_recipe=fp8.Recipe(rotation=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_fp8(backend: str) -> None:
+    """A call on 16-bit tensors in FP8 writes its gradients into the buffer too."""
+    qkv = torch.randn(B, S, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
+    recipe = {"fp8_recipe": fp8.Recipe(), "backend": backend}
+    q, k, v = unpack(qkv, 2)
+    out, *_ = attend(Results("sbhd", packing="3hd"), q, k, v, **recipe)
+    wanted = attention(q, k, v, **recipe)
+    assert torch.equal(out, wanted)
+    dout = torch.randn_like(out)
+    found, want = (torch.autograd.grad(t, qkv, dout)[0] for t in (out, wanted))
+    assert torch.equal(found, want)
