@@ -30,8 +30,11 @@ if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and 
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
+    _BUILTIN = tl.core.builtin(lambda: None).__code__  # the code of each function that is marked as one
+
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
+_INFINITY = float("inf")
 
 _numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes of a tl.block_type, by its element type and shape
@@ -59,10 +62,10 @@ def right_arithmetic() -> Iterator[None]:
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
 
     The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
-    functions are patched once, a type and a shape are made once and not for every value, and no sum is made a second time for an
-    overflow check whose result the interpreter drops. The context may be nested; one thread at a time is inside, and when it leaves
-    the interpreter is as it was. Only launches belong in it: triton.language is patched inside. Where nothing is interpreted it
-    does nothing.
+    functions are patched once, a type and a shape are made once and not for every value, no common type is sought where operands
+    have the same, and no sum is made a second time for an overflow check whose result the interpreter drops. The context may be
+    nested; one thread at a time is inside, and when it leaves the interpreter is as it was. Only launches belong in it:
+    triton.language is patched inside. Where nothing is interpreted it does nothing.
     """
     global _open_contexts
     if not INTERPRETED:
@@ -83,7 +86,11 @@ def right_arithmetic() -> Iterator[None]:
 def _install() -> None:
     # Triton patches triton.language for each launch and again for each call of a device function, which takes longer than most
     # operations on a tile. Once is enough, before `_patch_lang` is replaced.
-    language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    patch_attr, interpreter._patch_attr = interpreter._patch_attr, _patch_attr
+    try:
+        language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    finally:
+        interpreter._patch_attr = patch_attr
     _undo.callback(language.restore)
     language.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     for owner, name, replacement in (
@@ -91,7 +98,6 @@ def _install() -> None:
         (InterpreterBuilder, "cast_impl", _cast_impl),
         (InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
         (InterpreterBuilder, "unary_op", _unary_op),
-        (InterpreterBuilder, "binary_op", _binary_op),
         (InterpreterBuilder, "create_fma", _create_fma),
         (InterpreterBuilder, "create_dot", _create_dot),
         (InterpreterBuilder, "create_minnumf", _create_minnumf),
@@ -102,11 +108,7 @@ def _install() -> None:
         (ScanOps, "cumsum", _scan),
         (ScanOps, "cumprod", _scan),
         (interpreter, "_patch_lang", _patch_lang),
-        (interpreter, "_get_np_dtype", _get_np_dtype),
         (TritonSemantic, "binary_op_sanitize_overflow_impl", _sanitize_overflow),
-        (TritonSemantic, "broadcast_impl_value", _broadcast),
-        (tl.block_type, "__init__", _make_block_type),
-        (tl.tensor, "__init__", _make_tensor),
     ):
         original = vars(owner).get(name)
         if original is None:  # get_bf16, which triton 3.6 and 3.7 lack
@@ -114,6 +116,16 @@ def _install() -> None:
         else:
             _undo.callback(setattr, owner, name, original)
         setattr(owner, name, _bind(replacement, original))
+    for owner, name, replacement in (  # what runs several times for every operation
+        (TritonSemantic, "binary_op_type_checking_impl", _check_operands),
+        (TritonSemantic, "broadcast_impl_value", _broadcast),
+        (InterpreterBuilder, "binary_op", _binary_op),
+        (interpreter, "_get_np_dtype", _get_np_dtype),
+        (tl.block_type, "__init__", _make_block_type),
+        (tl.tensor, "__init__", _make_tensor),
+    ):
+        _undo.callback(setattr, owner, name, original := vars(owner)[name])
+        setattr(owner, name, replacement(original))
 
 
 def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -170,12 +182,15 @@ def _unary_op(original, builder, arg, op):
     return _narrow_like(arg, original(builder, _widen(arg), op))
 
 
-def _binary_op(original, builder, lhs, rhs, op):
-    dtype = lhs.dtype.scalar
-    if dtype.name not in _TORCH_DTYPES:
-        return original(builder, lhs, rhs, op)
-    result = op(_widen(lhs).data, _widen(rhs).data)
-    return TensorHandle(result, tl.int1) if result.dtype == np.bool_ else _narrow(result, dtype)
+def _binary_op(original):
+    def binary_op(builder, lhs, rhs, op):
+        dtype = lhs.dtype.scalar
+        if dtype.name not in _TORCH_DTYPES:
+            return original(builder, lhs, rhs, op)
+        result = op(_widen(lhs).data, _widen(rhs).data)
+        return TensorHandle(result, tl.int1) if result.dtype == np.bool_ else _narrow(result, dtype)
+
+    return binary_op
 
 
 def _create_fma(original, builder, x, y, z):
@@ -224,16 +239,31 @@ def _scan(original, scan, input):
     return [out.to(input.dtype) for out in original(scan, input.to(tl.float32))]
 
 
+def _patch_attr(owner, name, member, builder, scope):
+    """Makes a builtin of the language take the interpreter's semantic; Triton's way copies and checks the keywords of each call."""
+    semantic = getattr(interpreter, "interpreter_semantic", None) or TritonSemantic(builder)  # triton 3.6 has none to share
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _BUILTIN else member  # which only asks for a semantic
+
+    def builtin(*args, **keywords):
+        keywords["_semantic"] = semantic
+        return function(*args, **keywords)
+
+    scope.set_attr(owner, name, builtin)
+
+
 def _patch_lang(_original, _fn):
     return interpreter._LangPatchScope()
 
 
-def _get_np_dtype(original, dtype):  # Triton's makes a table of all dtypes for each look-up
-    key = "" if dtype.is_ptr() or dtype.scalar.is_ptr() else dtype.scalar.name
-    found = _numpy_dtypes.get(key)
-    if found is None:
-        found = _numpy_dtypes[key] = original(dtype)
-    return found
+def _get_np_dtype(original):  # Triton's makes a table of all dtypes for each look-up
+    def get_np_dtype(dtype):
+        key = "" if dtype.is_ptr() or dtype.scalar.is_ptr() else dtype.scalar.name
+        found = _numpy_dtypes.get(key)
+        if found is None:
+            found = _numpy_dtypes[key] = original(dtype)
+        return found
+
+    return get_np_dtype
 
 
 def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
@@ -241,29 +271,87 @@ def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
         original(semantic, lhs, rhs, binary_op)
 
 
-def _make_block_type(original, block, element_ty, shape):
-    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
-    key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
-    known = _block_types.get(key)
-    if known is None:
-        original(block, element_ty, shape)
-        _block_types[key] = dict(vars(block))
-    else:
-        vars(block).update(known)
+def _make_block_type(original):
+    def make_block_type(block, element_ty, shape):
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        known = _block_types.get(key)
+        if known is None:
+            original(block, element_ty, shape)
+            _block_types[key] = dict(vars(block))
+        else:
+            vars(block).update(known)
+
+    return make_block_type
 
 
-def _make_tensor(original, tensor, handle, type):
-    sizes = tuple(type.shape) if type.is_block() else ()
-    known = _tensor_shapes.get(sizes)
-    if known is None:
-        original(tensor, handle, type)
-        _tensor_shapes[sizes] = (tensor.shape, tensor.numel)
-    else:
-        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-        tensor.shape, tensor.numel = known
+def _make_tensor(original):
+    def make_tensor(tensor, handle, type):
+        sizes = tuple(type.shape) if type.is_block() else ()
+        known = _tensor_shapes.get(sizes)
+        if known is None:
+            original(tensor, handle, type)
+            _tensor_shapes[sizes] = (tensor.shape, tensor.numel)
+        else:
+            tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+            tensor.shape, tensor.numel = known
+
+    return make_tensor
 
 
-def _broadcast(original, semantic, lhs, rhs):
-    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
-        return lhs, rhs
-    return original(semantic, lhs, rhs)
+def _check_operands(original):
+    """Operands of one type are that of their result already, as are a pointer and an offset, and a number beside a tensor."""
+
+    def check_operands(semantic, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if type(lhs) is tl.tensor:
+            dtype = lhs.dtype
+            if type(rhs) is not tl.tensor:
+                if arithmetic_check and _becomes(rhs, dtype):
+                    return semantic.broadcast_impl_value(lhs, _constant(rhs, dtype))
+            elif dtype.is_ptr():
+                if allow_lhs_ptr and rhs.dtype.name in ("int32", "int64"):
+                    return semantic.broadcast_impl_value(lhs, rhs)
+            elif dtype is rhs.dtype and not (div_or_mod and dtype.name in ("fp16", "bf16")):  # whose quotients are in fp32
+                return semantic.broadcast_impl_value(lhs, rhs)
+        elif type(rhs) is tl.tensor and arithmetic_check and _becomes(lhs, rhs.dtype):
+            return semantic.broadcast_impl_value(_constant(lhs, rhs.dtype), rhs)
+        return original(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return check_operands
+
+
+def _becomes(number, dtype):
+    """Tells numbers that a tensor of `dtype` surely takes as its own; of others Triton decides."""
+    if type(number) is int:
+        return -(2**31) <= number < 2**31 and dtype.name in ("int32", "int64", "fp32")
+    return type(number) is float and dtype.name == "fp32" and (-3e38 < number < 3e38 or number in (_INFINITY, -_INFINITY))
+
+
+def _constant(number, dtype):
+    values = np.array([number or 0], interpreter._get_np_dtype(dtype))  # as Triton makes -0.0 a 0
+    return tl.tensor(TensorHandle(values, dtype), dtype)
+
+
+def _broadcast(original):
+    def broadcast(semantic, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if not right.is_block():
+            return (lhs, _spread(rhs, left.shape.values)) if left.is_block() else (lhs, rhs)
+        if not left.is_block():
+            return _spread(lhs, right.shape.values), rhs
+        own, other = left.shape.values, right.shape.values
+        if own == other:
+            return lhs, rhs
+        if len(own) != len(other) or any(a != b and a != 1 and b != 1 for a, b in zip(own, other, strict=True)):
+            return original(semantic, lhs, rhs)
+        sizes = list(map(max, own, other))
+        return tuple(tensor if have == sizes else _spread(tensor, sizes) for tensor, have in ((lhs, own), (rhs, other)))
+
+    return broadcast
+
+
+def _spread(tensor, sizes):
+    handle = tensor.handle
+    values = np.empty(sizes, handle.data.dtype if tensor.type.is_block() else interpreter._get_np_dtype(handle.dtype))
+    values[...] = handle.data
+    return tl.tensor(TensorHandle(values, handle.dtype.scalar), tl.block_type(tensor.dtype, sizes))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -357,10 +359,73 @@ def test_loop_with_bounds_known_at_run_time():
     assert out.item() == 2 + 3 + 4
 
 
+def _operands() -> list[object]:
+    """Numbers, and tensors of many types and shapes, scalars and pointers too: what an operation can be given."""
+    from triton.runtime.interpreter import TensorHandle
+
+    numbers = [0, -0.0, 3, -3, 200, 2**31, 2**63, 1.5, 1e300, float("inf"), True]
+    dtypes = [
+        *[(tl.int1, np.bool_), (tl.int8, np.int8), (tl.uint8, np.uint8), (tl.int32, np.int32), (tl.uint32, np.uint32)],
+        *[(tl.int64, np.int64), (tl.float8e4nv, np.uint8), (tl.float16, np.float16), (tl.bfloat16, np.uint16)],
+        *[(tl.float32, np.float32), (tl.float64, np.float64)],
+        *[(tl.pointer_type(tl.float32), np.uint64), (tl.pointer_type(tl.int32), np.uint64)],
+    ]
+    tensors = [
+        tl.tensor(
+            TensorHandle(np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape).astype(data), dtype),
+            dtype if shape == (1,) else tl.block_type(dtype, list(shape)),
+        )
+        for dtype, data in dtypes
+        for shape in ((1,), (4, 1), (4, 8), (8,), (2, 8))
+        if shape in ((1,), (4, 8)) or dtype.name in ("int32", "fp32", "bf16")
+    ]
+    compared = [  # whose handles keep the type of what was compared
+        tl.tensor(TensorHandle(np.array([True]), tl.int32), tl.int1),
+        tl.tensor(TensorHandle(np.array([[True], [False]]), tl.int32), tl.block_type(tl.int1, [2, 1])),
+    ]
+    return [*numbers, *tensors, *compared]
+
+
+def _checked(semantic: object, lhs: object, rhs: object, options: dict[str, bool]) -> object:
+    """Types, shapes and bits of the two operands that an operation is done with, or its error."""
+    try:
+        results = semantic.binary_op_type_checking_impl(lhs, rhs, **options)
+    except Exception as error:
+        return type(error), str(error)
+    return [(x.type, x.dtype, x.handle.dtype, [s.value for s in x.shape], *_bytes(x.handle.data)) for x in results]
+
+
+def _bytes(data: np.ndarray) -> tuple[object, ...]:
+    return data.dtype, data.shape, data.tobytes()
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_operands_become_what_triton_makes_of_them():
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    names = ("binary_op_type_checking_impl", "broadcast_impl_value")
+    own = type("Own", (TritonSemantic,), {name: vars(TritonSemantic)[name] for name in names})(InterpreterBuilder())
+    pointers = {"allow_lhs_ptr": True, "allow_rhs_ptr": True}
+    compared = 0
+    with right_arithmetic():
+        ours, operands = TritonSemantic(InterpreterBuilder()), _operands()
+        for lhs, rhs in itertools.product(operands, operands):
+            if not (isinstance(lhs, tl.tensor) or isinstance(rhs, tl.tensor)):
+                continue  # is computed in Python, and comes to no operation
+            for options in ({}, pointers, {"div_or_mod": True}, {"arithmetic_check": False, "div_or_mod": True}):
+                expected = _checked(own, lhs, rhs, options)
+                assert _checked(ours, lhs, rhs, options) == expected, (lhs, rhs, options)
+                compared += isinstance(expected, list)
+    assert compared > 3000
+
+
 def _state() -> list[dict[str, object]]:
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    interpreters = (interpreter, interpreter.InterpreterBuilder, interpreter.ReduceOps, interpreter.ScanOps)
+    interpreters = (interpreter, TritonSemantic, interpreter.InterpreterBuilder, interpreter.ReduceOps, interpreter.ScanOps)
     language = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.block_type, tl.dtype)
     return [dict(vars(owner)) for owner in (*language, *interpreters)]
 
