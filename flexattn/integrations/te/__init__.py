@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
+from flexattn.integrations.te.fused_attn import fused_attn_bwd, fused_attn_fwd
+from flexattn.integrations.te.names import (
+    META_DO,
+    META_DP,
+    META_DQKV,
+    META_O,
+    META_QKV,
+    META_S,
+    AttnBiasType,
+    AttnMaskType,
+    FusedAttnBackend,
+    QKVFormat,
+    QKVLayout,
+    SoftmaxType,
+)
+from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from flexattn.integrations.te.score_mod import TEScoreMod
 
-__all__ = ["TEScoreMod"]
+__all__ = [
+    "META_DO",
+    "META_DP",
+    "META_DQKV",
+    "META_O",
+    "META_QKV",
+    "META_S",
+    "AttnBiasType",
+    "AttnMaskType",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "FusedAttnBackend",
+    "QKVFormat",
+    "QKVLayout",
+    "SoftmaxType",
+    "TEScoreMod",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
+]
