@@ -1,4 +1,4 @@
-"""The environment variables, all of them: nothing else in the package reads one.
+"""The environment variables, all of them: nothing else in the package reads one, but for TransformerEngine's in its front door.
 
 | variable           | values                           | meaning                                                              |
 |--------------------|----------------------------------|----------------------------------------------------------------------|

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from flexattn.integrations.te.backend_selection import (
+    AttentionParams,
+    explain_attention_backend,
+    get_attention_backend,
+    is_fused_attn_available,
+)
 from flexattn.integrations.te.fused_attn import fused_attn_bwd, fused_attn_fwd
 from flexattn.integrations.te.names import (
     META_DO,
@@ -27,6 +33,7 @@ __all__ = [
     "META_O",
     "META_QKV",
     "META_S",
+    "AttentionParams",
     "AttnBiasType",
     "AttnMaskType",
     "Float8CurrentScalingQuantizer",
@@ -37,6 +44,9 @@ __all__ = [
     "QKVLayout",
     "SoftmaxType",
     "TEScoreMod",
+    "explain_attention_backend",
     "fused_attn_bwd",
     "fused_attn_fwd",
+    "get_attention_backend",
+    "is_fused_attn_available",
 ]

@@ -1,0 +1,262 @@
+"""TransformerEngine's questions about backends, answered by the rules that calls run by, with the reasons.
+
+Flash attention does not exist here, "fused" is a Triton or cuDNN kernel, and "unfused" is the eager backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from flexattn.dispatch.select import unsupported
+from flexattn.dispatch.spec import AttentionSpec, Direction, Fp8, length_class, make_band
+from flexattn.integrations.te.layouts import parse_layout
+from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
+from flexattn.validation import check_name
+from flexattn.warn import warn_once
+
+FUSED = ("triton", "cudnn")
+UNFUSED = ("eager",)
+_BIAS_SHAPES = ("bhss", "1hss", "b1ss", "11ss", "111s")
+# Variables that TransformerEngine chooses by and that have nothing to say here.
+_IGNORED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN_BACKEND", "NVTE_FUSED_ATTN_USE_FAv2_BWD", "NVTE_APPLY_QK_LAYER_SCALING")
+_OF_MODEL_CONFIG = {
+    "core_attention_bias_type": "attn_bias_type",
+    "core_attention_bias_shape": "bias_shape",
+    "attention_dropout": "dropout_p",
+}
+
+
+class Environment(NamedTuple):
+    """TransformerEngine's environment variables, as far as they are read.
+
+    allows_fused: NVTE_FUSED_ATTN is not 0. allows_unfused: NVTE_UNFUSED_ATTN is not 0. is_deterministic:
+    NVTE_ALLOW_NONDETERMINISTIC_ALGO is 0.
+    """
+
+    allows_fused: bool
+    allows_unfused: bool
+    is_deterministic: bool
+
+
+def environment() -> Environment:
+    """Returns what the variables say now; warns once of those that are set and have no effect here.
+
+    Raises ValueError for a value that is no whole number.
+    """
+    for name in _IGNORED:
+        if name in os.environ:
+            warn_once(name, f"{name} is set, which has no effect here: flexattn chooses its kernels itself (docs/te.md)")
+    return Environment(_flag("NVTE_FUSED_ATTN"), _flag("NVTE_UNFUSED_ATTN"), not _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO"))
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} is {value!r}; accepted: 0, 1")
+    return value == "1"
+
+
+@dataclasses.dataclass(eq=True)
+class AttentionParams:
+    """A call of DotProductAttention without its tensors, in TransformerEngine's fields and with its defaults.
+
+    Lengths are tokens; `core_attention_bias_shape` is one of bhss, 1hss, b1ss, 11ss, 111s. These are accepted and do not decide
+    anything here: qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, cp_comm_type, fp8_meta, num_splits, fp8_output,
+    checkpoint_core_attention, has_score_mod_bprop.
+    """
+
+    qkv_type: Any = torch.Tensor
+    qkv_dtype: torch.dtype = torch.bfloat16
+    qkv_layout: str = "sbh3d"
+    batch_size: int = 1
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    max_seqlen_q: int = 128
+    max_seqlen_kv: int = 128
+    head_dim_qk: int = 64
+    head_dim_v: int = 64
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = True
+    alibi_slopes_shape: Any = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias_shape: str | None = "1hss"
+    core_attention_bias_requires_grad: bool = True
+    pad_between_seqs: bool = False
+    attention_dropout: float = 0.0
+    context_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    cp_size: int = 1
+    deterministic: bool = False
+    is_training: bool = True
+    fp8: bool = False
+    fp8_meta: Any = None
+    inference_params: Any = None
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+    num_splits: int = 1
+    fp8_output: bool = False
+    checkpoint_core_attention: bool = False
+    has_score_mod: bool = False
+    has_score_mod_bprop: bool = False
+
+
+class Answer(NamedTuple):
+    """Result of `get_attention_backend`, and the reasons for it.
+
+    rejected: (kind or backend, direction or "", reason) of each that cannot run it.
+    """
+
+    use_fused_attention: bool
+    use_unfused_attention: bool
+    fused_attention_backend: FusedAttnBackend | None
+    has_fused: bool
+    has_unfused: bool
+    rejected: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        chosen = "fused" if self.use_fused_attention else "unfused" if self.use_unfused_attention else "none"
+        lines = [f"not {name}{f' ({direction})' if direction else ''}: {reason}" for name, direction, reason in self.rejected]
+        return "\n".join([f"attention runs {chosen if chosen != 'none' else 'nowhere'}", *(f"  {line}" for line in lines)])
+
+
+Backends = tuple[bool, None, bool, FusedAttnBackend | None, bool, list[bool]]
+
+
+def get_attention_backend(attention_params: AttentionParams) -> Backends:
+    """Returns which kind of backend runs a call, as TransformerEngine's function of this name does.
+
+    It runs and builds nothing; cuDNN's answer is as far as is known before its plan is built. `explain_attention_backend` has the
+    reasons. The device is the current CUDA device, or the CPU where there is none.
+
+    Returns:
+        (use_flash_attention, flash_attention_backend, use_fused_attention, fused_attention_backend, use_unfused_attention,
+        available_backends): the first False and the second None always; available_backends is [flash, fused, unfused], of which the
+        first that is available is used.
+
+    Raises:
+        ValueError, TypeError: parameters that have no meaning; the text names them.
+    """
+    found = explain_attention_backend(attention_params)
+    available = [False, found.has_fused, found.has_unfused]
+    return False, None, found.use_fused_attention, found.fused_attention_backend, found.use_unfused_attention, available
+
+
+def is_fused_attn_available(config: Any, dtype: torch.dtype, qkv_layout: str = "bshd_bshd_bshd", is_training: bool = True) -> bool:
+    """Returns whether a fused kernel runs a configuration, as the function of this name in TransformerEngine's tests does.
+
+    config: an `AttentionParams`, or an object with some of its fields as attributes, as TransformerEngine's ModelConfig, whose
+    attn_bias_type, bias_shape and dropout_p are read too.
+    """
+    names = {field.name: field.name for field in dataclasses.fields(AttentionParams)} | _OF_MODEL_CONFIG
+    given = {name: getattr(config, other) for name, other in names.items() if hasattr(config, other)}
+    given |= {"qkv_dtype": dtype, "qkv_layout": qkv_layout, "is_training": is_training}
+    return get_attention_backend(AttentionParams(**given))[2]
+
+
+def explain_attention_backend(attention_params: AttentionParams) -> Answer:
+    """Returns what `get_attention_backend` decides, with the reason against each backend that cannot run the call; print it.
+
+    Raises what `get_attention_backend` raises.
+    """
+    if not isinstance(attention_params, AttentionParams):
+        raise TypeError(f"attention_params is {type(attention_params).__name__}; accepted: an AttentionParams")
+    p, variables = attention_params, environment()
+    spec = spec_of(p, variables.is_deterministic)
+    rejected = [("every backend", "", reason) for reason in _lacking(p)]
+    directions: tuple[Direction, ...] = ("forward", "backward") if p.is_training else ("forward",)
+    has: dict[str, bool] = {}
+    for kind, names in (("fused", FUSED), ("unfused", UNFUSED)):
+        reasons = {(name, d): unsupported(name, spec, d, name) for name in names for d in directions}
+        rejected += [(name, d, reason) for (name, d), reason in reasons.items() if reason is not None]
+        by_direction = [{name for name in names if reasons[name, d] is None} for d in directions]
+        # Backends drop other weights than one another, so that both directions of a call with dropout run on one.
+        has[kind] = bool(set.intersection(*by_direction)) if spec.dropout else all(by_direction)
+    has["unfused"] &= not (p.cuda_graph and spec.padding)
+    if p.cuda_graph and spec.padding:
+        rejected.append(("eager", "", "it reads cu_seqlens on the host, which a CUDA graph cannot capture"))
+    for kind, allowed, name in (
+        ("fused", variables.allows_fused, "NVTE_FUSED_ATTN"),
+        ("unfused", variables.allows_unfused, "NVTE_UNFUSED_ATTN"),
+    ):
+        if not allowed:
+            rejected.append((kind, "", f"{name} is 0"))
+            has[kind] = False
+    if _lacking(p):
+        has = dict.fromkeys(has, False)
+    kind_of_fused = FusedAttnBackend.FP8 if p.fp8 else FusedAttnBackend.F16_arbitrary_seqlen
+    use_fused = has["fused"]
+    use_unfused = has["unfused"] and not use_fused
+    return Answer(use_fused, use_unfused, kind_of_fused if use_fused else None, has["fused"], has["unfused"], tuple(rejected))
+
+
+def _lacking(p: AttentionParams) -> list[str]:
+    """Returns what a call asks for that nothing here has."""
+    found = []
+    if p.context_parallel and p.cp_size > 1:
+        found.append(f"cp_size is {p.cp_size}, and there is no context parallelism yet; accepted: 1")
+    if parse_layout(p.qkv_layout).is_paged or getattr(p.inference_params, "is_paged", False):
+        found.append("keys and values are in pages, and there are no page tables yet; accepted: a cache without pages")
+    return found
+
+
+def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec:
+    """Returns the spec by which a call of these parameters runs, but for its score_mod and its arbitrary mask.
+
+    Raises ValueError for names that are not accepted, and for thd without a padding mask.
+    """
+    check_name("attn_mask_type", p.attn_mask_type, (*AttnMaskType, "arbitrary"))
+    check_name("core_attention_bias_type", p.core_attention_bias_type, tuple(AttnBiasType))
+    check_name("softmax_type", p.softmax_type, tuple(SoftmaxType))
+    layout = parse_layout(p.qkv_layout)
+    mask = "no_mask" if p.attn_mask_type == "arbitrary" else p.attn_mask_type
+    if layout.q_format == "thd" and "padding" not in mask:
+        raise ValueError(f"attn_mask_type is {mask!r} with qkv_layout {p.qkv_layout!r}; accepted: a type with padding in its name")
+    is_causal = "causal" in mask
+    left, right = (-1, -1) if p.window_size is None else p.window_size
+    diagonal = None if is_causal else p.bottom_right_diagonal
+    has_bias = p.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias")
+    bias_dims = None
+    if has_bias:
+        shape = p.core_attention_bias_shape
+        check_name("core_attention_bias_shape", shape, _BIAS_SHAPES)
+        bias_dims = tuple(size != "1" for size in str(shape))
+    is_cuda = torch.cuda.is_available()
+    of_fp8 = Fp8((False, False, False), 0, p.qkv_dtype, torch.float8_e4m3fn, bf16_backward=False)
+    return AttentionSpec(
+        q_format=layout.q_format,
+        kv_format=layout.kv_format,
+        dtype=torch.float8_e4m3fn if p.fp8 else p.qkv_dtype,
+        num_heads=p.num_heads,
+        num_heads_kv=p.num_gqa_groups,
+        head_dim_qk=p.head_dim_qk,
+        head_dim_v=p.head_dim_v,
+        padding="padding" in mask,
+        band=make_band(mask, (left, 0 if is_causal else right), diagonal),
+        bias_type=p.core_attention_bias_type,
+        bias_dims=bias_dims,  # type: ignore[arg-type]  # four of them
+        softmax_type=p.softmax_type,
+        softcap=False,
+        dropout=p.is_training and p.attention_dropout > 0,
+        return_max_logit=p.return_max_logit,
+        needs_grad=p.is_training,
+        needs_bias_grad=p.is_training and has_bias and p.core_attention_bias_requires_grad,
+        deterministic=p.deterministic or is_deterministic,
+        device_type="cuda" if is_cuda else "cpu",
+        capability=_capability() if is_cuda else None,
+        length_q=length_class(p.max_seqlen_q),
+        length_kv=length_class(p.max_seqlen_kv),
+        dropout_in_sixteenths=p.attention_dropout * 16 % 1 == 0,
+        fp8=of_fp8 if p.fp8 else None,
+    )
+
+
+@functools.cache
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
