@@ -1,10 +1,11 @@
 """`python -m flexattn code_hashes`: hashes of the PTX and SASS of every kernel that a list of calls launches, and what changed.
 
-    python -m flexattn code_hashes --out before.json          in one checkout
-    python -m flexattn code_hashes --compare before.json      in another
+    python -m flexattn code_hashes --out before.json                        in one checkout
+    python -m flexattn code_hashes --compare before.json                    in another
+    python -m flexattn code_hashes --compare before.json --with now.json    of two files, with nothing compiled
 
-A change that moves source about leaves all of them as they are. One that only gives a kernel's arguments another order leaves the
-operations. Needs no GPU.
+A change that moves source about leaves all of them as they are, and so does another name of a kernel or of an argument. One that
+only gives a kernel's arguments another order leaves the operations. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,41 +99,116 @@ def launches_of(case: Case) -> list[Any]:
         return recorded(spec, x, ("forward", "backward"))
 
 
-def hashes(only: str, workers: int | None) -> dict[str, list[str]]:
-    """Digests of PTX, SASS and SASS's operations by "case: kernel number"; of cases whose name has `only` in it."""
+class Code(NamedTuple):
+    """Digests and figures of one compiled kernel, as `compile_report.CompileReport` has them."""
+
+    kernel: str  # the function's name
+    ptx: str
+    sass: str
+    operations: str  # of the SASS, in their order, without operands
+    instructions: int  # static, in SASS
+    registers: int
+    spill_bytes: int  # that ptxas stores to and loads from local memory
+
+
+class Difference(NamedTuple):
+    """Difference between the code of one kernel in two checkouts."""
+
+    case: str
+    kind: str  # a key of KINDS
+    before: Code | None
+    now: Code | None
+
+    def __str__(self) -> str:
+        if self.before is None or self.now is None:
+            return f"{self.case}: {self.kind}"
+        changed = [
+            f"{name} {getattr(self.before, name)} -> {getattr(self.now, name)}"
+            for name in ("kernel", "instructions", "registers", "spill_bytes")
+            if getattr(self.before, name) != getattr(self.now, name)
+        ]
+        return "; ".join([f"{self.case}: {self.now.kernel}: {self.kind}", *changed])
+
+
+KINDS: Mapping[str, Callable[[Code, Code], bool]] = {
+    "other PTX, the same SASS": lambda a, b: a.sass == b.sass,
+    "other PTX, the same operations in SASS": lambda a, b: a.operations == b.operations,
+    "as many instructions in another order": lambda a, b: _figures(a) == _figures(b),
+    "other instructions": lambda a, b: True,
+}
+"""Kinds of differences by how near they are to none; the first that holds counts."""
+
+
+def _figures(code: Code) -> tuple[int, int]:
+    return code.instructions, code.spill_bytes
+
+
+def hashes(only: str, workers: int | None) -> dict[str, Code]:
+    """Returns the compiled code by "case: number of the kernel in the call", of cases whose name has `only` in it."""
     from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, compile_many, request_for
 
-    names: list[str] = []
-    requests: list[CompileRequest] = []
+    requests: dict[str, CompileRequest] = {}
     for case in cases():
         if only in case.name:
             for n, launch in enumerate(launches_of(case)):
-                names.append(f"{case.name}: {launch.kernel.fn.__name__} {n}")
-                requests.append(request_for(launch, case.arch))
-    once = {repr(request): request for request in requests}
+                requests[f"{case.name}: {n}"] = request_for(launch, case.arch)
+    once = {repr(request): request for request in requests.values()}
     step = 4 * (workers or os.cpu_count() or 1)
-    found: dict[str, list[str]] = {}
+    found: dict[str, Code] = {}
     with progress_bar(len(once), "code_hashes", "kernel", True) as advance:
         for start in range(0, len(once), step):
             part = list(once)[start : start + step]
-            for text, report in zip(part, compile_many([once[text] for text in part], workers), strict=True):
-                found[text] = [report.ptx_digest, report.sass_digest, report.operations_digest]
+            for text, x in zip(part, compile_many([once[text] for text in part], workers), strict=True):
+                found[text] = Code(
+                    kernel=once[text].kernel,
+                    ptx=x.ptx_digest,
+                    sass=x.sass_digest,
+                    operations=x.operations_digest,
+                    instructions=sum(x.instructions.values()),
+                    registers=x.registers,
+                    spill_bytes=x.spill_store_bytes + x.spill_load_bytes,
+                )
                 advance()
-    return {name: found[repr(request)] for name, request in zip(names, requests, strict=True)}
+    return {name: found[repr(request)] for name, request in requests.items()}
 
 
-def differences(before: dict[str, list[str]], after: dict[str, list[str]]) -> list[str]:
-    """A line for each kernel whose code is another, or which one side lacks."""
-    lines = []
-    for name in sorted(before.keys() | after.keys()):
-        if name not in after or name not in before:
-            lines.append(f"{name}: only {'before' if name in before else 'now'}")
-            continue
-        _, is_sass, is_operations = (x == y for x, y in zip(before[name], after[name], strict=True))
-        if before[name] != after[name]:
-            same = "the same SASS" if is_sass else "the same operations in SASS" if is_operations else "other operations in SASS"
-            lines.append(f"{name}: other PTX, {same}")
-    return lines
+def differences(before: Mapping[str, Code], after: Mapping[str, Code]) -> list[Difference]:
+    """Returns one for each kernel whose code is another, or which one side lacks."""
+    found = []
+    for case in sorted(before.keys() | after.keys()):
+        old, new = before.get(case), after.get(case)
+        if old is None or new is None:
+            found.append(Difference(case, "only before" if new is None else "only now", old, new))
+        elif (old.ptx, old.sass) != (new.ptx, new.sass):
+            found.append(Difference(case, next(kind for kind, holds in KINDS.items() if holds(old, new)), old, new))
+    return found
+
+
+def summary(compared: int, found: Sequence[Difference]) -> str:
+    """Returns the last line of a comparison: how many kernels there are, and how many differ in which way."""
+    counts = Counter(x.kind for x in found)
+    return ", ".join([f"{compared} kernels", f"{len(found)} differ", *(f"{n} {kind}" for kind, n in counts.most_common())])
+
+
+def write(path: Path, found: Mapping[str, Code]) -> None:
+    """Writes hashes with the versions that made them, a kernel a line."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(list(code))}" for name, code in found.items())
+    facts = {"versions": versions(), "fields": Code._fields}
+    top = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items())
+    path.write_text(f'{{\n{top},\n "hashes": {{\n{lines}\n }}\n}}\n')
+
+
+def read(path: Path) -> dict[str, Code]:
+    """Returns the hashes in a file that `write` wrote; raises ValueError for another one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if tuple(content["fields"]) != Code._fields:
+            raise ValueError(f"its fields are {', '.join(content['fields'])}")
+        return {name: Code(*values) for name, values in content["hashes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(
+            f"{path} has no hashes of this version ({type(e).__name__}: {e}); accepted: a file of code_hashes --out"
+        ) from e
 
 
 def main(argv: list[str]) -> int:
@@ -143,6 +220,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--compare", type=Path, metavar="FILE.json", help="hashes that were written before; exit status 1 if any differs"
     )
+    parser.add_argument("--with", dest="now", type=Path, metavar="FILE.json", help="take these for now's instead of compiling")
     parser.add_argument(
         "--workers", type=question.positive, metavar="N", help="kernels compiled at a time (default: one for each core)"
     )
@@ -151,23 +229,27 @@ def main(argv: list[str]) -> int:
     if args.list:
         print("\n".join(case.name for case in cases()))
         return 0
-    found = hashes(args.only, args.workers)
+    if args.now and (args.out or not args.compare):
+        parser.error("--with takes the place of compiling in a comparison; give --compare FILE.json, and no --out")
+    try:
+        before = read(args.compare) if args.compare else None
+        given = read(args.now) if args.now else None
+    except ValueError as e:
+        parser.error(str(e))
+    found = hashes(args.only, args.workers) if given is None else {name: x for name, x in given.items() if args.only in name}
     if not found:
         parser.error(f"--only is {args.only!r}, which no case has in its name; --list lists them")
     if args.out:
-        args.out.write_text(json.dumps({"versions": versions(), "hashes": found}, indent=1) + "\n")
-    if args.compare is None:
-        if not args.out:
-            print(
-                "\n".join(
-                    f"{name}: PTX {ptx}, SASS {sass}, operations {operations}" for name, (ptx, sass, operations) in found.items()
-                )
-            )
-        return 0
-    before = json.loads(args.compare.read_text())["hashes"]
-    changed = differences({name: pair for name, pair in before.items() if args.only in name}, found)
-    print("\n".join([*changed, f"{len(found)} kernels, {len(changed)} differ"]))
-    return bool(changed)
+        write(args.out, found)
+    if before is not None:
+        before = {name: code for name, code in before.items() if args.only in name}
+        changed = differences(before, found)
+        print("\n".join([*map(str, changed), summary(len(before.keys() | found.keys()), changed)]))
+        return bool(changed)
+    if not args.out:
+        for name, x in found.items():
+            print(f"{name} {x.kernel}: PTX {x.ptx}, SASS {x.sass}, operations {x.operations}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ class CompileReport:
         are garbage (`sass_registers` has the whole story).
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
-    ptx_digest: of the PTX without what is for debuggers alone.
+    ptx_digest: of the PTX without what is for debuggers alone, and without the kernel's name.
     sass_digest: of the SASS instructions with their operands, in their order.
     operations_digest: of the SASS operations alone, in their order: the same where an argument of a kernel is at another place,
         or a value in another register.
@@ -251,7 +251,7 @@ def compile_for(
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
         undefined_registers=undefined_registers(sass),
-        ptx_digest=_digest(_without_debug_lines(compiled.asm["ptx"])),
+        ptx_digest=_digest(_without_debug_lines(compiled.asm["ptx"]).replace(compiled.metadata.name, "kernel")),
         sass_digest=_digest("\n".join(SASS_INSTRUCTION.findall(sass))),
         operations_digest=_digest("\n".join(SASS_WHOLE_OPERATION.findall(sass))),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.bench import code_hashes
-from flexattn.bench.code_hashes import cases, differences
+from flexattn.bench.code_hashes import Code, cases, differences
 from tests.conftest import FreshPython
 
 LAUNCHED = """
@@ -32,28 +32,73 @@ def test_cases_reach_every_kernel_that_attends(forked_python: FreshPython) -> No
     assert portable | hopper | fp8 <= set(done.stdout.split()), done.stdout
 
 
+def code(ptx: str, sass: str = "1", operations: str = "1", instructions: int = 10, spill_bytes: int = 0) -> Code:
+    return Code("k", ptx, sass, operations, instructions, 168, spill_bytes)
+
+
 def test_compared_with_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, found = tmp_path / "before.json", {"sm_80 open: k 0": ["1", "2", "3"], "sm_90 open: k 0": ["4", "5", "6"]}
+    file, found = tmp_path / "before.json", {"sm_80 open: 0": code("1"), "sm_90 open: 0": code("4")}
     monkeypatch.setattr(code_hashes, "hashes", lambda only, workers: {name: x for name, x in found.items() if only in name})
     assert code_hashes.main(["--out", str(file)]) == 0
     assert code_hashes.main(["--only", "sm_80", "--compare", str(file)]) == 0
     assert capsys.readouterr().out == "1 kernels, 0 differ\n"
-    found["sm_90 open: k 0"] = ["7", "5", "6"]
-    assert code_hashes.main(["--compare", str(file)]) == 1
-    assert capsys.readouterr().out == "sm_90 open: k 0: other PTX, the same SASS\n2 kernels, 1 differ\n"
+    found["sm_90 open: 0"] = code("7")
+    assert code_hashes.main(["--compare", str(file), "--out", str(tmp_path / "now.json")]) == 1
+    said = "sm_90 open: 0: k: other PTX, the same SASS\n2 kernels, 1 differ, 1 other PTX, the same SASS\n"
+    assert capsys.readouterr().out == said
+    monkeypatch.setattr(code_hashes, "hashes", None)  # two files are compared with nothing compiled
+    assert code_hashes.main(["--compare", str(file), "--with", str(tmp_path / "now.json")]) == 1
+    assert capsys.readouterr().out == said
 
 
 def test_differences_are_named() -> None:
-    before = {"a": ["1", "1", "1"], "b": ["1", "1", "1"], "c": ["1", "1", "1"], "d": ["1", "1", "1"]}
-    after = {"a": ["1", "1", "1"], "b": ["2", "2", "1"], "c": ["2", "2", "2"], "e": ["1", "1", "1"]}
-    assert differences(before, after) == [
-        "b: other PTX, the same operations in SASS",
-        "c: other PTX, other operations in SASS",
-        "d: only before",
-        "e: only now",
+    before = {name: code("1") for name in "abcdef"}
+    after = {
+        "a": code("1")._replace(kernel="another name"),
+        "b": code("2", sass="2"),
+        "c": code("2", "2", "2"),
+        "d": code("2", "2", "2", instructions=12, spill_bytes=8),
+        "e": code("1", sass="2"),
+        "g": code("1"),
+    }
+    assert list(map(str, differences(before, after))) == [
+        "b: k: other PTX, the same operations in SASS",
+        "c: k: as many instructions in another order",
+        "d: k: other instructions; instructions 10 -> 12; spill_bytes 0 -> 8",
+        "e: k: other PTX, the same operations in SASS",
+        "f: only before",
+        "g: only now",
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "has no hashes of this version"),
+        ('{"fields": ["kernel"], "hashes": {}}', "its fields are kernel"),
+        ('{"hashes": {}}', "KeyError"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_hashes_is_named(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "before.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit):
+        code_hashes.main(["--compare", str(file), "--with", str(file)])
+    said = capsys.readouterr().err
+    assert message in said
+    assert "accepted: a file of code_hashes --out" in said
+
+
+def test_two_files_are_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        code_hashes.main(["--with", str(tmp_path / "now.json")])
+    assert "give --compare FILE.json" in capsys.readouterr().err
 
 
 def test_a_case_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
