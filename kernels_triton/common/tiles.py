@@ -262,7 +262,7 @@ class HopperTile(NamedTuple):
     flops_from: int  # of a call: with less to do, its large tiles leave much of the device idle
     # By bench/results/forward_turns_h200.json, as is `out_parts`: through q's buffer instead, out was 1 to 7 % slower.
     # Consumers, at the matrix unit: three are 3 to 6 % faster so. Four are faster in causal calls and slower in others.
-    takes_turns: bool = True
+    pingpong: bool = True
     # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, up to 4 %
     # slower without a band at 128.
     is_lazy: bool = False
@@ -273,7 +273,7 @@ HOPPER_FLOPS = 2**36
 
 HOPPER_FORWARD = (
     HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 2048, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
-    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, takes_turns=False),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, pingpong=False),
     HopperTile(64, 64, 128, 128, 2, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
     HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 2048, 1024, 1024, flops_from=2**31),
     HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 256, 256, NEVER, NEVER, NEVER, flops_from=2**31),
@@ -282,7 +282,7 @@ HOPPER_FORWARD = (
 )
 
 HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {
-    64: {"block_m": 128, "block_n": 128, "num_stages": 3, "registers": 240, "q_stages": 2, "takes_turns": False, "is_lazy": False},
+    64: {"block_m": 128, "block_n": 128, "num_stages": 3, "registers": 240, "q_stages": 2, "pingpong": False, "is_lazy": False},
 }
 """What changes in a row of this head dim of q and k where all queries of a tile's heads fit in `block_m` rows.
 
@@ -394,7 +394,7 @@ class HopperFusedTile(NamedTuple):
     # slower at 128 with dp first.
     is_ahead: bool
     # True: the warpgroups take turns with what is between scores and p: 1 to 8 % faster at 64, 2 to 3 % at 128.
-    takes_turns: bool
+    pingpong: bool
     # Tiles of dq in shared memory. With one instead of two a causal call at 128 is 4 to 6 % faster
     # (bench/results/one_pass_ported_h200.json).
     dq_stages: int
@@ -421,7 +421,7 @@ HOPPER_FUSED = (
         queries=128,
         dp_first=True,
         is_ahead=True,
-        takes_turns=True,
+        pingpong=True,
         dq_stages=1,
         open_from=1024,
         causal_from=1024,
@@ -432,7 +432,7 @@ HOPPER_FUSED = (
         queries=64,
         dp_first=True,
         is_ahead=True,
-        takes_turns=False,
+        pingpong=False,
         dq_stages=2,
         dv_with_dk=True,
         dout_apart=True,
@@ -440,13 +440,13 @@ HOPPER_FUSED = (
         modified_from=1024,
         loaded_from=1024,
     ),
-    HopperFusedTile(128, queries=64, dp_first=True, is_ahead=False, takes_turns=False, dq_stages=2, dv_with_dk=True, open_from=512),
+    HopperFusedTile(128, queries=64, dp_first=True, is_ahead=False, pingpong=False, dq_stages=2, dv_with_dk=True, open_from=512),
     HopperFusedTile(
         128,
         queries=64,
         dp_first=False,
         is_ahead=True,
-        takes_turns=True,
+        pingpong=True,
         dq_stages=1,
         causal_from=1024,
         windowed_from=2048,

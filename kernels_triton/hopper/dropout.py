@@ -123,7 +123,7 @@ def dropout_state(dropout: Dropout, first_head, META: gl.constexpr):
             first_head=first_head,
         )
     else:
-        return DropoutState(key0=0, key1=0, offset=0, threshold=0, keep_scale=dropout.keep_scale, first_head=first_head)
+        return DropoutState(key0=0, key1=0, offset=0, threshold=0, keep_scale=1.0, first_head=first_head)
 
 
 @gluon.constexpr_function

@@ -723,7 +723,7 @@ def hopper_forward(
         V0=tile.head_dim_v,
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // ROWS.value,
-        PINGPONG=tile.takes_turns,
+        PINGPONG=tile.pingpong,
         LAZY=tile.is_lazy and max_logit is None,
         OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,

@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.primitives import logits
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
 
@@ -92,6 +94,35 @@ def write_factors(factors, stage, s_factor, dp_factor):
 @gluon.jit
 def read_factor(factors, index, COLUMNS: gl.constexpr):
     return factors.index(index).slice(0, 1).load(COLUMNS)[None, :]
+
+
+@gluon.jit
+def score_factor(factors, stage, COLUMNS: gl.constexpr, META: gl.constexpr):
+    # The descales of the scores in a stage, and for `IS_PLAIN` their scale in units of log2; of 16-bit operands nothing is read.
+    if META.IS_FP8:
+        return read_factor(factors, 2 * stage, COLUMNS)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def dp_factor_of(factors, stage, COLUMNS: gl.constexpr, META: gl.constexpr):
+    # The descales of dp in a stage
+    if META.IS_FP8:
+        return read_factor(factors, 2 * stage + 1, COLUMNS)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def product_logits(product, i, j, head: Head, scale, s_factor, MODS: gl.constexpr, META: gl.constexpr):
+    # `logits` of a product of 16-bit numbers, or of FP8 numbers with their `score_factor`
+    if META.IS_FP8 and not META.IS_PLAIN:
+        product = product * s_factor
+    s, factor, cap_tanh, score = logits(product, i, j, scale, head, MODS, META)
+    if META.IS_FP8 and META.IS_PLAIN:
+        factor = s_factor
+    return s, factor, cap_tanh, score
 
 
 def scales_of(problem: Problem) -> tuple[Scale, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Lengths, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
 from flexattn.kernels_triton.hopper.descriptors import Step
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales
@@ -42,6 +42,7 @@ class DqArguments(NamedTuple):
     band: Band
     steps: DqSteps
     scores: Scores
+    dropout: Dropout | None  # there is none
     lists: BlockMaskLists | None  # of key blocks
 
 
@@ -116,6 +117,7 @@ class DkdvArguments(NamedTuple):
     band: Band
     steps: DkdvSteps
     scores: Scores
+    dropout: Dropout | None  # there is none
     lists: BlockMaskLists | None  # of query blocks
 
 

@@ -22,7 +22,7 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import dq_sums, tile_scheduler
+from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, dq_sums, fused_consumer, tile_scheduler
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -193,40 +193,40 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "forward: the loader waits for the wrong phase of k": (hopper_forward, wrong_phase("wait(k_empty)")),
     "forward: a tile is received before it was broadcast": (tile_scheduler, drop("wait(tile_full)")),
     "forward: too few bytes are expected of v": (hopper_forward, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
-    "dq: k is read before it has come": (hopper_backward, drop("wait(k_full)")),
+    "dq: k is read before it has come": (dq_consumer, drop("wait(scores_full)")),
     "dq: k is released before dq has read it": (
-        hopper_backward,
-        move("arrive(k_empty)", before="warpgroup_mma_wait([sum_of_k, ds])"),
+        dq_consumer,
+        move("arrive(ds_empty)", before="warpgroup_mma_wait([sum_of_k, ds])"),
     ),
-    "dk and dv: q is read before it has come": (hopper_backward, drop("wait(q_full)", within="_dkdv_compute")),
+    "dk and dv: q is read before it has come": (dkdv_consumer, drop("wait(scores_full)", within="consume_dkdv")),
     "dk and dv: the gradients are stored without a fence": (
-        hopper_backward,
-        drop("fence_async_shared()", within="_dkdv_compute"),
+        dkdv_consumer,
+        drop("fence_async_shared()", within="consume_dkdv"),
     ),
-    "one pass: q is read before it has come": (hopper_fused, drop("wait(q_full)")),
+    "one pass: q is read before it has come": (fused_consumer, drop("wait(q_full)")),
     "one pass: dq is summed before the other half of ds is there": (
-        hopper_fused,
-        drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=1),
+        fused_consumer,
+        drop("named_barrier_sync_at(WRITTEN)", within="consume_fused", nth=1),
     ),
     "one pass, causal: dq is summed before the other half of ds is there": (
-        hopper_fused,
-        drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=0),
+        fused_consumer,
+        drop("named_barrier_sync_at(WRITTEN)", within="consume_fused", nth=0),
     ),
-    "one pass: ds is read without a fence": (hopper_fused, drop("fence_async_shared()", within="_compute", nth=1)),
+    "one pass: ds is read without a fence": (fused_consumer, drop("fence_async_shared()", within="consume_fused", nth=1)),
     "one pass: ds is overwritten before the other warpgroup's dq has read it": (
-        hopper_fused,
+        fused_consumer,
         drop("named_barrier_sync_at(READ)"),
     ),
     "one pass: ds is released before dq has read it": (
-        hopper_fused,
+        fused_consumer,
         move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
     "one pass: dq is added without a fence": (dq_sums, drop("fence_async_shared()")),
-    "one pass: k is overwritten while the other warpgroup multiplies by it": (hopper_fused, drop("named_barrier_sync(LAST)")),
+    "one pass: k is overwritten while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
-        hopper_fused,
+        fused_consumer,
         move("arrive(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])"),
     ),
 }

@@ -16,8 +16,8 @@ from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, fp8_backward_operands
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
-from flexattn.kernels_triton.hopper import fp8_backward_operands
 from flexattn.kernels_triton.hopper.fp8 import Scale
 from flexattn.kernels_triton.hopper.fp8_backward import FP8_BACKWARD, Fp8BackwardTile
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
@@ -29,10 +29,10 @@ from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
 from tests.hopper.test_fp8 import UNEVEN as UNEVEN_AND_LONG
 from tests.hopper.test_mods import FEATURES as MODS
 from tests.hopper.test_mods import HEADS, LOOP_SPILLS, make_case
-from tests.support import fp8_calls
+from tests.support import fp8_calls, inject
 from tests.support.compiled_kernels import compile_sound
 from tests.support.hopper_fp8_calls import E4M3, E5M2, backward_of, check_backward, fp8_call, run_backward
-from tests.support.inject import copy_with, drop, move, with_argument
+from tests.support.inject import drop, kernels_with, move, with_argument
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
@@ -150,20 +150,25 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
         check(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
 
 
-FAULTS = {
-    "dq: k and v are read before they have come": drop("wait(full8)", within="_dq_compute"),
-    "dq: k in a half type is read before it has come": drop("wait(full16)", within="_dq_compute"),
-    "dq: v is released before dp has read it": move("arrive(empty8)", before="warpgroup_mma_wait([dp])", within="_dq_compute"),
-    "dq: the factors are those of the turn before": with_argument("write_factors()", 1, "{} ^ 1", within="_dq_load"),
-    "dq takes the place of k while the other warpgroup multiplies by it": drop("named_barrier_sync(LAST)", within="_dq_compute"),
-    "dk and dv: too few bytes are expected": with_argument("mbarrier.expect(BYTES)", 1, "Q_BYTES"),
-    "dk and dv: q is released before dk has read it": move(
-        "arrive(empty16)", before="warpgroup_mma_wait([sum_of_dout, sum_of_q, p16, ds])", within="_dkdv_compute"
+# Which file, of the kernels or of what they share with the 16-bit ones, and what happens to it.
+FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
+    "dq: k and v are read before they have come": (dq_consumer, drop("wait(scores_full)")),
+    "dq: k in a half type is read before it has come": (dq_consumer, drop("wait(ds_full)")),
+    "dq: v is released before dp has read it": (dq_consumer, move("arrive(dp_empty)", before="warpgroup_mma_wait([dp])")),
+    "dq: the factors are those of the turn before": (
+        hopper_fp8_backward,
+        with_argument("write_factors()", 1, "{} ^ 1", within="_dq_load"),
     ),
-    "dk and dv: the gradients are stored without a fence": drop("fence_async_shared()", within="_dkdv_compute"),
-    "d 256: q in a half type is read before it has come": drop("wait(q16_full)"),
-    "d 256: p is read before the other warpgroup has written it": drop("named_barrier_sync(P_WRITTEN)"),
-    "d 256: q in a half type is overwritten while it is read": drop("wait(q16_empty)"),
+    "dq takes the place of k while the other warpgroup multiplies by it": (dq_consumer, drop("named_barrier_sync(LAST)")),
+    "dk and dv: too few bytes are expected": (hopper_fp8_backward, with_argument("mbarrier.expect(BYTES)", 1, "Q_BYTES")),
+    "dk and dv: q is released before dk has read it": (
+        dkdv_consumer,
+        move("arrive(ds_empty)", before="warpgroup_mma_wait([sum_of_dout, sum_of_q, p16, ds])", within="consume_dkdv"),
+    ),
+    "dk and dv: the gradients are stored without a fence": (dkdv_consumer, drop("fence_async_shared()", within="consume_dkdv")),
+    "d 256: q in a half type is read before it has come": (dkdv_consumer, drop("wait(ds_full)")),
+    "d 256: p is read before the other warpgroup has written it": (dkdv_consumer, drop("named_barrier_sync(P_WRITTEN)")),
+    "d 256: q in a half type is overwritten while it is read": (hopper_fp8_backward, drop("wait(q16_empty)")),
 }
 
 
@@ -171,7 +176,7 @@ FAULTS = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
-    kernels = copy_with(hopper_fp8_backward, FAULTS[name], tmp_path)
+    (kernels,) = kernels_with((hopper_fp8_backward,), *FAULTS[name], tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 1, "num_heads_kv": 1, "outliers": True}
     dim = 256 if name.startswith(("d 256", "dq takes")) else 128
     for seed in (1, 5):  # lazy, random

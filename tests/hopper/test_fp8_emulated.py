@@ -19,14 +19,14 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands
+from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands, fused_consumer
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
 from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, without_gpu
-from tests.support import fp8_calls
+from tests.support import fp8_calls, inject
 from tests.support.hopper_fp8_calls import (
     E4M3,
     E5M2,
@@ -39,7 +39,7 @@ from tests.support.hopper_fp8_calls import (
     run_forward,
     spans,
 )
-from tests.support.inject import assign, copy_with, drop, move, with_argument, wrong_phase
+from tests.support.inject import assign, copy_with, drop, kernels_with, move, with_argument, wrong_phase
 
 
 def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> Fp8Call:
@@ -345,17 +345,24 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
         assert report.bugs, f"not found on seed {seed}"
 
 
-FAULTS_OF_THE_BACKWARD = {
-    "q is read before it has come": drop("wait(q_full)"),
-    "dout is read before it has come": drop("wait(dout_full)"),
-    "too few bytes are expected of q": with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes"),
-    "the factors are written before the last ones have been read": drop("wait(q_empty)"),
-    "q is released before dk has read it": move("arrive(q_empty)", before="warpgroup_mma_wait(sum_of_q)"),
-    "ds is read without a fence": drop("fence_async_shared()", within="_compute", nth=1),
-    "dq is summed before the other half of ds is there": drop("named_barrier_sync_at(WRITTEN)", within="_compute", nth=0),
-    "ds is overwritten while the other warpgroup reads it": drop("named_barrier_sync_at(READ)"),
-    "ds is released before dq has read it": move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(1, sum_of_k)"),
-    "dv takes the place of dout while the other warpgroup multiplies by it": drop("named_barrier_sync(LAST)"),
+# Which file, of the kernel or of what it shares with the 16-bit one, and what happens to it.
+FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
+    "q is read before it has come": (fused_consumer, drop("wait(q_full)")),
+    "dout is read before it has come": (fused_consumer, drop("wait(dout_full)", nth=0)),
+    "too few bytes are expected of q": (hopper_fp8_fused, with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes")),
+    "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)")),
+    "q is released before dk has read it": (fused_consumer, move("arrive(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])")),
+    "ds is read without a fence": (fused_consumer, drop("fence_async_shared()", nth=1)),
+    "dq is summed before the other half of ds is there": (
+        fused_consumer,
+        drop("named_barrier_sync_at(WRITTEN)", within="consume_fused", nth=1),
+    ),
+    "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("named_barrier_sync_at(READ)")),
+    "ds is released before dq has read it": (
+        fused_consumer,
+        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
+    ),
+    "dv takes the place of dout while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
 }
 
 
@@ -363,7 +370,7 @@ FAULTS_OF_THE_BACKWARD = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)
 def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
-    kernels = copy_with(hopper_fp8_fused, FAULTS_OF_THE_BACKWARD[name], tmp_path)
+    (kernels,) = kernels_with((hopper_fp8_fused,), *FAULTS_OF_THE_BACKWARD[name], tmp_path)
     inputs = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
     for seed, dim in ((1, 64), (5, 128)):  # lazy, random
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -147,14 +146,24 @@ def kernels_with(
     kernels: Sequence[ModuleType], module: ModuleType, faults: Fault | Sequence[Fault], folder: Path
 ) -> tuple[ModuleType, ...]:
     """Returns the kernels' modules, copies where they have the faults: one of them, or all that take from a part they share."""
-    wrong = copy_with(module, faults, folder)
-    if module in kernels:
-        return tuple(wrong if kernel is module else kernel for kernel in kernels)
-    copies = tuple(copy_with(kernel, [], folder) for kernel in kernels)
-    for copy, (name, value) in itertools.product(copies, vars(module).items()):
-        if isinstance(value, GluonJITFunction) and vars(copy).get(name) is value:
-            setattr(copy, name, getattr(wrong, name))
-    return copies
+    package = module.__name__.rpartition(".")[0]
+    parts = [part for name, part in sorted(sys.modules.items()) if name.rpartition(".")[0] == package]
+    copies = {module: copy_with(module, faults, folder)}
+    while taking := [part for part in parts if part not in copies and any(_shared(part, other) for other in copies)]:
+        copies |= {part: copy_with(part, [], folder) for part in taking}
+    for part, copy in copies.items():
+        for other, wrong in copies.items():
+            for name in _shared(part, other) if part is not other else ():
+                setattr(copy, name, getattr(wrong, name))
+    return tuple(copies.get(kernel, kernel) for kernel in kernels)
+
+
+def _shared(part: ModuleType, other: ModuleType) -> list[str]:
+    """Returns the names of the device functions of another part that this one has imported."""
+    found = [
+        name for name, value in vars(other).items() if isinstance(value, GluonJITFunction) and value.__module__ == other.__name__
+    ]
+    return [name for name in found if vars(part).get(name) is vars(other)[name]]
 
 
 def _functions(tree: ast.Module, within: str) -> list[ast.AST]:

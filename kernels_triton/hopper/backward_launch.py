@@ -1,0 +1,93 @@
+"""Host side of the two-kernel backwards for sm_90, in 16 bits and in FP8: constants, and the arguments that both kernels have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
+from flexattn.kernels_triton.common.problem import Backward, Problem, with_features
+from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
+from flexattn.kernels_triton.hopper.fp8_backward_operands import is_plain
+
+
+class Stages(NamedTuple):
+    """Stages in shared memory of the operands that come block by block, by the product that they are for.
+
+    For dq: k, v, none, k in 16 bits; for dk and dv: q, dout, dout in 16 bits, q in 16 bits.
+    """
+
+    scores: int
+    dp: int
+    p: int
+    ds: int
+
+
+@with_features
+class BackwardMeta(NamedTuple):
+    """Constants that a kernel is compiled for, besides `Features`."""
+
+    IS_FP8: bool  # q, k, v and dout, beside copies of q, k and dout in 16 bits
+    IS_PLAIN: bool  # a logit is a scaled score
+    BLOCK_M: int
+    BLOCK_N: int
+    STATISTICS: int  # queries of a tile of statistics
+    QK0: int
+    QK1: int
+    V0: int
+    STAGES_SCORES: int  # this and the next three as in `Stages`
+    STAGES_DP: int
+    STAGES_P: int
+    STAGES_DS: int
+    SHARES_TILES: bool  # gradients leave through tiles of operands that both consumers read
+    SPLITS_COLUMNS: bool  # of dk and dv between the consumers, rather than rows
+
+
+def backward_meta(
+    problem: Problem,
+    block: tuple[int, int],
+    stages: Stages,
+    *,
+    widths: tuple[int, int],
+    v0: int,
+    statistics: int,
+    shares_tiles: bool = False,
+    splits_columns: bool = False,
+) -> BackwardMeta:
+    """Returns the constants of one of the two kernels.
+
+    block: queries and keys of a tile. widths: of the parts of q's and k's head dim. statistics: queries of a tile of these.
+    """
+    x = problem
+    return BackwardMeta(
+        **x.features._asdict(),
+        IS_FP8=x.q.element_size() == 1,
+        IS_PLAIN=is_plain(x.features),
+        BLOCK_M=block[0],
+        BLOCK_N=block[1],
+        STATISTICS=statistics,
+        QK0=widths[0],
+        QK1=widths[1],
+        V0=v0,
+        STAGES_SCORES=stages.scores,
+        STAGES_DP=stages.dp,
+        STAGES_P=stages.p,
+        STAGES_DS=stages.ds,
+        SHARES_TILES=shares_tiles,
+        SPLITS_COLUMNS=splits_columns,
+    )
+
+
+def shared_arguments(call: Backward, size: int) -> tuple[Tensor, dict[str, Any]]:
+    """Returns (the statistics in tiles of `size` queries, the arguments that both kernels have, by name)."""
+    x = call.problem
+    statistics, tiles, large = tiled_statistics(call, size)
+    return statistics, {
+        "tiles_of_statistics": tiles,
+        "large": LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
+        "lengths_q": x.lengths_q,
+        "lengths_kv": x.lengths_kv,
+        "band": x.band,
+        "scores": x.scores,
+    }

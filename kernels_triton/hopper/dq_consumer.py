@@ -1,0 +1,157 @@
+"""Consumers of the kernels for dq for sm_90, in 16 bits and in FP8: 64 queries each, and all keys that these see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
+from flexattn.kernels_triton.hopper.backward_blocks import (
+    Block,
+    hides_some_key,
+    last_key_seen_by_all,
+    load_query_statistics,
+    loops_of,
+)
+from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sync
+from flexattn.kernels_triton.hopper.block_ranges import key_block
+from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept_gradient
+from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
+from flexattn.kernels_triton.hopper.masking import apply_mask_mod, mask_keys
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pairs import Pair, score_product
+from flexattn.kernels_triton.hopper.pipeline import release, wait_full
+
+
+class DqOperands(NamedTuple):
+    """Tiles in shared memory: q, dout and dq by consumer, the others by stage."""
+
+    q: Pair
+    dout: Any
+    k: Pair
+    v: Any
+    k16: Pair  # in 16 bits, for the product with ds: k itself where that is
+    dq: Pair  # where it is put at the end
+    factors: Any  # in FP8, `fp8.write_factors`
+
+
+class DqConsumerBarriers(NamedTuple):
+    """Barriers of the rings by the product that their tiles are for: of q and k, of dout and v, of ds and k in 16 bits.
+
+    In 16 bits the first and the last are one ring, in FP8 the first two are; what is waited for with another one is None.
+    """
+
+    q_full: Any  # of q and dout
+    scores_full: Any
+    dp_full: Any
+    dp_empty: Any
+    ds_full: Any
+    ds_empty: Any
+    dq_full: Any
+
+
+class DqRows(NamedTuple):
+    """The head of a block of queries, and where the statistics of its sequence begin."""
+
+    head: Head
+    statistics_ptr: Any
+
+
+@gluon.jit
+def consume_dq(
+    args,
+    operands: DqOperands,
+    barriers: DqConsumerBarriers,
+    block: Block,
+    own: DqRows,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    b, h, len_q, large = block.b, block.h, block.sequence.len_q, block.large
+    softmax_scale = args.scores.scale
+    DTYPE: gl.constexpr = operands.k16.first.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    V0: gl.constexpr = META.V0
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if META.IS_FP8 else 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
+    DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    dq = gl.zeros([ROWS, QK0], gl.float32, layout=DQ)
+    if QK1 > 0:
+        DQ1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
+        dq1 = gl.zeros([ROWS, QK1], gl.float32, layout=DQ1)
+    m_start = block.first_row + CONSUMER * ROWS
+    rows = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_N, layout=COLUMNS)
+    statistics = load_query_statistics(own.statistics_ptr, rows, len_q, META)
+    minus_lse = statistics.minus_lse
+    last = last_key_seen_by_all(m_start, block.band, META)
+    draws = dropout_state(args.dropout, block.first_head, META)
+    mbarrier.wait(barriers.q_full.index(0), 0)
+    LOOPS: gl.constexpr = loops_of(META)
+    for IS_LARGE in gl.static_range(LOOPS):
+        iterations = block.num_blocks
+        if LOOPS == 2:
+            iterations = gl.where(is_any_large(large, META) == (IS_LARGE == 1), iterations, 0)
+        for n_block in range(iterations):
+            column, is_full = key_block(n_block, block.block_range, META)
+            columns = column + block_columns
+            consumer = CONSUMER + opaque_zero(n_block)
+            stage = n_block % META.STAGES_SCORES
+            stage16 = n_block % META.STAGES_DS
+            wait_full(barriers.scores_full, n_block, META.STAGES_SCORES)
+            qk = score_product(operands.q, consumer, operands.k, stage, zeros, BLOCK_N, META)
+            if not META.IS_FP8:  # in which v comes with k
+                wait_full(barriers.dp_full, n_block, META.STAGES_DP)
+            v0 = operands.v.index(n_block % META.STAGES_DP).reshape([BLOCK_N, V0])
+            dp = warpgroup_mma(
+                operands.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True
+            )
+            drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
+            s_factor = score_factor(operands.factors, stage, COLUMNS, META)
+            dp_factor = dp_factor_of(operands.factors, stage, COLUMNS, META)
+            qk = warpgroup_mma_wait(1, deps=[qk])
+            i, j = rows[:, None], columns[None, :]
+            s, factor, cap_tanh, score = product_logits(qk, i, j, own.head, softmax_scale, s_factor, MODS, META)
+            is_cut = hides_some_key(column, last, m_start, block, META)
+            if LOOPS == 1:
+                is_cut = is_cut | is_any_large(large, META)
+            if is_cut:
+                s = mask_keys(s, rows, columns, block.band, META)
+                if LOOPS == 1:
+                    s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
+            if IS_LARGE == 1:
+                s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
+            s = apply_mask_mod(s, i, j, is_full, own.head, MODS, META)
+            p = gl.exp2(s * factor + minus_lse[:, None])
+            if META.IS_FP8:
+                wait_full(barriers.ds_full, n_block, META.STAGES_DS)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            release(barriers.dp_empty, n_block, META.STAGES_DP)
+            if META.IS_FP8:
+                dp = dp * dp_factor
+            dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + statistics.minus_delta[:, None])
+            dscore = through_mods(dlogit, cap_tanh, score, i, j, own.head, MODS, META)
+            ds = gl.convert_layout(dscore.to(DTYPE), DS)
+            sum_of_k = warpgroup_mma(ds, operands.k16.first.index(stage16).reshape([BLOCK_N, QK0]), dq, is_async=True)
+            if QK1 > 0:
+                sum_of_k1 = warpgroup_mma(ds, operands.k16.second.index(stage16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
+                dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
+            else:
+                dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
+            release(barriers.ds_empty, n_block, META.STAGES_DS)
+    if META.SHARES_TILES:
+        named_barrier_sync(LAST, BOTH)  # k in 16 bits was the other warpgroup's too; now it is no longer needed
+    operands.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
+    if QK1 > 0:
+        operands.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(barriers.dq_full.index(0), count=1)

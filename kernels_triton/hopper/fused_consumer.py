@@ -1,0 +1,328 @@
+"""Consumers of the fused backward for sm_90, in 16 bits and in FP8: dk and dv of 64 keys each, and half of each tile of dq."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
+from flexattn.kernels_triton.common.problem import with_features
+from flexattn.kernels_triton.hopper.backward_blocks import Block, LargeLse, first_query_head, head_at, next_query_block
+from flexattn.kernels_triton.hopper.barriers import (
+    BOTH,
+    LAST,
+    READ,
+    TURN,
+    WRITTEN,
+    named_barrier_arrive_at,
+    named_barrier_sync,
+    named_barrier_sync_at,
+)
+from flexattn.kernels_triton.hopper.block_ranges import query_block
+from flexattn.kernels_triton.hopper.descriptors import Step
+from flexattn.kernels_triton.hopper.dq_sums import DqRing, dq_product, hand_over_dq, write_dq
+from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, dp_factor_of, product_logits, score_factor
+from flexattn.kernels_triton.hopper.masking import (
+    apply_mask_mod,
+    first_uncut_query,
+    hide_queries_past_the_end,
+    mask_queries_and_end,
+)
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pipeline import STAGES, release
+from flexattn.kernels_triton.hopper.tile_scheduler import Work
+
+
+@with_features
+class FusedMeta(NamedTuple):
+    """Constants that a fused backward is compiled for, besides `Features`."""
+
+    IS_FP8: bool  # q, k, v and dout, beside copies of q, k and dout in 16 bits
+    IS_PLAIN: bool  # a logit is a scaled score
+    BLOCK_M: int
+    BLOCK_N: int
+    DIM: int
+    DP_FIRST: bool  # this and what follows as in `HopperFusedTile`
+    IS_AHEAD: bool
+    PINGPONG: bool
+    DV_WITH_DK: bool
+    DOUT_APART: bool
+    DQ_STAGES: int  # of dq in shared memory
+
+
+class FusedDescriptors(NamedTuple):
+    """Descriptors of the tensors; q16, k16 and dout16 are None where q, k and dout have 16 bits."""
+
+    q: Any
+    q16: Any
+    dout: Any
+    dout16: Any
+    k: Any
+    k16: Any
+    v: Any
+    statistics: Any
+    dq: Any  # its fp32 sums
+    dk: Any
+    dv: Any
+
+
+class FusedSteps(NamedTuple):
+    q: Step
+    q16: Step | None
+    dout: Step
+    dout16: Step | None
+    k: Step
+    k16: Step | None
+    v: Step
+    dk: Step
+    dv: Step
+
+
+class FusedArguments(NamedTuple):
+    descriptors: FusedDescriptors
+    tiles_of_statistics: int  # of a head
+    large: LargeLse
+    work: Work
+    descales: BackwardDescales | None  # of q, k, v and dout in FP8
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    band: Band
+    steps: FusedSteps
+    scores: Scores
+    dropout: Dropout | None  # in FP8 there is none
+    lists: BlockMaskLists | None  # of query blocks
+
+
+class FusedTiles(NamedTuple):
+    """Tiles in shared memory: k and v by consumer, q, dout and statistics by stage, ds and dq by stage and consumer.
+
+    q16, k16, dout16 and the factors are None where q, k and dout have 16 bits.
+    """
+
+    q: Any
+    q16: Any
+    dout: Any
+    dout16: Any
+    k: Any
+    k16: Any
+    v: Any
+    statistics: Any
+    factors: Any  # of each block of queries those of its scores and of its dp
+    ds: Any
+    dq: Any
+
+
+class FusedBarriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    dout_full: Any
+    dout_empty: Any  # used with META.DOUT_APART
+    kv_full: Any
+    dq_full: Any
+    dq_empty: Any
+    dkdv_full: Any
+
+
+@gluon.jit
+def _begin_scores(tiles: FusedTiles, own_k, barriers: FusedBarriers, stage, phase, is_there, META: gl.constexpr):
+    # Scores of the q in a stage, transposed; to be waited for.
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if META.IS_FP8 else 16])
+    mbarrier.wait(barriers.q_full.index(stage), phase, pred=is_there)
+    q = tiles.q.index(stage).reshape([BLOCK_M, META.DIM])
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
+    if iterations > 0:
+        if META.DP_FIRST:
+            named_barrier_arrive_at(READ + CONSUMER, BOTH)
+        if META.PINGPONG and CONSUMER == 1:
+            named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
+
+
+@gluon.jit
+def consume_fused(
+    args: FusedArguments,
+    tiles: FusedTiles,
+    barriers: FusedBarriers,
+    block: Block,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # dk and dv of 64 keys, and half of each tile of dq, to which the other warpgroup's ds adds too. So that neither waits for the
+    # other in the middle of an iteration, dq is computed in the next one. The products of an iteration, and what runs under them:
+    #   DP_FIRST   dp | p | dv | ds | dk, dq of the last iteration
+    #   else       dq of the last iteration | p | dv, dp | ds | dk
+    # Before all of it come the scores, which IS_AHEAD has begun at the end of the iteration before. In FP8 scores and dp are
+    # products of FP8 tiles, the others of their copies in 16 bits.
+    b, len_q, band, large = block.b, block.sequence.len_q, block.band, block.large
+    scores, group_size = args.scores, args.work.group_size
+    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
+    q16_tiles, dout16_tiles, k16_tiles = tiles.q, tiles.dout, tiles.k
+    if META.IS_FP8:
+        q16_tiles, dout16_tiles, k16_tiles = tiles.q16, tiles.dout16, tiles.k16
+    DTYPE: gl.constexpr = k16_tiles.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    DIM: gl.constexpr = META.DIM
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if META.IS_FP8 else 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
+    n_start = block.first_row + CONSUMER * ROWS
+    rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
+    uncut_from = first_uncut_query(n_start, band, META)
+    draws = dropout_state(args.dropout, block.first_head, META)
+    iterations = block.num_blocks * group_size
+    # As if there had been an iteration before the first, whose ds is 0.
+    tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    fence_async_shared()
+    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
+    if not META.IS_FP8:  # in which this place costs 24 instructions at head dim 128
+        _begin_turns(iterations, CONSUMER, META)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
+    at, values = first_query_head(block, scores, MODS, META)
+    kq = zeros
+    if META.IS_FP8:
+        _begin_turns(iterations, CONSUMER, META)
+    if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
+        if iterations > 0:
+            own_k = tiles.k.index(opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
+            first_scores = _begin_scores(tiles, own_k, barriers, 0, 0, iterations > 0, META)
+            kq = warpgroup_mma_wait(0, deps=[first_scores])
+    for m_block in range(iterations):  # of all query heads
+        row, is_full = query_block(at.n, block.block_range, META)
+        columns = row + block_columns
+        zero = opaque_zero(m_block)
+        stage = m_block % STAGES
+        phase = (m_block // STAGES) & 1
+        here = (m_block & 1) * 2
+        last = ((m_block + 1) & 1) * 2
+        dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM])
+        own_k = tiles.k.index(zero + CONSUMER).reshape([ROWS, DIM])
+        own_v = tiles.v.index(zero + CONSUMER).reshape([ROWS, DIM])
+        if META.DP_FIRST:
+            if not META.IS_AHEAD:
+                own_scores_product = _begin_scores(tiles, own_k, barriers, stage, phase, True, META)
+            mbarrier.wait(barriers.dout_full.index(stage), phase)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if not META.IS_AHEAD:
+                kq = warpgroup_mma_wait(1, deps=[own_scores_product])
+        else:
+            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+            sum_of_k = dq_product(tiles.ds, k16_tiles, last, zero, CONSUMER, META)
+        drawn = drawn_weights(draws, at.h, row, n_start, BLOCK_M, True, META)
+        if META.PINGPONG:
+            named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
+        i, j = columns[None, :], rows[:, None]
+        head = head_at(at, values, block, scores, META)
+        s_factor = score_factor(tiles.factors, stage, COLUMNS, META)
+        s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
+        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
+        if META.HAS_LEFT:
+            is_cut = is_cut | (row + BLOCK_M > n_start - band.shift + band.left + 1)
+        if is_cut | is_any_large(large, META):
+            s = mask_queries_and_end(s, rows, columns, band, META)
+            if META.IS_UNBOUNDED:
+                of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+                s = relative_to_lse(s, of_queries[None, :], large, b, at.h, i, len_q, META)
+        s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
+        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
+        minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+        p = gl.exp2(s * factor + minus_lse[None, :])
+        p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
+        is_there = m_block + 1 < iterations  # the next one
+        if META.PINGPONG:
+            if CONSUMER == 0:
+                named_barrier_arrive_at(TURN + 1 + zero, BOTH)
+            elif is_there:
+                named_barrier_arrive_at(TURN + zero, BOTH)
+        if not META.DP_FIRST:
+            # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
+            mbarrier.wait(barriers.dout_full.index(stage), phase)
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(stage).reshape([BLOCK_M, DIM]), dv, is_async=True)
+        if META.DP_FIRST:
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            if m_block > 0:  # under the product; dp then takes the registers of dq
+                write_dq(dq, ring, m_block - 1, CONSUMER, META)
+            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            if m_block > 0:
+                hand_over_dq(ring, m_block - 1, META)
+            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+        minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        if not META.DP_FIRST:
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            if META.DOUT_APART:
+                release(barriers.dout_empty, m_block, STAGES)
+        if META.IS_FP8:
+            dp = dp * dp_factor_of(tiles.factors, stage, COLUMNS, META)
+        dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
+        dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
+        ds = dscore.to(DTYPE)
+        if META.DP_FIRST:  # the other warpgroup's dq of the iteration before the last has read what is overwritten
+            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
+        tiles.ds.index(here + CONSUMER).store(ds)
+        ds16 = gl.convert_layout(ds, LEFT)
+        if META.DP_FIRST and not META.DV_WITH_DK:
+            dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
+            if META.DOUT_APART:
+                release(barriers.dout_empty, m_block, STAGES)
+        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(stage).reshape([BLOCK_M, DIM]), dk, is_async=True)
+        fence_async_shared()  # under the product
+        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
+        if META.DP_FIRST:
+            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+            sum_of_k = dq_product(tiles.ds, k16_tiles, last, zero, CONSUMER, META)
+        if META.IS_AHEAD:  # in the last one its own again, for nothing
+            next_stage = gl.where(is_there, (m_block + 1) % STAGES, stage)
+            next_phase = ((m_block + 1) // STAGES) & 1
+            next_scores = _begin_scores(tiles, own_k, barriers, next_stage, next_phase, is_there, META)
+        SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
+        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
+        if META.DP_FIRST and META.DV_WITH_DK:
+            dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
+            if META.DOUT_APART:
+                release(barriers.dout_empty, m_block, STAGES)
+        else:
+            dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
+        release(barriers.q_empty, m_block, STAGES)
+        if META.DP_FIRST:
+            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
+            if is_there:
+                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
+            if m_block > 0:
+                write_dq(dq, ring, m_block - 1, CONSUMER, META)
+                hand_over_dq(ring, m_block - 1, META)
+        if META.IS_AHEAD:
+            kq = warpgroup_mma_wait(0, deps=[next_scores])
+        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
+    last = ((iterations + 1) & 1) * 2
+    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+    if iterations > 0:
+        sum_of_k = dq_product(tiles.ds, k16_tiles, last, 0, CONSUMER, META)
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        write_dq(dq, ring, iterations - 1, CONSUMER, META)
+        hand_over_dq(ring, iterations - 1, META)
+    named_barrier_sync(LAST, BOTH)  # k, and in FP8 dout in 16 bits, were the other warpgroup's too; now they are no longer needed
+    k16_tiles.index(CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
+    if META.IS_FP8:
+        dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
+    else:
+        tiles.v.index(CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(barriers.dkdv_full.index(0), count=1)

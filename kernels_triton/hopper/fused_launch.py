@@ -1,0 +1,97 @@
+"""Host side of the fused backwards for sm_90, in 16 bits and in FP8: what the kernel is launched with, and what follows it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.work_table import zero_padding
+from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work
+from flexattn.kernels_triton.hopper.conditions import KEYS
+from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
+from flexattn.kernels_triton.hopper.dq_sums import convert_dq
+from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
+from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
+from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.runtime.launch import Tile
+
+
+class FusedLaunch(NamedTuple):
+    """Launch of a fused kernel, and what `finish_fused` needs after it."""
+
+    programs: int
+    tile: Tile
+    arguments: tuple[Any, ...]
+    dq_sums: Tensor
+    tiles_of_statistics: Tensor | None
+
+
+def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
+    """Returns the launch of a fused backward, whose dq, dk and dv are contiguous.
+
+    tile: a `HopperFusedTile`, or an `Fp8FusedTile` where q, k, v and dout are in FP8.
+    """
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
+    is_fp8 = x.q.element_size() == 1
+    dim, size = tile.head_dim, tile.queries
+    head_dim = x.q.shape[-1]
+    statistics, tiles, large = tiled_statistics(call, size)
+    dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
+    dq_block = [ROWS.value, size * dim // KEYS]  # a warpgroup's
+    dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
+    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
+    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype) if is_fp8 else (None, None, None)
+    meta = FusedMeta(
+        **x.features._asdict(),
+        IS_FP8=is_fp8,
+        IS_PLAIN=is_plain(x.features),
+        BLOCK_M=size,
+        BLOCK_N=KEYS,
+        DIM=dim,
+        DP_FIRST=tile.dp_first,
+        IS_AHEAD=tile.is_ahead,
+        PINGPONG=tile.pingpong,
+        DV_WITH_DK=tile.dv_with_dk,
+        DOUT_APART=tile.dout_apart,
+        DQ_STAGES=tile.dq_stages,
+    )
+    of_queries = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
+    of_keys = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}
+    sizes = dict.fromkeys(of_queries, size) | dict.fromkeys(of_keys, ROWS.value)
+    tensors = of_queries | of_keys
+    arguments = FusedArguments(
+        descriptors=FusedDescriptors(
+            **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in tensors.items()},
+            statistics=statistics_descriptor(statistics, size),
+            dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
+        ),
+        steps=FusedSteps(**{name: None if t is None else step_of(t) for name, t in tensors.items()}),
+        tiles_of_statistics=tiles,
+        large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
+        work=work,
+        descales=backward_descales(x) if is_fp8 else None,
+        lengths_q=x.lengths_q,
+        lengths_kv=x.lengths_kv,
+        band=x.band,
+        scores=x.scores,
+        dropout=None if is_fp8 else x.dropout,
+        lists=x.lists("q"),
+    )
+    return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), dq_sums, tiles)
+
+
+def finish_fused(call: Backward, launched: FusedLaunch) -> None:
+    """Makes dq of its sums, and zeros of the gradients between and behind sequences."""
+    x = call.problem
+    convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)
+    if x.cu_seqlens_q is not None:
+        zero_padding(x, call.dq, "q")
+        zero_padding(x, call.dk, "kv")
+        zero_padding(x, call.dv, "kv")
