@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def sampled(cases: Sequence[frozenset[tuple[str, str]]], begin: Iterable[int] = 
         chosen.add(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
         missing = missing.difference(*(cases[i] for i in chosen))
     return chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is collected stays, as do torch and Triton: looking for garbage in it takes a third of the collection, and goes on."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
