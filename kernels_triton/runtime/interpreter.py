@@ -123,6 +123,7 @@ def _install() -> None:
         (interpreter, "_get_np_dtype", _get_np_dtype),
         (tl.block_type, "__init__", _make_block_type),
         (tl.tensor, "__init__", _make_tensor),
+        (TensorHandle, "__init__", _make_handle),
     ):
         _undo.callback(setattr, owner, name, original := vars(owner)[name])
         setattr(owner, name, replacement(original))
@@ -287,7 +288,7 @@ def _make_block_type(original):
 
 def _make_tensor(original):
     def make_tensor(tensor, handle, type):
-        sizes = tuple(type.shape) if type.is_block() else ()
+        sizes = tuple(type.shape.values) if type.is_block() else ()
         known = _tensor_shapes.get(sizes)
         if known is None:
             original(tensor, handle, type)
@@ -297,6 +298,16 @@ def _make_tensor(original):
             tensor.shape, tensor.numel = known
 
     return make_tensor
+
+
+def _make_handle(original):
+    def make_handle(handle, data, dtype, attr=None):
+        if attr is not None or (data.itemsize > 1 and not dtype.is_ptr() and data.itemsize * 8 > dtype.primitive_bitwidth):
+            original(handle, data, dtype, {} if attr is None else attr)  # which raises where the data is wider than its type
+        else:
+            handle.data, handle.dtype, handle.attr = data, dtype, {}
+
+    return make_handle
 
 
 def _check_operands(original):

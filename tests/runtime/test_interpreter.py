@@ -421,11 +421,30 @@ def test_operands_become_what_triton_makes_of_them():
     assert compared > 3000
 
 
+@interpreted
+def test_a_value_is_no_wider_than_its_type():
+    from triton.runtime.interpreter import TensorHandle
+
+    with right_arithmetic():
+        for values, dtype in ((np.zeros(1, np.int64), tl.int32), (np.zeros(1, np.float32), tl.bfloat16)):
+            with pytest.raises(ValueError, match="exceeds"):
+                TensorHandle(values, dtype)
+        assert TensorHandle(np.zeros(1, bool), tl.int1).attr == {}
+        assert TensorHandle(np.zeros(1, np.uint64), tl.pointer_type(tl.int8), {"a": 1}).attr == {"a": 1}
+
+
 def _state() -> list[dict[str, object]]:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    interpreters = (interpreter, TritonSemantic, interpreter.InterpreterBuilder, interpreter.ReduceOps, interpreter.ScanOps)
+    interpreters = (
+        interpreter,
+        TritonSemantic,
+        interpreter.TensorHandle,
+        interpreter.InterpreterBuilder,
+        interpreter.ReduceOps,
+        interpreter.ScanOps,
+    )
     language = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.block_type, tl.dtype)
     return [dict(vars(owner)) for owner in (*language, *interpreters)]
 
