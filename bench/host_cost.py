@@ -34,7 +34,7 @@ HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
 DIRECTIONS = ("forward", "recorded", "both", "retained")  # no gradient; recorded for a backward; with it; it alone, graph retained
-KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed")
+KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed", "te")  # te: TransformerEngine's functions
 
 Row = dict[str, Any]
 
@@ -118,6 +118,7 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
         recipe = others["fp8_recipe"] = fp8.Recipe(scaling="delayed" if kind == "fp8 delayed" else "current")
         others["fp8_state"] = fp8.DelayedScaling(recipe, HEADS, device=device) if kind == "fp8 delayed" else None
     attends = implementations(kind, others, mask, tensors, has_gpu, has_flex)
+    directions = DIRECTIONS[:1] if kind == "te" else DIRECTIONS  # as they make no graph
     if has_gpu:
         spec, x = make_call(inputs, attn_mask_type=mask)
         exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
@@ -126,7 +127,7 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
         for attend in attends.values():
             if kind != "score_mod":
                 check_close("out", attend(*tensors), exact, budget)
-    for direction in DIRECTIONS:
+    for direction in directions:
         given = tensors if direction == "forward" else leaves
         timed: dict[str, Callable[[], Any]] = {name: functools.partial(attend, *given) for name, attend in attends.items()}
         if direction == "both":
@@ -156,6 +157,8 @@ def implementations(
     def ours(backend: str) -> Callable[..., Tensor]:
         return functools.partial(flexattn.attention, **others, backend=backend)
 
+    if kind == "te":
+        return {"flexattn triton": ours("triton"), **_te(tensors)}
     if kind == "sm_90":
         return {"flexattn triton, for sm_90": ours("triton")}
     if kind.startswith("fp8"):
@@ -183,6 +186,39 @@ def implementations(
                 q[:1, :1].transpose(1, 2), k[:1, :1].transpose(1, 2), v[:1, :1].transpose(1, 2), is_causal=True
             ).transpose(1, 2)
     return attends
+
+
+def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
+    """TransformerEngine's functions on the same problem, by flexattn's kernels: the forward, and the backward of its results."""
+    from flexattn.dispatch.context import attention_backend
+    from flexattn.integrations.te import FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
+
+    batch, length = tensors[0].shape[:2]
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=tensors[0].device) * length
+    lengths: dict[str, Any] = {
+        "max_seqlen_q": length,
+        "max_seqlen_kv": length,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+    }
+    kind: dict[str, Any] = {"fake_dtype": tensors[0].dtype, "fused_attention_backend": FusedAttnBackend.F16_arbitrary_seqlen}
+    layout: dict[str, Any] = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd", "attn_mask_type": "causal"}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        with attention_backend("triton"):
+            return fused_attn_fwd(True, q=q, k=k, v=v, **lengths, **kind, **layout)[0]
+
+    with attention_backend("triton"):
+        out, aux = fused_attn_fwd(True, q=tensors[0], k=tensors[1], v=tensors[2], **lengths, **kind, **layout)
+    dout = torch.randn_like(out)
+
+    def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        results: dict[str, Any] = {"o": out, "d_o": dout, "aux_ctx_tensors": aux, "do_format": "bshd", "dqkv_layout": "bs3hd"}
+        with attention_backend("triton"):
+            fused_attn_bwd(q=q, k=k, v=v, **results, **lengths, **kind, **layout)
+            return out
+
+    return {"fused_attn_fwd": forward, "fused_attn_bwd, dqkv packed": backward}
 
 
 def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Any:

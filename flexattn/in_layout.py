@@ -37,19 +37,29 @@ def attend(
     return_lse is True, and not to be used otherwise. given: other arguments of `attention`. Raises what it raises, and TypeError
     for DTensors.
     """
-    arguments = DEFAULTS | given
-    arguments["return_lse"] = return_lse
+    return attend_with(results, q, k, v, DEFAULTS | given | {"return_lse": return_lse})
+
+
+def attend_with(
+    results: Results, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
+) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Returns what `attend` does. arguments: all of `attention`'s but q, k and v, those left at their defaults too."""
+    return_lse: bool = arguments["return_lse"]
     key, call = None, None
     recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
     if not torch.compiler.is_compiling():
-        tensors = (q, k, v, *_operands_of(arguments))
+        tensors: tuple[Tensor | None, ...] = (q, k, v)
+        operands, descales = _operands_of(arguments), _descales_of(arguments)
+        is_fp8 = not (recipe is state is descales[0] is descales[1] is descales[2] is None)
+        bias, slopes, offset, cu_q, cu_kv, cu_q_padded, cu_kv_padded, rng_state = operands
+        if is_fp8 or not (bias is slopes is offset is cu_q is cu_kv is cu_q_padded is cu_kv_padded is rng_state is None):
+            tensors += operands
         others = (results, return_lse, *_others_of(arguments))
         mods: Any = _mods_of(arguments)
         if mods[0] is mods[1] is mods[3] is None and mods[2] is NO_TENSORS:
             mods = None
-        descales = _descales_of(arguments)
         of_state: tuple[Tensor, ...] | None = ()
-        if not (recipe is state is descales[0] is descales[1] is descales[2] is None):
+        if is_fp8:
             of_state = fp8.state_tensors(state)
             if of_state is not None:
                 tensors += (*descales, *of_state)

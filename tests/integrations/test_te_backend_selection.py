@@ -178,3 +178,6 @@ def test_is_fused_attn_available() -> None:
     assert is_fused_attn_available(config, torch.bfloat16)
     assert is_fused_attn_available(AttentionParams(), torch.float16, qkv_layout="sbh3d", is_training=False)
     assert not is_fused_attn_available(types.SimpleNamespace(head_dim_qk=264), torch.bfloat16)
+    for config in (AttentionParams(core_attention_bias_type="nothing"), types.SimpleNamespace(attn_bias_type="nothing")):
+        with pytest.raises(ValueError, match="core_attention_bias_type is 'nothing'"):
+            is_fused_attn_available(config, torch.bfloat16)

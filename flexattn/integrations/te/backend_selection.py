@@ -154,8 +154,9 @@ def is_fused_attn_available(config: Any, dtype: torch.dtype, qkv_layout: str = "
     config: an `AttentionParams`, or an object with some of its fields as attributes, as TransformerEngine's ModelConfig, whose
     attn_bias_type, bias_shape and dropout_p are read too.
     """
-    names = {field.name: field.name for field in dataclasses.fields(AttentionParams)} | _OF_MODEL_CONFIG
-    given = {name: getattr(config, other) for name, other in names.items() if hasattr(config, other)}
+    names = [field.name for field in dataclasses.fields(AttentionParams)]
+    given = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    given |= {name: getattr(config, other) for name, other in _OF_MODEL_CONFIG.items() if hasattr(config, other)}
     given |= {"qkv_dtype": dtype, "qkv_layout": qkv_layout, "is_training": is_training}
     return get_attention_backend(AttentionParams(**given))[2]
 

@@ -6,7 +6,9 @@ Their contract is that of `transformer_engine/pytorch/cpp_extensions/fused_attn.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +17,8 @@ from torch import Tensor
 from flexattn import fp8, ops
 from flexattn.backward import Given, differentiate
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import PACKINGS, Gradients, Results, dense_in, in_format, parse_format
-from flexattn.in_layout import DEFAULTS, attend
+from flexattn.dispatch.spec import OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, dense_in, in_format, parse_format
+from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.integrations.te.quantizers import Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
@@ -26,7 +28,7 @@ from flexattn.validation import check_name, describe
 
 _BIASES = ("pre_scale_bias", "post_scale_bias")
 _BOTTOM_RIGHT = ("causal_bottom_right", "padding_causal_bottom_right")
-_OF_BACKWARD = {name: DEFAULTS[name] for name in DEFAULTS if not name.startswith(("fp8_", "descale_", "return_"))}
+_OF_BACKWARD = [name for name in DEFAULTS if not name.startswith(("fp8_", "descale_", "return_"))]
 
 
 def fused_attn_fwd(
@@ -107,40 +109,45 @@ def fused_attn_fwd(
         NotImplementedError: page tables and MXFP8.
         BackendError: no kernel can run the call; the text gives the reasons.
     """
-    layout = _checked(q, fused_attention_backend, qkv_layout, (attn_bias_type, attn_bias), attn_mask_type, softmax_type)
     _refuse_pages(page_table_k, page_table_v)
-    _refuse_scale_formats(qkv_scale_inv_format=qkv_scale_inv_format)
-    rate = dropout if is_training else 0.0
-    arguments = _arguments(
-        layout,
-        _Lengths(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        _Scores(attn_bias_type, attn_bias, softmax_type, softmax_offset, attn_scale, rate),
-        _Mask(attn_mask_type, window_size, bottom_right_diagonal),
+    _refuse_scale_formats(qkv_scale_inv_format, None)
+    call = _static_call(
+        *(_kind_of(fused_attention_backend), qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type),
+        *(_window(window_size), bottom_right_diagonal),
     )
-    tensors = [in_fp8(t, name) for name, t in (("q", q), ("k", k), ("v", v))]
-    of_q, of_k, of_v = tensors
-    if of_q is not None and of_k is not None and of_v is not None:
-        q, k, v = of_q.data, of_k.data, of_v.data
-        arguments |= {"descale_q": of_q.descale, "descale_k": of_k.descale, "descale_v": of_v.descale}
-        arguments["fp8_recipe"] = _recipe_of(fake_dtype)
-    rng_state = _no_dropout(q.device)
-    if rate > 0:
-        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device, generator=rng_gen)
-        arguments["rng_state"] = rng_state
-        arguments["backend"] = _backend_of_dropout(q.device)
+    _check_operands(call, q, attn_bias)
+    arguments = call.arguments.copy()
+    arguments["softmax_scale"] = attn_scale
     arguments["return_max_logit"] = return_max_logit
-    with torch.no_grad():
-        out, lse, max_logit = attend(Results(out=o_format), q, k, v, **arguments)
+    if call.has_bias:
+        arguments["bias"] = attn_bias
+    if call.has_offset and softmax_offset is not None:
+        arguments["softmax_offset"] = softmax_offset.reshape(-1)
+    if call.has_lengths:
+        given = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        _add_lengths(arguments, call, given, max_seqlen_q, max_seqlen_kv)
+    if call.kind is FusedAttnBackend.FP8:
+        (q, k, v), descales = zip(*_all_in_fp8(q=q, k=k, v=v), strict=True)
+        arguments.update(zip(("descale_q", "descale_k", "descale_v"), descales, strict=True))
+        arguments["fp8_recipe"] = _recipe_of(fake_dtype)
+    if is_training and dropout > 0:
+        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device, generator=rng_gen)
+        arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _backend_of_dropout(q.device)}
+    else:
+        rng_state = _no_dropout(q.device)
+    with _without_graph(q, k, v, arguments["bias"], arguments["softmax_offset"]):
+        out, lse, max_logit = attend_with(call.results, q, k, v, arguments)
         assert lse is not None
-        made: Any = in_format(out, layout.q_format, o_format)
+        made: Any = in_format(out, call.layout.q_format, o_format)
         if o_quantizer is not None:
             made = o_quantizer(made)
-        aux = [lse.transpose(0, 1).unsqueeze(-1) if layout.q_format == "thd" else lse.unsqueeze(-1), rng_state]
-        aux += [attn_bias] if attn_bias_type in _BIASES and attn_bias is not None else []
-        aux += [softmax_offset] if softmax_type != "vanilla" and softmax_offset is not None else []
-        if not return_max_logit:
+        aux = [lse.transpose(0, 1).unsqueeze(-1) if call.layout.q_format == "thd" else lse.unsqueeze(-1), rng_state]
+        if call.has_bias and attn_bias is not None:
+            aux.append(attn_bias)
+        if softmax_type != "vanilla" and softmax_offset is not None:
+            aux.append(softmax_offset)
+        if max_logit is None or not return_max_logit:
             return made, aux
-        assert max_logit is not None
         return made, aux, max_logit.to(out.dtype)
 
 
@@ -205,38 +212,39 @@ def fused_attn_bwd(
     """
     if not isinstance(aux_ctx_tensors, (list, tuple)) or len(aux_ctx_tensors) < 2:
         raise ValueError(f"aux_ctx_tensors is {describe(aux_ctx_tensors)}; accepted: the list that fused_attn_fwd gave")
-    stats, rng_state, *rest = aux_ctx_tensors
-    attn_bias = rest.pop(0) if attn_bias_type in _BIASES and rest else None
-    softmax_offset = rest.pop(0) if softmax_type != "vanilla" and rest else None
-    layout = _checked(q, fused_attention_backend, qkv_layout, (attn_bias_type, attn_bias), attn_mask_type, softmax_type)
-    _refuse_scale_formats(qkv_scale_inv_format=qkv_scale_inv_format, do_scale_inv_format=do_scale_inv_format)
-    results, of_gradients = _gradient_results(dqkv_layout, layout, q, k, v)
-    arguments = _arguments(
-        layout,
-        _Lengths(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        _Scores(attn_bias_type, attn_bias, softmax_type, softmax_offset, attn_scale, dropout),
-        _Mask(attn_mask_type, window_size, bottom_right_diagonal),
+    _refuse_scale_formats(qkv_scale_inv_format, do_scale_inv_format)
+    call = _static_call(
+        *(_kind_of(fused_attention_backend), qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type),
+        *(_window(window_size), bottom_right_diagonal),
     )
+    layout = call.layout
+    stats, rng_state, *rest = aux_ctx_tensors
+    attn_bias = rest.pop(0) if call.has_bias and rest else None
+    softmax_offset = rest.pop(0) if call.has_offset and rest else None
+    _check_operands(call, q, attn_bias)
+    results, of_gradients = _gradient_results(dqkv_layout, layout, o_format, (q, k, v))
+    arguments = call.arguments.copy()
+    arguments["softmax_scale"] = attn_scale
     arguments["deterministic"] = deterministic
     if attn_bias is not None:
         arguments["bias"] = attn_bias.detach().requires_grad_()
+    if softmax_offset is not None:
+        arguments["softmax_offset"] = softmax_offset.detach().reshape(-1)
+    if call.has_lengths:
+        given = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        _add_lengths(arguments, call, given, max_seqlen_q, max_seqlen_kv)
+    if dropout > 0:
+        arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _backend_of_dropout(stats.device)}
     with torch.no_grad():
         lse = stats.squeeze(-1).transpose(0, 1) if layout.q_format == "thd" else stats.squeeze(-1)
-        if dropout > 0:
-            arguments |= {"rng_state": rng_state, "backend": _backend_of_dropout(stats.device)}
-        tensors = [in_fp8(t, name) for name, t in (("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o))]
-        of_q, of_k, of_v, of_o, of_do = tensors
-        out = in_format(o if of_o is None else of_o.dequantize(_dtype_of(fake_dtype)), o_format, layout.q_format)
-        results = results._replace(out=o_format)
-        if of_q is not None and of_k is not None and of_v is not None:
-            dout: Any = d_o if of_do is None else of_do.data
-            dout = in_format(dout, do_format, layout.q_format)
-            dout16 = None if of_do is None else in_format(of_do.dequantize(_dtype_of(fake_dtype)), do_format, layout.q_format)
-            given = _Fp8Given((of_q, of_k, of_v), out, lse, dout, dout16, None if of_do is None else of_do.descale)
-            found: Any = _fp8_gradients(results, given, arguments, fake_dtype)
+        if call.kind is FusedAttnBackend.FP8:
+            qkv = _all_in_fp8(q=q, k=k, v=v)
+            incoming = _incoming_of_fp8(o, d_o, lse, _dtype_of(fake_dtype), (o_format, do_format, layout.q_format))
+            found: Any = _fp8_gradients(results, qkv, incoming, arguments, fake_dtype)
         else:
-            dout = in_format(d_o, do_format, layout.q_format)
-            found = differentiate(results, Given(dout, q, k, v, out, lse), _OF_BACKWARD | arguments)
+            out, dout = in_format(o, o_format, layout.q_format), in_format(d_o, do_format, layout.q_format)
+            of_backward = {name: arguments[name] for name in _OF_BACKWARD}
+            found = differentiate(results, Given(dout, q, k, v, out, lse), of_backward)
         dq = in_format(found.dq, layout.q_format, of_gradients.q_format)
         dk, dv = (in_format(t, layout.kv_format, of_gradients.kv_format) for t in (found.dk, found.dv))
         dqkv = (dq, dk, dv) if dqkv_quantizer is None else _quantized((dq, dk, dv), of_gradients.packing, dqkv_quantizer)
@@ -244,115 +252,136 @@ def fused_attn_bwd(
         return [*dqkv, found.dbias, None if doffset is None else doffset.float().view(1, -1, 1, 1)]
 
 
-class _Lengths(NamedTuple):
-    max_seqlen_q: int
-    max_seqlen_kv: int
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    cu_seqlens_q_padded: Tensor | None
-    cu_seqlens_kv_padded: Tensor | None
+class _Call(NamedTuple):
+    """The part of a call that its names decide: checked once, and the same for all calls with these names."""
+
+    kind: FusedAttnBackend
+    layout: Layout
+    results: Results  # of a forward
+    arguments: dict[str, Any]  # of `flexattn.attention`, to be copied
+    has_bias: bool
+    has_offset: bool  # one that is read
+    has_lengths: bool
 
 
-class _Scores(NamedTuple):
-    bias_type: str
-    bias: Tensor | None
-    softmax_type: str
-    softmax_offset: Tensor | None
-    attn_scale: float | None
-    dropout: float
-
-
-class _Mask(NamedTuple):
-    attn_mask_type: str
-    window_size: tuple[int, int]
-    bottom_right_diagonal: bool | None
-
-
-class _Fp8Given(NamedTuple):
-    """Tensors of a backward with q, k and v in FP8."""
-
-    qkv: tuple[InFp8, InFp8, InFp8]
-    out: Tensor
-    lse: Tensor
-    dout: Tensor  # in FP8 or in 16 bits
-    dout16: Tensor | None  # None: dout is it
-    descale_dout: Tensor | None
-
-
-def _checked(
-    q: Any, backend: Any, qkv_layout: str, bias: tuple[str, Tensor | None], attn_mask_type: str, softmax_type: str
-) -> Layout:
-    """Returns the layout of q, k and v; raises for names that are not accepted, and for a backend that does not fit q."""
-    check_name("attn_bias_type", bias[0], tuple(AttnBiasType))
-    check_name("attn_mask_type", attn_mask_type, tuple(AttnMaskType))
-    check_name("softmax_type", softmax_type, tuple(SoftmaxType))
-    kind = backend if type(backend) is FusedAttnBackend else FusedAttnBackend.cast(backend)
+@functools.lru_cache(maxsize=1024)
+def _static_call(
+    kind: FusedAttnBackend,
+    qkv_layout: str,
+    o_format: str,
+    bias_type: str,
+    mask_type: str,
+    softmax_type: str,
+    window: tuple[int, int],
+    diagonal: bool | None,
+) -> _Call:
+    """Returns a call's checked names; raises ValueError for those that are not accepted."""
     if kind is FusedAttnBackend.No_Backend:
-        raise ValueError(
-            "fused_attention_backend is No_Backend; accepted: F16_arbitrary_seqlen, FP8; get_attention_backend says why"
-        )
+        raise ValueError("fused_attention_backend is No_Backend; accepted: F16_arbitrary_seqlen, FP8")
+    check_name("attn_bias_type", bias_type, tuple(AttnBiasType))
+    check_name("attn_mask_type", mask_type, tuple(AttnMaskType))
+    check_name("softmax_type", softmax_type, tuple(SoftmaxType))
+    layout = unpaged_layout(qkv_layout)
+    arguments = DEFAULTS | {
+        "qkv_format": layout.qkv_format,
+        "attn_mask_type": mask_type,
+        "window_size": OPEN_WINDOW if window == OPEN_WINDOW else window,
+        "bottom_right_diagonal": mask_type in _BOTTOM_RIGHT if diagonal is None else diagonal,
+        "bias_type": bias_type,
+        "softmax_type": softmax_type,
+        "return_lse": True,
+    }
+    has_bias, has_offset = bias_type in _BIASES, softmax_type == "learnable"
+    return _Call(kind, layout, Results(out=o_format), arguments, has_bias, has_offset, "padding" in mask_type)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _without_graph(*tensors: Tensor | None) -> AbstractContextManager[Any]:
+    """Returns a context in which autograd makes no graph of the tensors; entering torch.no_grad() takes as long as a view."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return torch.no_grad()
+    return _NOTHING
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    sides = tuple(window_size) if isinstance(window_size, (tuple, list, torch.Size)) else ()
+    if len(sides) == 2 and type(sides[0]) is int is type(sides[1]):
+        return sides
+    whole = [as_index(side) for side in sides]
+    if len(whole) != 2 or whole[0] is None or whole[1] is None:
+        raise ValueError(f"window_size is {describe(window_size)}; accepted: a pair of ints (left, right), inclusive, -1 for open")
+    return whole[0], whole[1]
+
+
+def _kind_of(backend: Any) -> FusedAttnBackend:
+    return backend if type(backend) is FusedAttnBackend else FusedAttnBackend.cast(backend)
+
+
+def _check_operands(call: _Call, q: Any, attn_bias: Tensor | None) -> None:
+    """Raises ValueError for a q that is not of the backend's kind, and for a bias that is missing or of another dtype."""
     is_fp8 = in_fp8(q, "q") is not None
-    if is_fp8 != (kind is FusedAttnBackend.FP8):
-        wanted = "Float8Tensors" if kind is FusedAttnBackend.FP8 else "float16, bfloat16 or float32"
+    if is_fp8 != (call.kind is FusedAttnBackend.FP8):
+        wanted = "float16, bfloat16 or float32" if is_fp8 else "Float8Tensors"
         came = "in FP8" if is_fp8 else f"of dtype {q.dtype}"
-        raise ValueError(f"q is {came} with fused_attention_backend {kind.name}; accepted: q, k and v as {wanted}")
-    bias_type, attn_bias = bias
-    if bias_type in _BIASES:
-        if attn_bias is None:
-            raise ValueError(f"attn_bias is None with attn_bias_type {bias_type!r}; accepted: a tensor of q's dtype")
-        if not is_fp8 and attn_bias.dtype is not q.dtype:
-            raise ValueError(f"attn_bias has dtype {attn_bias.dtype} and q has {q.dtype}; accepted: the same dtype")
-    return unpaged_layout(qkv_layout)
+        raise ValueError(f"q is {came} with fused_attention_backend {call.kind.name}; accepted: q, k and v as {wanted}")
+    if not call.has_bias:
+        return
+    bias_type = call.arguments["bias_type"]
+    if attn_bias is None:
+        raise ValueError(f"attn_bias is None with attn_bias_type {bias_type!r}; accepted: a tensor of q's dtype")
+    if not is_fp8 and attn_bias.dtype is not q.dtype:
+        raise ValueError(f"attn_bias has dtype {attn_bias.dtype} and q has {q.dtype}; accepted: the same dtype")
+
+
+def _add_lengths(
+    arguments: dict[str, Any], call: _Call, given: tuple[Tensor | None, ...], max_seqlen_q: int, max_seqlen_kv: int
+) -> None:
+    """given: cu_seqlens_q, cu_seqlens_kv, and the same padded. These say nothing where they are the same tensors."""
+    cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded = given
+    arguments["cu_seqlens_q"], arguments["cu_seqlens_kv"] = cu_seqlens_q, cu_seqlens_kv
+    if call.layout.q_format == "thd":
+        arguments["max_seqlen_q"] = max_seqlen_q
+        if cu_seqlens_q_padded is not cu_seqlens_q:
+            arguments["cu_seqlens_q_padded"] = cu_seqlens_q_padded
+    if call.layout.kv_format == "thd":
+        arguments["max_seqlen_kv"] = max_seqlen_kv
+        if cu_seqlens_kv_padded is not cu_seqlens_kv:
+            arguments["cu_seqlens_kv_padded"] = cu_seqlens_kv_padded
+
+
+def _all_in_fp8(**tensors: Any) -> list[InFp8]:
+    """Returns the tensors' data and descales; raises ValueError for one that is not in FP8."""
+    found = []
+    for name, t in tensors.items():
+        x = in_fp8(t, name)
+        if x is None:
+            raise ValueError(
+                f"{name} is of dtype {t.dtype} with fused_attention_backend FP8; accepted: q, k and v as Float8Tensors"
+            )
+        found.append(x)
+    return found
 
 
 def _refuse_pages(page_table_k: Any, page_table_v: Any) -> None:
-    for name, table in (("page_table_k", page_table_k), ("page_table_v", page_table_v)):
-        if table is not None:
-            raise NotImplementedError(f"{name} is given, and there are no page tables yet; accepted: None")
+    if page_table_k is None and page_table_v is None:
+        return
+    name = "page_table_v" if page_table_k is None else "page_table_k"
+    raise NotImplementedError(f"{name} is given, and there are no page tables yet; accepted: None")
 
 
-def _refuse_scale_formats(**formats: str | None) -> None:
-    for name, value in formats.items():
+def _refuse_scale_formats(qkv_scale_inv_format: str | None, do_scale_inv_format: str | None) -> None:
+    for name, value in (("qkv_scale_inv_format", qkv_scale_inv_format), ("do_scale_inv_format", do_scale_inv_format)):
         if value is not None:
             raise NotImplementedError(f"{name} is {value!r}, which is of MXFP8; accepted: None, with one scale for each tensor")
 
 
-def _arguments(layout: Layout, lengths: _Lengths, scores: _Scores, mask: _Mask) -> dict[str, Any]:
-    """Returns the call as arguments of `flexattn.attention`."""
-    mask_type, window, diagonal = mask
-    diagonal = mask_type in _BOTTOM_RIGHT if diagonal is None else diagonal
-    made: dict[str, Any] = {
-        "qkv_format": layout.qkv_format,
-        "attn_mask_type": mask_type,
-        "window_size": tuple(window),
-        "bottom_right_diagonal": diagonal,
-        "bias_type": scores.bias_type,
-        "softmax_type": scores.softmax_type,
-        "softmax_scale": scores.attn_scale,
-        "dropout_p": scores.dropout,
-    }
-    if scores.bias_type in _BIASES:
-        made["bias"] = scores.bias
-    if scores.softmax_type == "learnable" and scores.softmax_offset is not None:
-        made["softmax_offset"] = scores.softmax_offset.reshape(-1)
-    if "padding" in mask_type:
-        made |= {"cu_seqlens_q": lengths.cu_seqlens_q, "cu_seqlens_kv": lengths.cu_seqlens_kv}
-        if layout.q_format == "thd":
-            made["max_seqlen_q"] = lengths.max_seqlen_q
-            if lengths.cu_seqlens_q_padded is not lengths.cu_seqlens_q:
-                made["cu_seqlens_q_padded"] = lengths.cu_seqlens_q_padded
-        if layout.kv_format == "thd":
-            made["max_seqlen_kv"] = lengths.max_seqlen_kv
-            if lengths.cu_seqlens_kv_padded is not lengths.cu_seqlens_kv:
-                made["cu_seqlens_kv_padded"] = lengths.cu_seqlens_kv_padded
-    return made
-
-
-def _gradient_results(dqkv_layout: str, layout: Layout, q: Any, k: Any, v: Any) -> tuple[Results, Layout]:
-    """Returns where dq, dk and dv lie; raises ValueError for a layout that q, k and v do not fit."""
+def _gradient_results(dqkv_layout: str, layout: Layout, o_format: str, qkv: tuple[Any, Any, Any]) -> tuple[Results, Layout]:
+    """Returns where out, dq, dk and dv lie; raises ValueError for a layout that q, k and v do not fit."""
     wanted = unpaged_layout(dqkv_layout, "dqkv_layout")
     if wanted.packing:
-        shared = (q, k, v) if PACKINGS[wanted.packing][0] == 3 else (k, v)
+        shared = qkv if PACKINGS[wanted.packing][0] == 3 else qkv[1:]
         formats = {layout.q_format, layout.kv_format} if len(shared) == 3 else {layout.kv_format}
         shapes = [tuple(t.shape) for t in shared]
         if len(set(shapes)) > 1 or len(formats) > 1:
@@ -362,7 +391,7 @@ def _gradient_results(dqkv_layout: str, layout: Layout, q: Any, k: Any, v: Any) 
                 f"{', '.join(map(str, shapes))}; accepted: a layout with them apart, as "
                 f"'{wanted.q_format}_{wanted.kv_format}_{wanted.kv_format}'"
             )
-    return Results(dq=wanted.q_format, dkv=wanted.kv_format, packing=wanted.packing), wanted
+    return Results(o_format, wanted.q_format, wanted.kv_format, wanted.packing), wanted
 
 
 @functools.cache
@@ -389,17 +418,41 @@ def _recipe_of(fake_dtype: Any) -> fp8.Recipe:
     return fp8.Recipe(out_dtype=_dtype_of(fake_dtype))
 
 
-def _fp8_gradients(results: Results, given: _Fp8Given, arguments: dict[str, Any], fake_dtype: Any) -> Gradients:
+class _Fp8Incoming(NamedTuple):
+    """A forward's results and their gradients, for q, k and v in FP8, with the dims of q."""
+
+    out: Tensor  # in 16 bits
+    lse: Tensor
+    dout: Tensor  # in FP8 or in 16 bits
+    dout16: Tensor | None  # None: dout is it
+    descale_dout: Tensor | None
+
+
+def _incoming_of_fp8(o: Any, d_o: Any, lse: Tensor, dtype: torch.dtype, formats: tuple[str, str, str]) -> _Fp8Incoming:
+    """formats: those of o, d_o and q."""
+    o_format, do_format, q_format = formats
+    of_o, of_do = in_fp8(o, "o"), in_fp8(d_o, "d_o")
+    out = in_format(o if of_o is None else of_o.dequantize(dtype), o_format, q_format)
+    if of_do is None:
+        return _Fp8Incoming(out, lse, in_format(d_o, do_format, q_format), None, None)
+    data, dout16 = (in_format(t, do_format, q_format) for t in (of_do.data, of_do.dequantize(dtype)))
+    return _Fp8Incoming(out, lse, data, dout16, of_do.descale)
+
+
+def _fp8_gradients(
+    results: Results, qkv: list[InFp8], incoming: _Fp8Incoming, arguments: dict[str, Any], fake_dtype: Any
+) -> Gradients:
     """Returns the gradients of a call on FP8 tensors by the backward operator."""
-    q, k, v = given.qkv
-    named = {"descale_q": q.descale, "descale_k": k.descale, "descale_v": v.descale, "fp8_recipe": _recipe_of(fake_dtype)}
-    x, settings, _ = prepare(q.data, k.data, v.data, **(DEFAULTS | arguments | named), results=results)
-    settings = settings._replace(needs_grad=True, needs_bias_grad="bias" in arguments)
-    if given.dout16 is not None and given.descale_dout is not None:
-        x = x._replace(descales=[*x.descales, given.descale_dout.view(1, 1, 1)], copies16=[given.dout16])
-        settings = settings._replace(fp8_grad=str(given.dout.dtype).removeprefix("torch."))
-    out = dense_in(given.out, parse_format(settings.qkv_format)[0], settings.out_format)
-    return ops.gradients(x, settings, ops.Incoming(out, given.lse.contiguous(), given.dout, None))
+    named: dict[str, Any] = {f"descale_{name}": t.descale for name, t in zip("qkv", qkv, strict=True)}
+    named |= {"fp8_recipe": _recipe_of(fake_dtype)}
+    x, settings, _ = prepare(*(t.data for t in qkv), **(arguments | named), results=results)
+    settings = settings._replace(needs_grad=True, needs_bias_grad=arguments["bias"] is not None)
+    out, lse, dout, dout16, descale_dout = incoming
+    if dout16 is not None and descale_dout is not None:
+        x = x._replace(descales=[*x.descales, descale_dout.view(1, 1, 1)], copies16=[dout16])
+        settings = settings._replace(fp8_grad=str(dout.dtype).removeprefix("torch."))
+    out = dense_in(out, parse_format(settings.qkv_format)[0], settings.out_format)
+    return ops.gradients(x, settings, ops.Incoming(out, lse.contiguous(), dout, None))
 
 
 def _quantized(dqkv: tuple[Tensor, Tensor, Tensor], packing: str, quantizer: Quantizer) -> tuple[Any, ...]:
