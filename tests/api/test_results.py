@@ -97,8 +97,13 @@ def test_gradients_that_lie_apart_are_joined_by_a_copy() -> None:
     (q + 2 * k).sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, torch.tensor([1.0, 2.0, 0.0])[:, None, None].expand_as(leaf))
-    swapped = torch.randn(3, S, H, D).unbind(0)[::-1]
-    assert torch.equal(packed.joined(swapped, 1), torch.stack(swapped, 1))
+    square = torch.randn(3, S, S)
+    a, b, c = square.unbind(0)
+    for slices in ((c, b, a), (a, c, b), (a, b.T, c.T), (a, b.clone(), c)):
+        with torch.no_grad():
+            assert torch.equal(packed.joined(slices, 0), torch.stack(slices))
+    with torch.no_grad():
+        assert packed.joined((a, b, c), 0).data_ptr() == square.data_ptr()
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
