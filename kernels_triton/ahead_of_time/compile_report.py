@@ -369,11 +369,15 @@ def compile_many(requests: Sequence[CompileRequest], workers: int | None = None)
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder, "job"), Path(folder, "answer")
         job.write_bytes(pickle.dumps((workers or os.cpu_count(), list(requests))))
-        done = subprocess.run([sys.executable, "-m", __name__, job, answer], env=environment, capture_output=True, text=True)
+        done = _run_python(["-m", __name__, str(job), str(answer)], environment)
         if done.returncode:
             raise CompileError(f"the compiling process ended with {done.returncode}: {done.stderr[-4000:]}")
         answers = pickle.loads(answer.read_bytes())
     return checked_answers(requests, answers, done.stderr)
+
+
+def _run_python(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
 def checked_answers(requests: Sequence[CompileRequest], answers: Sequence[CompileReport | str], stderr: str) -> list[CompileReport]:

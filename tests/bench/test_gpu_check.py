@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 from collections.abc import Callable
@@ -34,13 +35,25 @@ def test_each_step_runs_whatever_became_of_the_others(tmp_path: Path, capsys: py
     assert {path.name for path in out.iterdir()} == {"summary.txt", *(f"{step.name}.log" for step in todo)}
 
 
+def is_locked(path: Path) -> bool:
+    """A lock goes with the process that took it."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
 def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(alive)!r}).touch()"
+    held = tmp_path / "held"
+    child = f"import fcntl, time; file = open({str(held)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); time.sleep(60)"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
     assert gpu_check.run(python("parent", parent), tmp_path, 2.0).status == "timed out"
-    time.sleep(4)
-    assert not alive.exists()
+    deadline = time.monotonic() + 10
+    while is_locked(held) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_locked(held)
 
 
 def test_no_step_starts_when_the_time_is_spent(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     SHARED_MEMORY_LIMIT,
     CompileReport,
     CompileRequest,
-    compile_many,
     request_for,
 )
 from flexattn.kernels_triton.common import tiles as configs
@@ -26,7 +25,7 @@ from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.bias_gradient import bias_gradient
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
-from tests.support.compiled_kernels import compile_sound
+from tests.support.compiled_kernels import compile_beside, compile_sound
 
 SMS = (80, 89, 90, 100, 120)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
@@ -198,7 +197,7 @@ def test_the_defect_of_ptxas_is_seen() -> None:
     with pretended_device(90, 132), recorded_launches() as launches:
         attention_forward(Problem(q, k, v, softmax_scale=0.1, window_right=0), torch.zeros(2, 300, 4, 96), torch.zeros(2, 4, 300))
     (launch,) = (x for x in launches if x.kernel.fn.__name__ == "_attn_fwd_kernel")
-    [report] = compile_many([request_for(launch, 90)])
+    [report] = compile_beside([request_for(launch, 90)])
     assert set(report.matrix_instructions) == {"HGMMA"}
     assert bool(report.undefined_registers) == (triton.knobs.nvidia.ptxas.version == "12.8"), report.undefined_registers
 

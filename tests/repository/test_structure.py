@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from tests import structure
 
 
+@functools.cache
+def modules() -> list[structure.Module]:
+    return structure.modules(structure.ROOT)
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert structure.circles(structure.imports(structure.modules(structure.ROOT))) == []
+    assert structure.circles(structure.imports(modules())) == []
 
 
 def test_device_functions_take_few_arguments_by_name() -> None:
-    functions = [function for module in structure.modules(structure.ROOT) for function in structure.device_functions(module)]
+    functions = [function for module in modules() for function in structure.device_functions(module)]
     assert [x.name for x in functions if structure.parameters(x) > structure.MOST_PARAMETERS or any(structure.unpackings(x))] == []
 
 
 def test_docstrings_name_their_subject() -> None:
-    assert {
-        module.name: found for module in structure.modules(structure.ROOT) if (found := [*structure.unclear_docstrings(module)])
-    } == {}
+    assert {module.name: found for module in modules() if (found := [*structure.unclear_docstrings(module)])} == {}
 
 
 def test_each_defect_is_counted(tmp_path: Path) -> None:

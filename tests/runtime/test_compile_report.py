@@ -21,6 +21,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
 )
 from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from tests.support.compiled_kernels import compile_beside
 
 MATRIX_INSTRUCTIONS = {
     ("bf16", 80): "HMMA",
@@ -69,7 +70,7 @@ def _request(sm: int, dtype: str = "bf16", size: int = 64, inner: int = 64) -> C
 @pytest.mark.slow
 def test_reports_in_the_order_of_the_requests():
     requests = [_request(sm, dtype) for dtype, sm in MATRIX_INSTRUCTIONS]
-    *reports, again = compile_many([*requests, requests[0]])
+    *reports, again = compile_beside([*requests, requests[0]])
     digests = [(report.ptx_digest, report.sass_digest, report.operations_digest) for report in (*reports, again)]
     assert digests[0] == digests[-1]
     assert all(len(set(kind)) == len(requests) for kind in zip(*digests, strict=True))
@@ -161,7 +162,7 @@ def _barriers(HAS_IDLE: gl.constexpr):
 def test_barriers_that_nothing_uses_are_counted():
     """One of two arrays has a use of one element; the other barriers none, or one."""
     requests = [CompileRequest(__name__, "_barriers", {}, {"HAS_IDLE": has_idle}, 90, 4, 1) for has_idle in (False, True)]
-    assert [report.idle_barriers for report in compile_many(requests)] == [0, 2]
+    assert [report.idle_barriers for report in compile_beside(requests)] == [0, 2]
 
 
 def test_spills_and_warnings_are_seen():
@@ -192,7 +193,7 @@ def test_failures_name_their_requests_with_the_compilers_message():
     unsupported = _request(80, "fp8e4nv")
     missing = dataclasses.replace(_request(90), kernel="no_such_kernel")
     with pytest.raises(CompileError) as failure:
-        compile_many([wrong_size, _request(90), unsupported, missing])
+        compile_beside([wrong_size, _request(90), unsupported, missing])
     message = str(failure.value)
     assert "3 of 4" in message
     for request, reason in ((wrong_size, "power of 2"), (unsupported, "fp8e4nv not supported"), (missing, "no_such_kernel")):
@@ -207,7 +208,7 @@ def test_arguments_are_checked():
     unnamed = dataclasses.replace(request, signature={"a_ptr": "*bf16"})
     misaligned = dataclasses.replace(request, aligned=("a_stride",))
     with pytest.raises(CompileError, match=r"(?s)wrong or missing: b_ptr, num_tiles, out_ptr, stride.*wrong or missing: a_stride"):
-        compile_many([unnamed, misaligned])
+        compile_beside([unnamed, misaligned])
 
 
 def test_an_interpreted_kernel_is_refused():

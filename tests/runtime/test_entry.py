@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many, request_for
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.runtime.entry import Field, WidePointer, fields_of, flattening
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, recorded_launches
+from tests.support.compiled_kernels import compile_beside
 
 TILE = Tile(16, 16, 1, 1)
 
@@ -114,5 +115,5 @@ def test_a_number_is_compiled_for_no_value() -> None:
     first, *others = (request_for(launch, 90) for launch in launches)
     assert first.aligned == ["x_ptr", "out_ptr"]
     assert all(other == first for other in others)
-    [report] = compile_many([first])
+    [report] = compile_beside([first])
     assert report.instructions["STG"] > 0

@@ -12,11 +12,12 @@ import warnings
 from pathlib import Path
 from typing import Any, cast
 
+ROOT = Path(__file__).parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["numpy", "torch"])
 
 
-def run(arguments: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], environment: dict[str, str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...`, in this environment.
 
     What torch reads as it is imported is that of the server. "-W ACTION" may stand before the others.
