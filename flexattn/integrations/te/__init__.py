@@ -8,7 +8,9 @@ from flexattn.integrations.te.backend_selection import (
     get_attention_backend,
     is_fused_attn_available,
 )
+from flexattn.integrations.te.dot_product_attention import DotProductAttention
 from flexattn.integrations.te.fused_attn import fused_attn_bwd, fused_attn_fwd
+from flexattn.integrations.te.inference import InferenceParams
 from flexattn.integrations.te.names import (
     META_DO,
     META_DP,
@@ -24,6 +26,7 @@ from flexattn.integrations.te.names import (
     SoftmaxType,
 )
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+from flexattn.integrations.te.recipe import autocast, fp8_autocast
 from flexattn.integrations.te.score_mod import TEScoreMod
 
 __all__ = [
@@ -36,15 +39,19 @@ __all__ = [
     "AttentionParams",
     "AttnBiasType",
     "AttnMaskType",
+    "DotProductAttention",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
     "FusedAttnBackend",
+    "InferenceParams",
     "QKVFormat",
     "QKVLayout",
     "SoftmaxType",
     "TEScoreMod",
+    "autocast",
     "explain_attention_backend",
+    "fp8_autocast",
     "fused_attn_bwd",
     "fused_attn_fwd",
     "get_attention_backend",

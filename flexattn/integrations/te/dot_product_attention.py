@@ -1,0 +1,388 @@
+"""TransformerEngine's `DotProductAttention`, argument for argument, over `flexattn.attention`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexattn import fp8, ops
+from flexattn.dispatch.spec import Results, parse_format
+from flexattn.in_layout import attend
+from flexattn.integrations.te.backend_selection import environment
+from flexattn.integrations.te.inference import InferenceParams
+from flexattn.integrations.te.layer_scaling import LayerScaling
+from flexattn.integrations.te.masks import ARBITRARY, Window, diagonal_of, lengths_of, mask_mod_of, mask_type_of, window_of
+from flexattn.integrations.te.names import AttnBiasType, SoftmaxType
+from flexattn.integrations.te.packed_inputs import separate
+from flexattn.integrations.te.quantizers import in_fp8
+from flexattn.integrations.te.recipe import active_recipe
+from flexattn.integrations.te.score_mod import TEScoreMod
+from flexattn.validation import check_count, check_name, describe
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+class DotProductAttention(torch.nn.Module):
+    """softmax(q k^T * softmax_scale) v as a module, with TransformerEngine's arguments and the meaning that they have there.
+
+    Where something differs, docs/te.md says so.
+
+    Args:
+        num_attention_heads: query heads of all ranks of tp_group.
+        kv_channels: the head dim of q, k and v, or (of q and k, of v).
+        num_gqa_groups: heads of k and v; None: as many as of q.
+        attention_dropout: the probability, in training mode, that a weight is dropped.
+        qkv_format: "sbhd", "bshd" or "thd".
+        attn_mask_type: one of `AttnMaskType`, with "," for "_" if so wished, or "arbitrary".
+        window_size: (left, right), inclusive, -1 for open; None: the widest that the mask type has.
+        bottom_right_diagonal: of windows and ALiBi with no_mask and padding; None is True.
+        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: of tensor parallelism: this rank has num_attention_heads //
+            tp_size heads, and without sequence_parallel draws the seed of dropout inside the tracker's `fork()`.
+        layer_number: this layer's, for the cache of `InferenceParams`.
+        attention_type: "self" or "cross"; accepted, and without effect.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: of context parallelism, which is not there yet: groups of one rank.
+        softmax_scale: None is 1 / sqrt(head dim of q and k).
+        softmax_type: "vanilla", "off-by-one", or "learnable", which makes a parameter softmax_offset, [h], of zeros.
+        return_max_logit: whether `forward` returns (out, max_logit).
+        name: accepted, and without effect.
+
+    Raises:
+        ValueError, TypeError: an argument that has no meaning. NotImplementedError: context parallelism over several ranks.
+    """
+
+    softmax_offset: Tensor | None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_name("qkv_format", qkv_format, FORMATS)
+        check_name("attention_type", attention_type, ("self", "cross"))
+        check_name("softmax_type", softmax_type, tuple(SoftmaxType))
+        dims = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+        for argument, count in (
+            ("num_attention_heads", num_attention_heads),
+            ("num_gqa_groups", num_attention_heads if num_gqa_groups is None else num_gqa_groups),
+            *(("kv_channels", dim) for dim in dims),
+        ):
+            check_count(argument, count, 1, "an int of at least 1")
+        if len(dims) != 2:
+            raise ValueError(f"kv_channels is {kv_channels!r}; accepted: an int, or a pair (head dim of q and k, of v)")
+        ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if num_attention_heads % groups or groups % ranks:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads}, num_gqa_groups {groups} and tp_size {ranks}; accepted: heads that "
+                "are a multiple of the groups, and groups that are one of the ranks"
+            )
+        self.head_dim_qk, self.head_dim_v = dims
+        self.num_heads, self.num_heads_kv = num_attention_heads // ranks, groups // ranks
+        self.qkv_format = qkv_format
+        self.attn_mask_type = mask_type_of(attn_mask_type)
+        self.window_size = window_of(self.attn_mask_type, window_size)
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.attention_dropout = attention_dropout
+        self.layer_number = layer_number
+        self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
+        self.return_max_logit = return_max_logit
+        self.deterministic = environment().is_deterministic
+        self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        self._scaling = LayerScaling(self.num_heads, self.num_heads_kv)
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # as TransformerEngine's modules, which are made on the GPU
+        if softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", torch.zeros(self.num_heads, device=device), persistent=False)
+        elif softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(self.num_heads, device=device))
+        else:
+            self.softmax_offset = None
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Raises NotImplementedError for a group of more than one rank, as there is no context parallelism yet."""
+        groups = cp_group if isinstance(cp_group, (tuple, list)) else [] if cp_group is None else [cp_group]
+        ranks = max((torch.distributed.get_world_size(group) for group in groups), default=1)
+        if ranks > 1:
+            raise NotImplementedError(
+                f"cp_group has {ranks} ranks; accepted: None, or one rank, as there is no context parallelism yet"
+            )
+
+    def forward(
+        self,
+        query_layer: Any = None,
+        key_layer: Any = None,
+        value_layer: Any = None,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: Mapping[str, Any] | None = None,
+        score_mod_bprop_tensors: Mapping[str, Any] | None = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Any:
+        """Returns attention's output with its heads merged, [..., h * d_v], in q's format; with return_max_logit (out, max_logit).
+
+        b is the batch, h the query heads of this rank, sq and skv the tokens of a sequence, t those of all sequences.
+
+        Args:
+            query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], as the format says, in float16, bfloat16
+                or float32; or FP8 tensors with one scale each, outside of autograd.
+            attention_mask: bool, True for what is hidden: [b, 1, 1, s] or a pair of them with a padding type and no cu_seqlens, or
+                what broadcasts to [b, h, sq, skv] with "arbitrary".
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: None is the constructor's.
+            cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], with a padding type.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, where each sequence begins.
+            max_seqlen_q, max_seqlen_kv: thd only, at least the longest sequence; None: the tokens of all, which waits for nothing.
+            checkpoint_core_attention: True computes attention anew in the backward, with the same weights dropped.
+            core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
+            core_attention_bias: [b, h, sq, skv], where any dim may be 1. Differentiable.
+            alibi_slopes: float32 [h] or [b, h]; None takes those of Press et al. (2022).
+            fast_zero_fill, num_splits: accepted, and without effect.
+            inference_params: the cache of keys and values; with a padding type, of which padding_causal is taken as
+                padding_causal_bottom_right.
+            pad_between_seqs: whether the padded offsets count; None: where they are others than the plain ones.
+            fp8_output: True gives out in FP8, a `flexattn.fp8.QuantizedTensor`, in an `autocast` with fp8_mha.
+            bf16_backward: True runs the backward of attention in FP8 on 16-bit tensors.
+            score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors: as `TEScoreMod` takes them.
+            qkv_layer: q, k and v in one tensor, with a dim of 3 at qkv_interleave_dim, -3 or -2. kv_layer: k and v in one, with a
+                dim of 2, beside query_layer. Their gradients are one tensor, made without a copy.
+
+        Raises:
+            ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
+            BackendError: no kernel can run the call; the text gives the reasons.
+        """
+        fmt = self.qkv_format if qkv_format is None else qkv_format
+        check_name("qkv_format", fmt, FORMATS)
+        check_name("core_attention_bias_type", core_attention_bias_type, tuple(AttnBiasType))
+        layers = {"query_layer": query_layer, "key_layer": key_layer, "value_layer": value_layer}
+        q, k, v, packing = separate({**layers, "qkv_layer": qkv_layer, "kv_layer": kv_layer}, qkv_interleave_dim, fmt)
+        q, k, v, of_fp8 = _in_fp8(q, k, v)
+        self._check_shapes((q, k, v), fmt)
+        mask_type = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
+        lengths = _Lengths(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+        if inference_params is not None:
+            if packing:
+                raise ValueError("inference_params is given with a packed tensor; accepted: query_layer, key_layer and value_layer")
+            k, v, fmt, mask_type, lengths = self._with_cache(inference_params, (k, v), fmt, mask_type)
+        wanted = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        arguments: dict[str, Any] = {
+            "qkv_format": fmt,
+            "attn_mask_type": "no_mask" if mask_type == ARBITRARY else mask_type,
+            "window_size": window_of(mask_type, self.window_size if window_size is None else window_size),
+            "bottom_right_diagonal": diagonal_of(mask_type, wanted),
+            "bias_type": core_attention_bias_type,
+            "bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "softmax_type": self.softmax_type,
+            "softmax_scale": self.softmax_scale,
+            "return_max_logit": self.return_max_logit,
+            "deterministic": True if self.deterministic else None,
+            "backend": _backend(q),
+            **(of_fp8 or self._fp8(q, fp8_output, bf16_backward)),
+        }
+        if self.softmax_type == "learnable":
+            arguments["softmax_offset"] = self.softmax_offset
+        if "padding" in mask_type:
+            arguments |= _lengths_given(lengths, attention_mask, (q, k), fmt, pad_between_seqs)
+        elif mask_type == ARBITRARY:
+            arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
+        if score_mod is not None:
+            arguments["score_mod"] = TEScoreMod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
+        elif any(given is not None for given in (score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)):
+            raise ValueError("score_mod is None and a bprop, or tensors, are given for it; accepted: a score_mod beside them")
+        if self.training and self.attention_dropout > 0:
+            arguments |= {"dropout_p": self.attention_dropout, "rng_state": self._seed(q.device)}
+        run = functools.partial(_attend, Results(packing=packing), arguments)
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
+        else:
+            out, max_logit = run(q, k, v)
+        return (out, max_logit) if self.return_max_logit else out
+
+    def get_extra_state(self) -> Tensor:
+        """Returns the scales and amax histories of delayed scaling as bytes, uint8; none where there are none."""
+        return self._scaling.to_bytes()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what `get_extra_state` gave; with anything else, as TransformerEngine's own, the scales begin anew."""
+        self._scaling.from_bytes(state)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", None)  # which older checkpoints do not have
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _check_shapes(self, qkv: tuple[Tensor, Tensor, Tensor], fmt: str) -> None:
+        for name, t, heads, dim in (
+            ("query_layer", qkv[0], self.num_heads, self.head_dim_qk),
+            ("key_layer", qkv[1], self.num_heads_kv, self.head_dim_qk),
+            ("value_layer", qkv[2], self.num_heads_kv, self.head_dim_v),
+        ):
+            if t.dim() != len(fmt) or tuple(t.shape[-2:]) != (heads, dim):
+                raise ValueError(f"{name} is {describe(t)}; accepted in {fmt}: {len(fmt)} dims, the last two {(heads, dim)}")
+
+    def _with_cache(
+        self, params: InferenceParams, new: tuple[Tensor, Tensor], fmt: str, mask_type: str
+    ) -> tuple[Tensor, Tensor, str, str, _Lengths]:
+        if self.layer_number is None:
+            raise ValueError("layer_number is None with inference_params; accepted: the number of this layer, in the constructor")
+        if "padding" not in mask_type:
+            raise ValueError(
+                f"attn_mask_type is {mask_type!r} with inference_params; accepted: a type with padding in its name, as sequences "
+                "have lengths of their own"
+            )
+        step = params.step(self.layer_number, *new, fmt)
+        mask_type = "padding_causal_bottom_right" if mask_type == "padding_causal" else mask_type
+        lengths = _Lengths(step.cu_seqlens_q, step.cu_seqlens_kv, max_seqlen_q=params.max_seqlen_q)
+        return step.k, step.v, step.qkv_format, mask_type, lengths
+
+    def _seed(self, device: torch.device) -> Tensor:
+        tracker = self.get_rng_state_tracker
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            return ops.new_rng_state(device)
+
+    def _fp8(self, q: Tensor, fp8_output: bool, bf16_backward: bool) -> dict[str, Any]:
+        """Returns the arguments for FP8 of a call on 16-bit tensors."""
+        recipe = active_recipe()
+        if recipe is None:
+            if fp8_output:
+                raise ValueError("fp8_output is True outside of an autocast with fp8_dpa or fp8_mha; accepted: False")
+            return {}
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"query_layer has dtype {q.dtype} with attention in FP8; accepted: float16, bfloat16")
+        made = recipe.attention_recipe(bf16_backward, torch.float8_e4m3fn if fp8_output else None)
+        state = self._scaling.state_for(made, q.device) if made.scaling == "delayed" else None
+        return {"fp8_recipe": made, "fp8_state": state}
+
+
+class _Lengths(NamedTuple):
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+
+
+def _in_fp8(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Returns q, k and v as plain tensors, and the arguments for FP8 where they are FP8 tensors."""
+    layers = (("query_layer", q), ("key_layer", k), ("value_layer", v))
+    found = {name: in_fp8(t, name) for name, t in layers if not isinstance(t, torch.nn.Parameter)}
+    there = [t for t in found.values() if t is not None]
+    if not there:
+        return q, k, v, {}
+    if len(there) < len(layers):
+        names = ", ".join(name for name, t in found.items() if t is not None)
+        raise ValueError(f"{names} in FP8 and the others not; accepted: all of query_layer, key_layer and value_layer, or none")
+    dtype = getattr(q, "dtype", torch.bfloat16)  # that an FP8 tensor stands for
+    recipe = fp8.Recipe(out_dtype=dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16)
+    descales = dict(zip(("descale_q", "descale_k", "descale_v"), (t.descale for t in there), strict=True))
+    return there[0].data, there[1].data, there[2].data, {"fp8_recipe": recipe, **descales}
+
+
+def _backend(q: Tensor) -> str | None:
+    """Returns the backend that NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN leave, None for any."""
+    allowed = environment()
+    if not allowed.allows_fused and not allowed.allows_unfused:
+        raise ValueError("NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are 0; accepted: one of them 1, or not set")
+    return None if allowed.allows_fused else "eager"
+
+
+def _score_shape(q: Tensor, k: Tensor, fmt: str) -> tuple[int, int, int, int]:
+    """Returns (b, h, sq, skv) of dense q and k."""
+    q_format, kv_format = parse_format(fmt)
+    if "thd" in (q_format, kv_format):
+        raise ValueError(f"attn_mask_type is {ARBITRARY!r} with {fmt}; accepted: a type with padding in its name")
+    b, h, sq = (q.shape[q_format.index(name)] for name in "bhs")
+    return b, h, sq, k.shape[kv_format.index("s")]
+
+
+def _lengths_given(
+    lengths: _Lengths, attention_mask: Any, qk: tuple[Tensor, Tensor], fmt: str, pad_between_seqs: bool | None
+) -> dict[str, Any]:
+    """Returns the arguments for lengths of `flexattn.attention`, for a mask type with padding."""
+    formats = parse_format(fmt)
+    cu_seqlens = [lengths.cu_seqlens_q, lengths.cu_seqlens_kv]
+    if cu_seqlens[0] is None or cu_seqlens[1] is None:
+        if "thd" in formats or attention_mask is None:
+            also = "" if "thd" in formats else ", or an attention_mask [b, 1, 1, s]"
+            raise ValueError(
+                f"cu_seqlens_q or cu_seqlens_kv is None with a padding mask type and {fmt}; accepted: int32 tensors [b + 1]{also}"
+            )
+        rows, sizes = qk[0].shape[formats[0].index("b")], [t.shape[f.index("s")] for t, f in zip(qk, formats, strict=True)]
+        cu_seqlens = list(lengths_of(attention_mask, rows, (sizes[0], sizes[1])))
+    made: dict[str, Any] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
+    padded = (lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded)
+    sides = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
+    for side, side_format, plain, starts, longest in sides:
+        if side_format != "thd":
+            continue
+        made[f"max_seqlen_{side}"] = longest
+        has_gaps = starts is not None and starts is not plain if pad_between_seqs is None else pad_between_seqs
+        if has_gaps:
+            if starts is None:
+                raise ValueError(
+                    f"pad_between_seqs is True and cu_seqlens_{side}_padded is None; accepted: int32 [b + 1], where each begins"
+                )
+            made[f"cu_seqlens_{side}_padded"] = starts
+    return made
+
+
+def _attend(results: Results, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Tensor | None]:
+    """Returns out with its heads merged, and max_logit in q's dtype, None where it is not asked for."""
+    out, _, max_logit = attend(results, q, k, v, return_lse=False, **arguments)
+    if isinstance(out, fp8.QuantizedTensor):
+        source = None if out.source is None else out.source.flatten(-2)
+        out = out._replace(data=out.data.flatten(-2), source=source)
+    else:
+        out = out.flatten(-2)
+    return out, None if max_logit is None else max_logit.to(q.dtype)

@@ -1,0 +1,214 @@
+"""The cache of keys and values for generation, under the names of TransformerEngine's `InferenceParams`, without pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.validation import check_count, check_name, describe
+
+FORMATS = ("bshd", "sbhd", "thd")
+
+
+class Stepped(NamedTuple):
+    """Keys and values in the cache after a step, and what attention over them needs.
+
+    k, v: [b, max_sequence_length, h_kv, d], views of the cache, of the sequences in the step. cu_seqlens_q, cu_seqlens_kv: int32
+    [b + 1], of the new tokens and of all. max_seqlen_kv: the tokens that the cache has room for. qkv_format: of q and the cache.
+    """
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_kv: int
+    qkv_format: str
+
+
+class _Plan(NamedTuple):
+    """Places of a step's new tokens, made once and moved to the device for all layers."""
+
+    rows: Tensor  # int64 [t], the sequence of each new token
+    positions: Tensor  # int64 [t], where it goes in the cache
+    sources: Tensor  # int64 [t], where it comes from in its row
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+
+
+class InferenceParams:
+    """Keys and values of the tokens so far, of each layer: [max_batch_size, max_sequence_length, h_kv, d].
+
+    Call `pre_step` once for a step, with its sequences and their new tokens, and then each layer's attention, which calls `step`.
+    Sequences that a step does not name are finished, and the others move up in the cache.
+
+    Args:
+        max_batch_size: sequences at once.
+        max_sequence_length: tokens of a sequence, those of its prompt and those that follow.
+        num_heads_kv, head_dim_k, dtype: of the keys.
+        head_dim_v: of the values; None: as of the keys.
+        is_paged, total_num_pages, page_size: False and None, as there are no page tables yet.
+        max_ctx_len: accepted, and without effect: thd needs no room of its own here.
+        qkv_format: of q and of new keys and values: "bshd", "sbhd" or "thd".
+        custom_cache_manager: None.
+
+    Raises:
+        NotImplementedError: pages, and a cache manager. ValueError, TypeError: numbers that have no meaning.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+    ) -> None:
+        if is_paged or total_num_pages is not None or page_size is not None:
+            raise NotImplementedError("is_paged, or a page_size, is given, and there are no page tables yet; accepted: False, None")
+        if custom_cache_manager is not None:
+            raise NotImplementedError("custom_cache_manager is given; accepted: None, the cache without pages")
+        check_count("max_batch_size", max_batch_size, 1, "an int of at least 1, sequences at once")
+        check_count("max_sequence_length", max_sequence_length, 1, "an int of at least 1, tokens of a sequence")
+        for name, count in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k)):
+            check_count(name, count, 1, "an int of at least 1, of the keys")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {describe(dtype)}; accepted: that of the keys, as torch.bfloat16")
+        check_name("qkv_format", qkv_format, FORMATS)
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.is_paged, self.qkv_format = False, qkv_format
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sequences: OrderedDict[Hashable, int] = OrderedDict()
+        self._new: list[int] = []
+        self._moves: dict[int, list[int]] = {}  # of each layer: which row comes where, if not yet done
+        self._plans: dict[torch.device, _Plan] = {}
+
+    def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:
+        """Allocates the cache of a layer, of zeros; device None: the current CUDA device, or the CPU where there is none."""
+        where = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+        sizes: list[Any] = [self.max_batch_size, self.max_sequence_length, self.num_heads_kv]
+        k, v = (torch.zeros([*sizes, dim], dtype=self.dtype, device=where) for dim in (self.head_dim_k, self.head_dim_v))
+        self.cache[layer_number] = k, v
+
+    def reset(self) -> None:
+        """Forgets all sequences; the memory stays, and what is in it is not read."""
+        self.sequences.clear()
+        self._new.clear()
+        self._moves.clear()
+        self._plans.clear()
+
+    def get_seqlens_pre_step(self) -> Tensor:
+        """Returns the tokens that each sequence of the step had before it, int32 [b], on the CPU."""
+        lengths = [total - new for total, new in zip(self.sequences.values(), self._new, strict=True)]
+        return torch.tensor(lengths, dtype=torch.int32)
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """The most new tokens that a sequence of the step has."""
+        return max(self._new, default=0)
+
+    def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
+        """Begins a step: sequence id -> new tokens, in the order of the batch. Sequences that are not named are finished.
+
+        Raises:
+            ValueError: more sequences, or more tokens of one, than there is room for; nothing has changed then. TypeError: a number
+            of tokens that is no int.
+        """
+        if len(step_dict) > self.max_batch_size:
+            raise ValueError(f"step_dict has {len(step_dict)} sequences; accepted: up to max_batch_size, {self.max_batch_size}")
+        totals: OrderedDict[Hashable, int] = OrderedDict()
+        for name, new in step_dict.items():
+            check_count(f"step_dict[{name!r}]", new, 0, "an int of at least 0, the new tokens of a sequence")
+            totals[name] = self.sequences.get(name, 0) + new
+            if totals[name] > self.max_sequence_length:
+                raise ValueError(
+                    f"sequence {name!r} would have {totals[name]} tokens; accepted: up to max_sequence_length, "
+                    f"{self.max_sequence_length}"
+                )
+        before = {name: row for row, name in enumerate(self.sequences)}
+        moves = [before.get(name, -1) for name in totals]
+        if any(old not in (-1, row) for row, old in enumerate(moves)):
+            for layer in self.cache:
+                earlier = self._moves.get(layer)
+                self._moves[layer] = moves if earlier is None else [-1 if old < 0 else earlier[old] for old in moves]
+        self.sequences = totals
+        self._new = list(step_dict.values())
+        self._plans.clear()
+
+    def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> Stepped:
+        """Puts a layer's new keys and values behind those in the cache.
+
+        Args:
+            layer_number: any number; a layer that is new is given memory.
+            new_k, new_v: in qkv_format, [b, s, h_kv, d] with each sequence's new tokens first, [s, b, h_kv, d], or
+                [t, h_kv, d] with those of all sequences one after another. b: the sequences of the step.
+            qkv_format: their format, and q's.
+
+        Raises:
+            ValueError: tensors that do not fit the step or the cache.
+        """
+        check_name("qkv_format", qkv_format, FORMATS)
+        if layer_number not in self.cache:
+            self.allocate_memory(layer_number, new_k.device)
+        caches = self.cache[layer_number]
+        batch, total = len(self._new), sum(self._new)
+        plan = self._plan(new_k.device)
+        self._move(layer_number)
+        for name, cache, new in (("new_k", caches[0], new_k), ("new_v", caches[1], new_v)):
+            sizes = tuple(new.shape[-2:]) == tuple(cache.shape[-2:])
+            if qkv_format == "thd":
+                fits = new.dim() == 3 and new.shape[0] >= total
+            else:
+                rows, tokens = new.shape[:2] if qkv_format == "bshd" else (new.shape[1], new.shape[0])
+                fits = new.dim() == 4 and rows == batch and tokens >= self.max_seqlen_q
+            if not (sizes and fits and new.dtype is cache.dtype):
+                raise ValueError(
+                    f"{name} is {describe(new)}; accepted in {qkv_format}: {total} new tokens of {batch} sequences, at most "
+                    f"{self.max_seqlen_q} of one, with heads and head dim {tuple(cache.shape[-2:])}, in {cache.dtype}"
+                )
+            if qkv_format == "thd":
+                tokens_of = new[:total]
+            else:
+                tokens_of = (new if qkv_format == "bshd" else new.transpose(0, 1))[plan.rows, plan.sources]
+            with torch.no_grad():
+                cache.index_put_((plan.rows, plan.positions), tokens_of.detach())
+        fmt = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
+        k, v = (cache[:batch] for cache in caches)
+        return Stepped(k, v, plan.cu_seqlens_q, plan.cu_seqlens_kv, self.max_sequence_length, fmt)
+
+    def _move(self, layer_number: int) -> None:
+        """Moves the rows of a layer's cache to where their sequences are in this step."""
+        moves = self._moves.pop(layer_number, None)
+        if moves is None:
+            return
+        k, v = self.cache[layer_number]
+        source = torch.tensor([max(old, 0) for old in moves], device=k.device)  # a new sequence's row may hold anything
+        for cache in (k, v):
+            cache[: len(moves)] = cache.index_select(0, source)
+
+    def _plan(self, device: torch.device) -> _Plan:
+        plan = self._plans.get(device)
+        if plan is None:
+            new, totals = self._new, list(self.sequences.values())
+            rows = [row for row, count in enumerate(new) for _ in range(count)]
+            positions = [at for total, count in zip(totals, new, strict=True) for at in range(total - count, total)]
+            sources = [i for count in new for i in range(count)]
+            indices = torch.tensor([rows, positions, sources], dtype=torch.int64).to(device)
+            ends = ([0, *itertools.accumulate(new)], [0, *itertools.accumulate(totals)])
+            offsets = torch.tensor(ends, dtype=torch.int32).to(device)
+            plan = _Plan(indices[0], indices[1], indices[2], offsets[0], offsets[1])
+            self._plans[device] = plan
+        return plan
