@@ -52,6 +52,7 @@ def packed_tensors(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], 
     return [q, leaf], [q, *unpack(leaf, dim)], dim
 
 
+@pytest.mark.sample("backend", "packing", "fmt")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("packing", list(PACKINGS))
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -106,6 +107,7 @@ def test_gradients_that_lie_apart_are_joined_by_a_copy() -> None:
         assert packed.joined((a, b, c), 0).data_ptr() == square.data_ptr()
 
 
+@pytest.mark.sample("backend", "fmt")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 def test_formats_in_memory(fmt: str, backend: str) -> None:
@@ -176,6 +178,7 @@ def on_sm_90(results: Results, fmt: str, **arguments: Any) -> tuple[AttentionSpe
     return ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=(9, 0), results=results), x
 
 
+@pytest.mark.sample("recipe", "results", "fmt")
 @pytest.mark.parametrize("recipe", [None, fp8.Recipe()])
 @pytest.mark.parametrize("results", [Results("bhsd", "bhsd", "bhsd"), *(Results(packing=packing) for packing in PACKINGS)])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd"])

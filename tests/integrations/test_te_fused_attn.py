@@ -495,7 +495,13 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
         ({"attn_mask_type": "arbitrary"}, ValueError, "attn_mask_type is 'arbitrary'; accepted: no_mask, padding"),
         ({"softmax_type": "learnable"}, ValueError, "softmax_offset is None"),
         ({"window_size": (3, 2)}, ValueError, "window_size is .* with attn_mask_type 'causal'"),
-        ({"o_format": "thd"}, ValueError, "the format of out is 'thd', of a tensor in bshd; accepted: bshd, sbhd, bhsd"),
+        ({"o_format": "thd"}, ValueError, "o_format is 'thd'; accepted: bshd, sbhd, bhsd"),
+        ({"o_format": None}, ValueError, "o_format is 'None'; accepted"),
+        ({"qkv_layout": ["bs3hd"]}, ValueError, "qkv_layout is .*bs3hd.*; accepted"),
+        ({"window_size": None}, ValueError, "window_size is None .*; accepted: a pair of ints"),
+        ({"window_size": (1.5, 0)}, ValueError, "window_size is .*; accepted: a pair of ints"),
+        ({"o_quantizer": 3}, TypeError, "o_quantizer is 3 .*; accepted: None, or a quantizer"),
+        ({"dropout": 0.1, "rng_gen": 5}, TypeError, "rng_gen is 5 .*; accepted: None, or a torch.Generator"),
         ({"q": [1.0]}, TypeError, "q is .*; accepted: a tensor, or a Float8Tensor"),
     ],
 )
@@ -511,6 +517,9 @@ def test_wrong_arguments(more: dict[str, Any], error: type[Exception], message: 
         ({"dqkv_layout": "bsh2d"}, "dqkv_layout is 'bsh2d'; accepted"),
         ({"d_o": torch.zeros(BATCH, SQ, HEADS, 8)}, "dout has shape"),
         ({"o_format": "sbhd"}, "out has shape"),
+        ({"do_format": "thd"}, "do_format is 'thd'; accepted: bshd, sbhd, bhsd"),
+        ({"d_o": torch.zeros(BATCH, SQ, HEADS * 16), "do_format": "sbhd"}, r"d_o has shape .*; accepted: the 4 dims of sbhd"),
+        ({"aux_ctx_tensors": [1, 2]}, "aux_ctx_tensors begins with 1 .*; accepted: the list that fused_attn_fwd gave"),
     ],
 )
 def test_wrong_arguments_of_a_backward(more: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexattn import fp8, ops
 from flexattn.backward import Given, differentiate
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, dense_in, in_format, parse_format
+from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, dense_in, in_format, parse_format
 from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
@@ -111,11 +111,10 @@ def fused_attn_fwd(
     """
     _refuse_pages(page_table_k, page_table_v)
     _refuse_scale_formats(qkv_scale_inv_format, None)
-    call = _static_call(
-        *(_kind_of(fused_attention_backend), qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type),
-        *(_window(window_size), bottom_right_diagonal),
-    )
+    names = (qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type)
+    call = _static_call(_kind_of(fused_attention_backend), _hashable(names), _window(window_size), bottom_right_diagonal)
     _check_operands(call, q, attn_bias)
+    _check_callable("o_quantizer", o_quantizer)
     arguments = call.arguments.copy()
     arguments["softmax_scale"] = attn_scale
     arguments["return_max_logit"] = return_max_logit
@@ -131,6 +130,8 @@ def fused_attn_fwd(
         arguments.update(zip(("descale_q", "descale_k", "descale_v"), descales, strict=True))
         arguments["fp8_recipe"] = _recipe_of(fake_dtype)
     if is_training and dropout > 0:
+        if rng_gen is not None and not isinstance(rng_gen, torch.Generator):
+            raise TypeError(f"rng_gen is {describe(rng_gen)}; accepted: None, or a torch.Generator")
         rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device, generator=rng_gen)
         arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _backend_of_dropout(q.device)}
     else:
@@ -213,15 +214,15 @@ def fused_attn_bwd(
     if not isinstance(aux_ctx_tensors, (list, tuple)) or len(aux_ctx_tensors) < 2:
         raise ValueError(f"aux_ctx_tensors is {describe(aux_ctx_tensors)}; accepted: the list that fused_attn_fwd gave")
     _refuse_scale_formats(qkv_scale_inv_format, do_scale_inv_format)
-    call = _static_call(
-        *(_kind_of(fused_attention_backend), qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type),
-        *(_window(window_size), bottom_right_diagonal),
-    )
+    names = (qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type)
+    call = _static_call(_kind_of(fused_attention_backend), _hashable(names), _window(window_size), bottom_right_diagonal)
     layout = call.layout
     stats, rng_state, *rest = aux_ctx_tensors
     attn_bias = rest.pop(0) if call.has_bias and rest else None
     softmax_offset = rest.pop(0) if call.has_offset and rest else None
     _check_operands(call, q, attn_bias)
+    _check_of_backward(call, do_format, stats, o, d_o)
+    _check_callable("dqkv_quantizer", dqkv_quantizer)
     results, of_gradients = _gradient_results(dqkv_layout, layout, o_format, (q, k, v))
     arguments = call.arguments.copy()
     arguments["softmax_scale"] = attn_scale
@@ -266,22 +267,20 @@ class _Call(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _static_call(
-    kind: FusedAttnBackend,
-    qkv_layout: str,
-    o_format: str,
-    bias_type: str,
-    mask_type: str,
-    softmax_type: str,
-    window: tuple[int, int],
-    diagonal: bool | None,
+    kind: FusedAttnBackend, names: tuple[str, str, str, str, str], window: tuple[int, int], diagonal: bool | None
 ) -> _Call:
-    """Returns a call's checked names; raises ValueError for those that are not accepted."""
+    """Returns a call's checked names; raises ValueError for those that are not accepted.
+
+    names: qkv_layout, o_format, attn_bias_type, attn_mask_type and softmax_type.
+    """
+    qkv_layout, o_format, bias_type, mask_type, softmax_type = names
     if kind is FusedAttnBackend.No_Backend:
         raise ValueError("fused_attention_backend is No_Backend; accepted: F16_arbitrary_seqlen, FP8")
     check_name("attn_bias_type", bias_type, tuple(AttnBiasType))
     check_name("attn_mask_type", mask_type, tuple(AttnMaskType))
     check_name("softmax_type", softmax_type, tuple(SoftmaxType))
     layout = unpaged_layout(qkv_layout)
+    check_name("o_format", o_format, _formats_like(layout.q_format))
     arguments = DEFAULTS | {
         "qkv_format": layout.qkv_format,
         "attn_mask_type": mask_type,
@@ -293,6 +292,30 @@ def _static_call(
     }
     has_bias, has_offset = bias_type in _BIASES, softmax_type == "learnable"
     return _Call(kind, layout, Results(out=o_format), arguments, has_bias, has_offset, "padding" in mask_type)
+
+
+def _formats_like(fmt: str) -> tuple[str, ...]:
+    return tuple(known for known in FORMATS if (known == "thd") == (fmt == "thd"))
+
+
+def _hashable(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the names, those that are no strings as what they look like, for a message to come."""
+    return names if all(type(name) is str for name in names) else tuple(n if isinstance(n, str) else repr(n) for n in names)
+
+
+def _check_of_backward(call: _Call, do_format: str, stats: Any, o: Any, d_o: Any) -> None:
+    """Raises ValueError for a format that d_o cannot have, and for tensors that are not the forward's."""
+    check_name("do_format", do_format, _formats_like(call.layout.q_format))
+    if not isinstance(stats, Tensor) or stats.dim() != len(call.layout.q_format) or stats.shape[-1] != 1:
+        raise ValueError(f"aux_ctx_tensors begins with {describe(stats)}; accepted: the list that fused_attn_fwd gave")
+    for name, t in (("o", o), ("d_o", d_o)):
+        if len(t.shape) != len(do_format):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: the {len(do_format)} dims of {do_format}")
+
+
+def _check_callable(name: str, quantizer: Any) -> None:
+    if quantizer is not None and not callable(quantizer):
+        raise TypeError(f"{name} is {describe(quantizer)}; accepted: None, or a quantizer, as Float8Quantizer")
 
 
 _NOTHING = contextlib.nullcontext()
@@ -379,7 +402,7 @@ def _refuse_scale_formats(qkv_scale_inv_format: str | None, do_scale_inv_format:
 
 def _gradient_results(dqkv_layout: str, layout: Layout, o_format: str, qkv: tuple[Any, Any, Any]) -> tuple[Results, Layout]:
     """Returns where out, dq, dk and dv lie; raises ValueError for a layout that q, k and v do not fit."""
-    wanted = unpaged_layout(dqkv_layout, "dqkv_layout")
+    wanted = unpaged_layout(_hashable((dqkv_layout,))[0], "dqkv_layout")
     if wanted.packing:
         shared = qkv if PACKINGS[wanted.packing][0] == 3 else qkv[1:]
         formats = {layout.q_format, layout.kv_format} if len(shared) == 3 else {layout.kv_format}
