@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from flexattn.bench.environment import environment
 from flexattn.bench.record import versions
+from flexattn.build_ahead import recorded
 from flexattn.cli import explain as question
 from flexattn.progress import progress_bar
-from flexattn.warm_up import recorded
 
 DIMS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "192x128": (192, 128), "256": (256, 256)}
 FEATURES = {

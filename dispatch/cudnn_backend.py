@@ -10,17 +10,20 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flexattn.dispatch import options
+from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
+
+if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.graphs import Sdpa
 
 SUPPORT_IS_FINAL = False  # cuDNN's own answer comes with a plan
 DTYPES = (torch.float16, torch.bfloat16)
@@ -242,37 +245,78 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     """Builds the plan that the call will run, or finds it; raises RuntimeFailure where cuDNN has none. Reads no data."""
-    from flexattn.kernels_cudnn.attention import backward_call, forward_call
-    from flexattn.kernels_cudnn.fp8 import fp8_call
-    from flexattn.kernels_cudnn.plans import PLANS
-    from flexattn.kernels_cudnn.problem import without_data
+    from flexattn.kernels_cudnn.plans import PLANS, place_of
 
-    device = x.q.device
-    tensors = (x.q, x.k, x.v, x.bias, *x.mod_tensors)
-    key = (spec, direction, device, x.max_seqlen_q, x.max_seqlen_kv, x.dropout_p, *map(_look, tensors))
+    device = _device_of(spec, x)
+    key = (
+        spec,
+        direction,
+        place_of(device),
+        runtime_failures.shape_of(x),
+        *map(_is_aligned, (x.q, x.k, x.v, x.bias, *x.mod_tensors)),
+    )
     if key in _prepared:
         return
+    sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x))
+    if sdpa is None:
+        return
+    with _failures():
+        PLANS.get(sdpa, device, options.plan_directory())
+    if len(_prepared) >= _MOST_PREPARED:
+        _prepared.clear()
+    _prepared.add(key)
+
+
+def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
+    from flexattn.kernels_cudnn.plans import is_without_device
+
+    if is_without_device() or x.q.device.type == "cuda":
+        return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == spec.capability:
+        return None
+    return "cuDNN builds plans for a GPU that is here, and none of this kind is"
+
+
+def provisional(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
+    from flexattn.kernels_cudnn.plans import PLANS, Plan
+
+    sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x, takes_slot=False))
+    if sdpa is None or isinstance(PLANS.known(sdpa, _device_of(spec, x)), Plan):
+        return None
+    how = cannot_build(spec, x) or "explain(..., build=True) builds it now"
+    return f"cuDNN may refuse the plan, which is built when the call first runs; {how}"
+
+
+def _device_of(spec: AttentionSpec, x: Operands) -> torch.device:
+    """Returns the device that plans are built for: the operands', or for operands without memory the current one."""
+    if x.q.device.type == "meta" and cannot_build(spec, x) is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return x.q.device
+
+
+def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: bool) -> Sdpa | None:
+    """Returns what a call's plan is compiled for; None where it runs none, as it is empty. Reads no data."""
+    from flexattn.kernels_cudnn.attention import backward_call, forward_call
+    from flexattn.kernels_cudnn.fp8 import fp8_call
+    from flexattn.kernels_cudnn.problem import without_data
+
     shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
     named: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
     meta = x._replace(**named, mod_tensors=[without_mod_data(t) for t in x.mod_tensors])
-    problem = _problem(spec, meta, direction, _is_bucketed(spec, x))
+    problem = _problem(spec, meta, direction, is_bucketed)
     if problem.is_empty:
-        return
+        return None
     out, lse, max_logit = empty_outputs(spec, meta)
     out_view = as_bshd(out, spec.q_format)
     if spec.fp8 is not None:
         is_forward = direction == "forward"
         dout = None if is_forward else torch.empty_like(out_view, dtype=spec.fp8.grad_dtype)
-        call = fp8_call(problem, out_view, lse, dout, None if is_forward else _launcher_views(spec, empty_gradients(spec, meta)))
-    elif direction == "forward":
-        call = forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None)
-    else:
-        call = backward_call(problem, out_view, lse, out_view, _launcher_views(spec, empty_gradients(spec, meta)))
-    with _failures():
-        PLANS.get(call.sdpa, device, options.plan_directory())
-    if len(_prepared) >= _MOST_PREPARED:
-        _prepared.clear()
-    _prepared.add(key)
+        return fp8_call(
+            problem, out_view, lse, dout, None if is_forward else _launcher_views(spec, empty_gradients(spec, meta))
+        ).sdpa
+    if direction == "forward":
+        return forward_call(problem, out_view, lse, max_logit if spec.return_max_logit else None).sdpa
+    return backward_call(problem, out_view, lse, out_view, _launcher_views(spec, empty_gradients(spec, meta))).sdpa
 
 
 def watched(watcher: Callable[[Any, dict[int, Tensor]], None]) -> contextlib.AbstractContextManager[None]:
@@ -286,7 +330,8 @@ def can_be_recorded() -> bool:
 
 
 def forget_failures() -> None:
-    """Lets cuDNN be asked again for plans that it could not build."""
+    """Lets cuDNN be asked again for plans that it could not build, and whether it has those that it built."""
+    _prepared.clear()
     plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # not imported: none failed
     if plans is not None:
         plans.PLANS.forget_failures()
@@ -296,8 +341,8 @@ _prepared: set[Any] = set()  # calls whose plan is known to be there, as a forwa
 _MOST_PREPARED = 4096
 
 
-def _look(t: Tensor | None) -> Any:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
+def _is_aligned(t: Tensor | None) -> bool:
+    return t is None or t.data_ptr() % 16 == 0
 
 
 @contextlib.contextmanager
@@ -357,13 +402,13 @@ _MOST_SPECS = 1024
 _shapes_lock = threading.Lock()
 
 
-def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
+def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> bool:
     """Returns whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
 
     A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
     shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has
     a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), and FP8 has no backward over
-    packed sequences, so these have exact plans alone.
+    packed sequences, so these have exact plans alone. takes_slot: False only asks, and leaves the first shapes to calls that run.
     """
     if spec.fp8 is not None:
         return False
@@ -376,6 +421,8 @@ def _is_bucketed(spec: AttentionSpec, x: Operands) -> bool:
     known = _exact_shapes.get(family, ())
     if shape in known:
         return False
+    if not takes_slot:
+        return len(known) >= EXACT_SHAPES
     with _shapes_lock:
         shapes = _exact_shapes.setdefault(family, set())
         while len(_exact_shapes) > _MOST_SPECS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.runtime_failures import Failures
-from flexattn.dispatch.select import Decision, reasons, select
+from flexattn.dispatch.select import Decision, backend_module, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.dispatch.triton_backend import choice_of
 
@@ -27,20 +27,46 @@ class Explanation(NamedTuple):
     forward_kernels: Choice | None = None
     backward_kernels: Choice | None = None
     failures: Failures = ()  # of calls of these very shapes, by backends that were asked to run one
+    # What is not known yet and may move a direction to another backend; None where nothing is.
+    forward_provisional: str | None = None
+    backward_provisional: str | None = None
+    is_built: bool = False  # what runs the call was built for the answer
+
+    @property
+    def is_final(self) -> bool:
+        """True where the call will run as said: no build that has not been tried yet can change it."""
+        return self.forward_provisional is None and self.backward_provisional is None
 
     def __str__(self) -> str:
         return "\n".join(
             [
                 f"{describe(self.spec)}; backend={self.request!r}",
                 f"with {versions()}",
-                *_section(self.spec, "forward", self.forward, self.forward_kernels, self.failures),
+                *self._section("forward", self.forward, self.forward_kernels, self.forward_provisional),
                 *(
-                    _section(self.spec.of_backward(), "backward", self.backward, self.backward_kernels, self.failures)
+                    self._section("backward", self.backward, self.backward_kernels, self.backward_provisional)
                     if self.backward
                     else ["backward: not needed, no input requires a gradient"]
                 ),
             ]
         )
+
+    def _section(self, direction: Direction, decision: Decision, kernels: Choice | None, provisional: str | None) -> list[str]:
+        spec = self.spec if direction == "forward" else self.spec.of_backward()
+        lines = reasons(spec, direction, decision, self.failures)
+        if kernels is not None:
+            lines[1:1] = [
+                f"{kernels.family.name}: {kernels.why}",
+                *_rejected(kernels),
+                f"tile: {kernels.blocks}",
+                *_splits(kernels),
+            ]
+        if provisional is not None:
+            lines.insert(1, f"provisional: {provisional}")
+        elif self.is_built and spec is self.spec:
+            lines.insert(1, "final: what runs it is built")
+        name = decision.backend if kernels is None else f"{decision.backend} ({kernels.family.name})"
+        return [f"{direction}: {name}", *(f"  {line}" for line in lines)]
 
 
 def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:
@@ -58,18 +84,33 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
         is_triton = decision is not None and decision.backend == "triton"
         return choice_of(spec, x, direction) if x is not None and is_triton else None
 
-    return Explanation(spec, request, forward, backward, kernels("forward", forward), kernels("backward", backward), failures)
+    return Explanation(
+        spec,
+        request,
+        forward,
+        backward,
+        forward_kernels=kernels("forward", forward),
+        backward_kernels=kernels("backward", backward),
+        failures=failures,
+        forward_provisional=_provisional(spec, x, "forward", forward),
+        backward_provisional=_provisional(spec, x, "backward", backward),
+    )
 
 
-def _section(
-    spec: AttentionSpec, direction: Direction, decision: Decision, kernels: Choice | None, failures: Failures
-) -> list[str]:
-    lines = reasons(spec, direction, decision, failures)
-    if kernels is None:
-        return [f"{direction}: {decision.backend}", *(f"  {line}" for line in lines)]
-    name = kernels.family.name
-    lines[1:1] = [f"{name}: {kernels.why}", *_rejected(kernels), f"tile: {kernels.blocks}", *_splits(kernels)]
-    return [f"{direction}: {decision.backend} ({name})", *(f"  {line}" for line in lines)]
+def directions_of(spec: AttentionSpec) -> tuple[Direction, ...]:
+    """Returns the directions that a call needs."""
+    return ("forward", "backward") if spec.needs_grad else ("forward",)
+
+
+def _provisional(spec: AttentionSpec, x: Operands | None, direction: Direction, decision: Decision | None) -> str | None:
+    """Returns what is not known yet of the backend that was decided on; None where it will run the call."""
+    if decision is None or (backend := backend_module(decision.backend)).SUPPORT_IS_FINAL:
+        return None
+    if x is None:
+        return f"{decision.backend} answers for shapes, which a spec does not have; give explain the call's q, k and v"
+    if direction == "backward" and spec.of_backward() is not spec:
+        return f"the forward makes its operands, so that {decision.backend} is asked when it runs"
+    return backend.provisional(spec, x, direction)
 
 
 def _rejected(kernels: Choice) -> list[str]:

@@ -40,7 +40,7 @@ def remembered(backend: str, spec: AttentionSpec, direction: Direction) -> str |
 
 def remember_call(x: Operands, asked: Asked, reason: str) -> None:
     """For calls whose operands look like these."""
-    shape = _shape(x)
+    shape = shape_of(x)
     with _lock:
         before = dict(_of_shapes.get(shape, ()))
         _keep(_of_shapes, shape, (*{**before, asked: reason}.items(),))
@@ -48,7 +48,7 @@ def remember_call(x: Operands, asked: Asked, reason: str) -> None:
 
 def of_call(x: Operands) -> Failures:
     """Returns the failures of calls whose operands look like these, in both directions."""
-    return _of_shapes.get(_shape(x), ()) if _of_shapes else ()
+    return _of_shapes.get(shape_of(x), ()) if _of_shapes else ()
 
 
 def clear() -> None:
@@ -64,10 +64,11 @@ def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
         kept.popitem(last=False)
 
 
-_RUN_TIME = ("softmax_scale", "softcap", "mod_numbers")  # inputs of a plan or a kernel, which depends on none of their values
+# Inputs of a plan or a kernel, which depends on none of their values. A call may leave its rng_state to us, which is no other call.
+_RUN_TIME = ("softmax_scale", "softcap", "mod_numbers", "rng_state")
 
 
-def _shape(x: Operands) -> Hashable:
+def shape_of(x: Operands) -> Hashable:
     """All that a plan may depend on but the spec."""
     return tuple(_look(value) for name, value in x._asdict().items() if name not in _RUN_TIME)
 

@@ -87,3 +87,10 @@ def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device:
         )
         for full in sizes
     ]
+
+
+def with_rng_state(x: Operands) -> Operands:
+    """Returns the operands with an rng_state where dropout needs one and the call leaves it out."""
+    if x.dropout_p == 0.0 or x.rng_state is not None:
+        return x
+    return x._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=x.q.device))

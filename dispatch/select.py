@@ -24,7 +24,10 @@ OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for
 
 
 class Backend(Protocol):
-    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure where a call does not run after all."""
+    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure where a call does not run after all.
+
+    `cannot_build` and `provisional` are those of backends whose support is not final.
+    """
 
     SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
 
@@ -40,6 +43,12 @@ class Backend(Protocol):
 
     def prepare(self, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         """Builds or compiles what the call will run, where that is not done yet."""
+
+    def cannot_build(self, spec: AttentionSpec, x: Operands) -> str | None:
+        """None where `prepare` can build for the spec's GPU, else why: tensors may be elsewhere, to ask about a GPU alone."""
+
+    def provisional(self, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
+        """None where the call is known to run, else what is not known and how to learn it."""
 
     def can_be_recorded(self) -> bool:
         """Returns whether all that it does is torch's ops and what `watched` passes on."""

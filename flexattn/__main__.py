@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=text)
     explain_parser = commands.add_parser("explain", help="which backend runs a call, why, and what is in the way of the others")
     question.add_arguments(explain_parser)
+    explain_parser.add_argument("--build", action="store_true", help="build what would run first: the answer is then final")
     build_parser = commands.add_parser("build", help="the Triton kernels of a call, compiled for a GPU that need not be here")
     build_ahead.add_arguments(build_parser)
     commands.add_parser("doctor", help="what is installed of all that flexattn can use, and how to get what is missing")

@@ -439,25 +439,42 @@ def merge_attention(
 
 
 def explain(
-    q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
+    q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, *, build: bool = False, **arguments: Any
 ) -> explanations.Explanation:
     """Returns which backend runs a call in each direction, and why, with the reason against each other backend.
 
     `explain(q, k, v, **arguments)` takes what `attention` takes and runs nothing; `explain(spec, backend=...)` takes an
     AttentionSpec. Print the result, or read its `forward` and `backward` decisions (`backward` is None where no gradient is
-    needed).
+    needed), and `is_final`. The answer is provisional where cuDNN would run the call and has not built its plan yet: it may
+    refuse, and then the next backend runs it, or the call raises where cuDNN was asked for by name.
+
+    Args:
+        build: whether to build what would run the call first, with nothing launched: Triton kernels are compiled (into
+            FLEXATTN_KERNELS), cuDNN plans built. The answer is then final, and the first call need not build; but for a GPU that
+            is not here cuDNN cannot be asked, and a backward whose operands its forward makes (FP8 with a backward in 16 bits) is
+            built when it runs.
 
     Raises:
-        ValueError, TypeError: what `attention` raises for the same arguments.
+        ValueError, TypeError: what `attention` raises for the same arguments; ValueError for `build` with an AttentionSpec, which
+            has no shapes.
         BackendError: likewise, with the same explanation as its text.
+        With `build`: what building raises that is no answer about the call, as torch.OutOfMemoryError.
     """
+    validation.check_flag("build", build)
     if isinstance(q, AttentionSpec):
         extra = [*(name for name, t in (("k", k), ("v", v)) if t is not None), *(name for name in arguments if name != "backend")]
         if extra:
             raise TypeError(f"explain(spec) was given {', '.join(extra)}; accepted beside an AttentionSpec: backend")
+        if build:
+            raise ValueError("build is True with an AttentionSpec, which has no shapes to build for; accepted: a call's q, k and v")
         return explanations.explain(q, requested_backend(arguments.get("backend")))
     x, settings = bind_call(q, k, v, **arguments)
-    return explanations.explain(ops.spec_to_run(x, settings), settings.backend, x)
+    spec = ops.spec_to_run(x, settings)
+    if not build:
+        return explanations.explain(spec, settings.backend, x)
+    from flexattn.build_ahead import explain_built  # here, as importing flexattn should be quick
+
+    return explain_built(spec, settings.backend, x)
 
 
 def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:

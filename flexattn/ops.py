@@ -203,7 +203,7 @@ def run(
     while True:
         decision = select(spec, direction, request, failures)
         name = decision.backend
-        if options.canary() and (wrong := _mismatch(name, spec, direction, x.q.device)):
+        if options.canary() and x.q.device.type != "meta" and (wrong := _mismatch(name, spec, direction, x.q.device)):
             mark_unsupported(name, spec, direction, wrong)
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue

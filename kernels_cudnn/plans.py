@@ -85,7 +85,7 @@ class PlanCache:
             Anything else that building raises, which says nothing of the graph (MemoryError, torch.OutOfMemoryError, an error of
                 CUDA): it is passed on, and the next call tries again.
         """
-        key = (sdpa, _place(device))
+        key = (sdpa, place_of(device))
         found = self._find(key)
         if found is None:
             with self._building:
@@ -100,7 +100,7 @@ class PlanCache:
     def known(self, sdpa: Sdpa, device: torch.device) -> Plan | PlanNotSupported | None:
         """Returns what `get` would without building anything, uncounted."""
         with self._lock:
-            return self._plans.get((sdpa, _place(device)))
+            return self._plans.get((sdpa, place_of(device)))
 
     def inspect(self) -> list[Plan]:
         """The plans that are kept, least recently used first."""
@@ -195,7 +195,13 @@ def target_of(device: torch.device) -> Target:
     return Target(handle=handle_of(device))
 
 
-def _place(device: torch.device) -> Any:
+def is_without_device() -> bool:
+    """Returns whether this thread is inside `without_device`."""
+    return _deviceless.get() is not None
+
+
+def place_of(device: torch.device) -> Any:
+    """Returns what plans for a device are kept under."""
     return _deviceless.get() or (device.type, device.index)
 
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from flexattn import kept_files
+from flexattn.build_ahead import build_missing, recorded
 from flexattn.cli import explain as question
-from flexattn.warm_up import build_missing, recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

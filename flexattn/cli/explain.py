@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
+from flexattn.build_ahead import explain_built
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
 from flexattn.dispatch.quantization import GRANULARITIES
@@ -24,7 +25,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Names and defaults are those of flexattn.attention(). Nothing is allocated, compiled or run."
+    parser.description = "Names and defaults are those of flexattn.attention(). Nothing is allocated or run."
     parser.add_argument("--q", type=_shape, required=True, metavar="2,4096,32,128", help="shape of q, in --format")
     parser.add_argument("--kv", type=_shape, metavar="SHAPE", help="shape of k (default: q's, with --kv-heads)")
     parser.add_argument("--kv-heads", type=positive, metavar="N", help="heads of k and v (default: q's)")
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def answer(args: argparse.Namespace) -> explanations.Explanation:
     """Returns what `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
     x, settings, spec = parse(args)
-    return explanations.explain(spec, settings.backend, x)
+    return (explain_built if args.build else explanations.explain)(spec, settings.backend, x)
 
 
 def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSpec]:

@@ -18,7 +18,9 @@ if reason := ("a GPU is here: tests/gpu/test_cudnn.py builds plans for it" if to
 
 import cudnn
 
+from flexattn.build_ahead import explain_built
 from flexattn.dispatch import cudnn_backend
+from flexattn.dispatch.explain import explain
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.kernels_cudnn import plans
@@ -345,3 +347,17 @@ def test_the_environment_says_where_plans_are_kept(tmp_path: Path, monkeypatch: 
     prepared()
     forget()
     assert prepared().loads == 1
+
+
+def test_what_is_explained_as_final_is_a_plan() -> None:
+    spec, x = call_of()
+    spec = spec._replace(needs_grad=True)
+    before = explain(spec, "cudnn", x)
+    assert not before.is_final
+    assert PLANS.inspect() == [], "explaining builds nothing unless it is asked to"
+    assert cudnn_backend._exact_shapes == {}
+    answer = explain_built(spec, "cudnn", x)
+    assert answer.is_final
+    assert [plan.sdpa.direction for plan in PLANS.inspect()] == ["backward", "forward"]
+    assert explain(spec, "cudnn", x).is_final
+    assert not explain(spec, "cudnn", call_of(inputs={"lengths_q": [300, 300]})[1]).is_final

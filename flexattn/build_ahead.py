@@ -1,0 +1,85 @@
+"""Kernels and plans of a call, built with nothing launched, for a GPU that need not be here."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexattn import ops
+from flexattn.dispatch import options, triton_backend
+from flexattn.dispatch.explain import Explanation, directions_of, explain
+from flexattn.dispatch.quantization import dout_like
+from flexattn.dispatch.sample import with_rng_state
+from flexattn.dispatch.select import Backend, backend_module
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, empty_outputs
+from flexattn.progress import progress_bar
+
+
+def explain_built(spec: AttentionSpec, request: str, x: Operands) -> Explanation:
+    """Returns what `explain` says of a call once what would run it is built, as far as this machine can build it.
+
+    Triton kernels are compiled into the directory that launches look in; cuDNN plans are built, or read from disk. Where cuDNN
+    refuses one, the next backend is decided on and built.
+
+    Raises:
+        BackendError: as the call would.
+        CompileError: a Triton kernel does not compile.
+        What else building raises that is no answer about the call, as MemoryError and torch.OutOfMemoryError.
+    """
+    x = with_rng_state(x)
+    while True:
+        before = explain(spec, request, x)
+        for direction in reversed(directions_of(spec)):  # the backward first, as a call does
+            if direction == "forward" or spec.of_backward() is spec:
+                ops.run(spec, direction, request, x, functools.partial(_build, spec, x, direction), warns=False)
+        after = explain(spec, request, x)
+        if (after.forward, after.backward) == (before.forward, before.backward):  # else a refusal moved one of them
+            return after._replace(is_built=True)
+
+
+def _build(spec: AttentionSpec, x: Operands, direction: Direction, backend: Backend) -> None:
+    if not backend.SUPPORT_IS_FINAL:
+        if backend.cannot_build(spec, x) is None:
+            backend.prepare(spec, x, direction)
+    elif backend is backend_module("triton") and spec.capability is not None and triton_backend.can_be_recorded():
+        build_missing(recorded(spec, x.on_meta(), [direction]), spec.capability, options.kernel_directory(), wanted=False)
+
+
+def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:
+    """Returns a call's launches, one of each kernel, with nothing launched; raises ValueError where the Triton backend has none."""
+    from flexattn.kernels_triton.runtime.launch import description_of
+
+    x = with_rng_state(x)
+    assert spec.capability is not None
+    major, minor = spec.capability
+    with triton_backend.recorded_on(spec) as launches:
+        for direction in directions:
+            if reason := triton_backend.unsupported(spec, direction):
+                raise ValueError(f"there is no kernel to build: {reason}")
+            if direction == "forward":
+                triton_backend.forward(spec, x)
+            elif spec.of_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
+                out, lse, _ = empty_outputs(spec, x)
+                triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
+    return list({description_of(one, 10 * major + minor): one for one in launches}.values())
+
+
+def build_missing(
+    launches: Sequence[Any],
+    capability: tuple[int, int],
+    directory: str | os.PathLike[str] | None,
+    workers: int | None = None,
+    what: str = "",
+    wanted: bool = True,
+) -> int:
+    """Returns how many were not in the directory and are now; a bar on stderr shows the progress."""
+    from flexattn.kernels_triton.ahead_of_time.build import build, missing
+
+    architecture, where = 10 * capability[0] + capability[1], Path(directory) if directory is not None else None
+    left = missing(launches, architecture, where)
+    with progress_bar(len(left), what, "kernel", wanted) as advance:
+        build(left, architecture, where, workers, advance)
+    return len(left)
