@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -592,6 +594,14 @@ def test_a_layer_around_it_trains_as_with_sdpa(kind: str) -> None:
         out.square().sum().backward()
     for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, **TOLERANCE)
+
+
+def test_the_page_names_every_argument() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "te.md").read_text()
+    of_module = page[page.index("## DotProductAttention") : page.index("## fused_attn_fwd")]
+    kinds = (te.DotProductAttention, te.DotProductAttention.forward)
+    names = [name for kind in kinds for name in inspect.signature(kind).parameters if name != "self"]
+    assert [name for name in names if f"`{name}`" not in of_module] == []
 
 
 def test_it_compiles_into_one_graph() -> None:
