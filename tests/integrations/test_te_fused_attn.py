@@ -458,7 +458,7 @@ def test_fp8(scaling: str, layout: str, backend: str, monkeypatch: pytest.Monkey
 
 
 def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
-    """dout may come as it is; it is then rounded in the backward, with a scale for each block of rows."""
+    """dout may come as it is; it is then rounded before the backward or in it."""
     make = RECIPES["current"]
     q, k, v = (make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16)) for _ in range(3))
     given = small(q=q, k=k, v=v, fake_dtype=torch.bfloat16, fused_attention_backend=FP8, qkv_layout="bshd_bshd_bshd")

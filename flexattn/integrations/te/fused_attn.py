@@ -21,7 +21,7 @@ from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Gradients, Re
 from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
-from flexattn.integrations.te.quantizers import Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
+from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
 from flexattn.packed import joined
 from flexattn.prepare import prepare
 from flexattn.validation import check_name, describe
@@ -417,11 +417,18 @@ def _gradient_results(dqkv_layout: str, layout: Layout, o_format: str, qkv: tupl
     return Results(o_format, wanted.q_format, wanted.kv_format, wanted.packing), wanted
 
 
-@functools.cache
+_no_dropout_states: dict[torch.device, Tensor] = {}
+
+
 def _no_dropout(device: torch.device) -> Tensor:
     """Returns the rng_state of calls that drop nothing: one tensor for all of them, as it is never read."""
-    with torch.inference_mode(False):
-        return torch.zeros(2, dtype=torch.int64, device=device)
+    found = _no_dropout_states.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.zeros(2, dtype=torch.int64, device=device)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # that memory is the graph's
+            _no_dropout_states[device] = found
+    return found
 
 
 def _backend_of_dropout(device: torch.device) -> str:
@@ -456,9 +463,13 @@ def _incoming_of_fp8(o: Any, d_o: Any, lse: Tensor, dtype: torch.dtype, formats:
     o_format, do_format, q_format = formats
     of_o, of_do = in_fp8(o, "o"), in_fp8(d_o, "d_o")
     out = in_format(o if of_o is None else of_o.dequantize(dtype), o_format, q_format)
-    if of_do is None:
-        return _Fp8Incoming(out, lse, in_format(d_o, do_format, q_format), None, None)
-    data, dout16 = (in_format(t, do_format, q_format) for t in (of_do.data, of_do.dequantize(dtype)))
+    d_o16 = d_o if of_do is None else of_do.dequantize(dtype)
+    if of_do is None and _recipe_of(dtype).quantises_dout(d_o.device, requested_backend(None)):
+        of_do = in_fp8(Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(d_o), "d_o")
+    dout16 = in_format(d_o16, do_format, q_format)
+    if of_do is None:  # the backward rounds it
+        return _Fp8Incoming(out, lse, dout16, None, None)
+    data = in_format(of_do.data, do_format, q_format)
     return _Fp8Incoming(out, lse, data, dout16, of_do.descale)
 
 
