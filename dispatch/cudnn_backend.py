@@ -43,7 +43,6 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     return device_error(spec.device_type, spec.capability) or rule_error(spec, direction) or _known_bad(spec, direction)
 
 
-@functools.cache
 def device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
     if device_type != "cuda":
         return f"cuDNN runs on CUDA devices, not on {device_type!r}"
@@ -61,6 +60,8 @@ def library_error() -> str | None:
         return "the cuDNN frontend is not installed; pip install 'nvidia-cudnn-frontend>=1.28'"
     try:
         import cudnn
+    except MemoryError:
+        raise
     except Exception as e:  # a broken installation may raise anything
         return f"the cuDNN frontend is installed and cannot be imported ({type(e).__name__}: {e}); reinstall nvidia-cudnn-frontend"
     if tuple(int(part) for part in cudnn.__version__.split(".")[:2]) < OLDEST_FRONTEND:
@@ -330,7 +331,8 @@ def can_be_recorded() -> bool:
 
 
 def forget_failures() -> None:
-    """Lets cuDNN be asked again for plans that it could not build, and whether it has those that it built."""
+    """Lets cuDNN be looked for again, and asked again for plans that it refused and whether it has those that it built."""
+    library_error.cache_clear()
     _prepared.clear()
     plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # not imported: none failed
     if plans is not None:

@@ -119,8 +119,12 @@ def mark_unsupported(name: str, spec: AttentionSpec, direction: Direction, reaso
 
 
 def forget_rejections() -> None:
-    """`select` asks again for what failed at run time, and cuDNN for its plans: after something was installed, or in a test."""
+    """Forgets every refusal: what failed at run time, what cuDNN answered of its plans, and that it was not to be had.
+
+    For after something was installed or mended, and for tests. Plans and kernels that are built stay.
+    """
     runtime_failures.clear()
+    versions.cache_clear()
     backend_module("cudnn").forget_failures()  # type: ignore[attr-defined]
     select.cache_clear()
 

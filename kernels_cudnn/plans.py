@@ -83,7 +83,7 @@ class PlanCache:
             PlanNotSupported: cuDNN has none, now or when it was first asked.
             RuntimeError: it would have to be built while a CUDA graph is captured.
             Anything else that building raises, which says nothing of the graph (MemoryError, torch.OutOfMemoryError, an error of
-                CUDA): it is passed on, and the next call tries again.
+                CUDA, a library that is not found): it is passed on, nothing is kept, and the next call tries again.
         """
         key = (sdpa, place_of(device))
         found = self._find(key)
@@ -257,18 +257,30 @@ def _save(graph: Any, path: Path) -> None:
 _PASSING = re.compile(
     "CUDA error|out of memory|cuda[A-Z]|CUDNN_STATUS_(ALLOC_FAILED|EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED|SUBLIBRARY)"
 )
+# In cuDNN's own type for graphs that it does not support, which it raises for these too. Its list of engines has other words.
+_NOT_THERE = re.compile("out of memory|ALLOC_FAILED|PREREQUISITE_MISSING|SUBLIBRARY_|[Dd]isplay driver|driver library")
+_REFUSING = re.compile("CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM|ARCH_MISMATCH)")
 
 
 def _is_passing(e: Exception) -> bool:
     """Returns whether an exception may not come again: it tells of the device, the driver or the memory of the moment."""
     if isinstance(e, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
         return True
-    return isinstance(e, RuntimeError) and _PASSING.search(str(e)) is not None
+    if isinstance(e, cudnn.cudnnGraphNotSupportedError):
+        return _NOT_THERE.search(str(e)) is not None
+    return isinstance(e, RuntimeError) and (_PASSING.search(str(e)) or _NOT_THERE.search(str(e))) is not None
 
 
 def _is_unsupported(e: Exception) -> bool:
-    """Returns whether an exception is cuDNN's answer about a graph, which has no one type: its own, and those of its checks."""
-    return not _is_passing(e) and isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError, RuntimeError))
+    """Returns whether an exception is cuDNN's answer about a graph: of its own type, of its checks, or with its status for that.
+
+    Any other tells nothing of the graph that would hold at the next call.
+    """
+    if _is_passing(e):
+        return False
+    if isinstance(e, RuntimeError):
+        return _REFUSING.search(str(e)) is not None
+    return isinstance(e, (cudnn.cudnnGraphNotSupportedError, ValueError, TypeError))
 
 
 def _summary(e: Exception) -> str:

@@ -53,6 +53,11 @@ PASSING = [
     RuntimeError("CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed cudnn_status: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cudnnHandle Create failed cudaGetDeviceCount"),
     OSError("libnvrtc.so.13: cannot open shared object file"),
+    RuntimeError("argument not found"),
+    RuntimeError("Cannot load CUDA driver library"),
+    cudnn.cudnnGraphNotSupportedError("CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING: Cannot load CUDA driver library"),
+    cudnn.cudnnGraphNotSupportedError("Ensure the NVIDIA display driver is installed"),
+    RuntimeError("CUDNN_STATUS_NOT_SUPPORTED_SUBLIBRARY_UNAVAILABLE"),
     KeyboardInterrupt(),
 ]
 
@@ -74,7 +79,8 @@ REFUSALS = [
     cudnn.cudnnGraphNotSupportedError("no engine"),
     ValueError("dims not set"),
     TypeError("unexpected keyword"),
-    RuntimeError("argument not found"),
+    RuntimeError("cudnnBackendFinalize failed: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("cudnnBackendFinalize failed: CUDNN_STATUS_BAD_PARAM"),
 ]
 
 
