@@ -34,7 +34,7 @@ HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
 DIRECTIONS = ("forward", "recorded", "both", "retained")  # no gradient; recorded for a backward; with it; it alone, graph retained
-KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed", "te")  # te: TransformerEngine's functions
+KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed", "te", "te module")  # te: TransformerEngine's
 
 Row = dict[str, Any]
 
@@ -159,6 +159,8 @@ def implementations(
 
     if kind == "te":
         return {"flexattn triton": ours("triton"), **_te(tensors)}
+    if kind == "te module":
+        return {"flexattn triton": ours("triton"), "DotProductAttention": _te_module()}
     if kind == "sm_90":
         return {"flexattn triton, for sm_90": ours("triton")}
     if kind.startswith("fp8"):
@@ -219,6 +221,20 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
             return out
 
     return {"fused_attn_fwd": forward, "fused_attn_bwd, dqkv packed": backward}
+
+
+def _te_module() -> Callable[..., Tensor]:
+    """TransformerEngine's module on the same problem, by flexattn's kernels; its out has the heads apart again."""
+    from flexattn.dispatch.context import attention_backend
+    from flexattn.integrations.te import DotProductAttention
+
+    module = DotProductAttention(HEADS, HEAD_DIM, qkv_format="bshd", attn_mask_type="causal")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with attention_backend("triton"):
+            return module(q, k, v).view(q.shape)  # type: ignore[no-any-return]
+
+    return attend
 
 
 def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Any:

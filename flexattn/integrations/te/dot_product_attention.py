@@ -316,7 +316,7 @@ class _Lengths(NamedTuple):
 def _in_fp8(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Returns q, k and v as plain tensors, and the arguments for FP8 where they are FP8 tensors."""
     layers = (("query_layer", q), ("key_layer", k), ("value_layer", v))
-    found = {name: in_fp8(t, name) for name, t in layers if not isinstance(t, torch.nn.Parameter)}
+    found = {name: in_fp8(t, name) for name, t in layers}
     there = [t for t in found.values() if t is not None]
     if not there:
         return q, k, v, {}
