@@ -155,6 +155,9 @@ def prepare(
     config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
     if results.packing and config is not None and config.rotation:
         raise ValueError("fp8_recipe.rotation is True and the gradients share a buffer; accepted: rotation False")
+    out_dtype = None if fp8_recipe is None else fp8_recipe.out_dtype
+    if results.out and out_dtype in validation.FP8_DTYPES:
+        raise ValueError(f"fp8_recipe.out_dtype is {out_dtype} and out is to lie in {results.out}; accepted: a 16-bit dtype there")
     settings = ops.Settings(
         qkv_format=qkv_format,
         padding="padding" in attn_mask_type,

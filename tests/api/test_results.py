@@ -244,6 +244,12 @@ def test_a_rotation_and_a_shared_buffer() -> None:
         attend(Results(packing="3hd"), q, k, v, fp8_recipe=fp8.Recipe(rotation=True))
 
 
+def test_an_out_in_fp8_and_another_format() -> None:
+    q, k, v = (torch.randn(B, S, H, D, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(ValueError, match=r"out_dtype is torch.float8_e4m3fn and out is to lie in sbhd; accepted: a 16-bit dtype"):
+        attend(Results("sbhd"), q, k, v, fp8_recipe=fp8.Recipe(out_dtype=torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_fp8(backend: str) -> None:
     """A call on 16-bit tensors in FP8 writes its gradients into the buffer too."""

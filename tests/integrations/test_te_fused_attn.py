@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any, NamedTuple
 
@@ -501,6 +502,7 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
         ({"window_size": None}, ValueError, "window_size is None .*; accepted: a pair of ints"),
         ({"window_size": (1.5, 0)}, ValueError, "window_size is .*; accepted: a pair of ints"),
         ({"o_quantizer": 3}, TypeError, "o_quantizer is 3 .*; accepted: None, or a quantizer"),
+        ({"dropout": -0.1}, ValueError, "dropout_p is -0.1; accepted"),
         ({"dropout": 0.1, "rng_gen": 5}, TypeError, "rng_gen is 5 .*; accepted: None, or a torch.Generator"),
         ({"q": [1.0]}, TypeError, "q is .*; accepted: a tensor, or a Float8Tensor"),
     ],
@@ -552,3 +554,47 @@ def test_backends() -> None:
     assert FusedAttnBackend.No_Backend == -1
     foreign = type("Enum", (), {"name": "NVTE_FP8"})()
     assert [FusedAttnBackend.cast(value) for value in ("FP8", 2, FP8, foreign)] == [FP8] * 4
+
+
+SHARED = {"qkv_layout": "sbh3d", "o_format": "sbhd", "attn_bias_type": "no_bias", "attn_mask_type": "padding", "dropout": 0.0}
+SHARED |= {"softmax_type": "vanilla", "window_size": (-1, -1), "fast_zero_fill": True, "cuda_graph": False}
+NONE = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "s_quantizer", "attn_scale", "qkv_scale_inv_format", "bottom_right_diagonal")
+LENGTHS = ["max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q", "k", "v"]
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "own", "none"),
+    [
+        (
+            fused_attn_fwd,
+            ["is_training", *LENGTHS, "fake_dtype", "fused_attention_backend"],
+            {"return_max_logit": False},
+            ("attn_bias", "page_table_k", "page_table_v", "o_quantizer", "rng_gen", "softmax_offset"),
+        ),
+        (
+            fused_attn_bwd,
+            [*LENGTHS, "o", "d_o", "fake_dtype", "aux_ctx_tensors", "fused_attention_backend"],
+            {"do_format": "sbhd", "dqkv_layout": "sbh3d", "deterministic": False},
+            ("dp_quantizer", "dqkv_quantizer", "do_scale_inv_format"),
+        ),
+    ],
+)
+def test_arguments_and_defaults(function: Any, first: list[str], own: dict[str, Any], none: tuple[str, ...]) -> None:
+    """They are TransformerEngine's."""
+    found = inspect.signature(function).parameters
+    assert [name for name, p in found.items() if p.default is inspect.Parameter.empty] == first
+    defaults = {name: p.default for name, p in found.items() if name not in first}
+    assert defaults == SHARED | own | dict.fromkeys((*NONE, *none))
+
+
+@pytest.mark.slow  # torch.compile takes seconds
+def test_compiled() -> None:
+    given = small(o_format="sbhd")
+
+    def function(q: Tensor) -> tuple[Tensor, Tensor]:
+        out, (stats, _) = fused_attn_fwd(**given | {"q": q})
+        return out, stats
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for got, want in zip(compiled(given["q"]), function(given["q"]), strict=True):
+        torch.testing.assert_close(got, want)

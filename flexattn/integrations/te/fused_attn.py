@@ -129,7 +129,7 @@ def fused_attn_fwd(
         (q, k, v), descales = zip(*_all_in_fp8(q=q, k=k, v=v), strict=True)
         arguments.update(zip(("descale_q", "descale_k", "descale_v"), descales, strict=True))
         arguments["fp8_recipe"] = _recipe_of(fake_dtype)
-    if is_training and dropout > 0:
+    if is_training and dropout != 0:
         if rng_gen is not None and not isinstance(rng_gen, torch.Generator):
             raise TypeError(f"rng_gen is {describe(rng_gen)}; accepted: None, or a torch.Generator")
         rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device, generator=rng_gen)
@@ -234,7 +234,7 @@ def fused_attn_bwd(
     if call.has_lengths:
         given = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         _add_lengths(arguments, call, given, max_seqlen_q, max_seqlen_kv)
-    if dropout > 0:
+    if dropout != 0:
         arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _backend_of_dropout(stats.device)}
     with torch.no_grad():
         lse = stats.squeeze(-1).transpose(0, 1) if layout.q_format == "thd" else stats.squeeze(-1)
