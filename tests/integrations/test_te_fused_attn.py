@@ -472,6 +472,27 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
         assert float((a - b).norm() / a.norm()) < 2.0**-4
 
 
+def test_a_bias_and_a_sink_beside_fp8() -> None:
+    """They and their gradients are those of the call on what the FP8 tensors stand for, up to FP8's rounding of weights."""
+    make = RECIPES["current"]
+    in_fp8 = {name: make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16)) for name in "qkv"}
+    plain = {name: t.dequantize(torch.float32) for name, t in in_fp8.items()}
+    bias, offset = torch.randn(1, HEADS, SQ, SQ), torch.randn(1, HEADS, 1, 1)
+    scores = {"attn_bias_type": "post_scale_bias", "softmax_type": "learnable", "qkv_layout": "bshd_bshd_bshd"}
+    kinds = ({"fake_dtype": torch.bfloat16, "fused_attention_backend": FP8} | in_fp8, plain)
+    d_o = torch.randn(BATCH, SQ, HEADS, 16)
+    results = []
+    for kind in kinds:
+        given = small(**scores, **kind, attn_bias=bias, softmax_offset=offset)
+        out, aux = fused_attn_fwd(**given)
+        gradients = fused_attn_bwd(**small_backward(given, o=out, aux_ctx_tensors=aux, d_o=d_o.to(out.dtype)))
+        results.append((out, *gradients))
+    for got, want in zip(*results, strict=True):
+        assert float((got.float() - want).norm() / want.norm()) < 2.0**-4
+    with pytest.raises(ValueError, match=r"attn_bias has dtype torch.bfloat16 and q is in FP8; accepted: torch.float32"):
+        fused_attn_fwd(**small(**scores, **kinds[0], attn_bias=bias.bfloat16(), softmax_offset=offset))
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
@@ -490,7 +511,7 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
         (
             {"attn_bias_type": "pre_scale_bias", "attn_bias": torch.zeros(1, 1, SQ, SQ).half()},
             ValueError,
-            "attn_bias has dtype torch.float16 and q has torch.float32; accepted: the same dtype",
+            "attn_bias has dtype torch.float16 and q has torch.float32; accepted: torch.float32",
         ),
         ({"attn_bias_type": "bias"}, ValueError, "attn_bias_type is 'bias'; accepted: no_bias, pre_scale_bias"),
         ({"attn_mask_type": "arbitrary"}, ValueError, "attn_mask_type is 'arbitrary'; accepted: no_mask, padding"),

@@ -67,7 +67,7 @@ class AttentionParams:
 
     Lengths are tokens; `core_attention_bias_shape` is one of bhss, 1hss, b1ss, 11ss, 111s. These are accepted and do not decide
     anything here: qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, cp_comm_type, fp8_meta, num_splits, fp8_output,
-    checkpoint_core_attention, has_score_mod_bprop.
+    checkpoint_core_attention, has_score_mod, has_score_mod_bprop (a score_mod is judged when it is called: `flexattn.explain`).
     """
 
     qkv_type: Any = torch.Tensor
@@ -121,9 +121,9 @@ class Answer(NamedTuple):
     rejected: tuple[tuple[str, str, str], ...]
 
     def __str__(self) -> str:
-        chosen = "fused" if self.use_fused_attention else "unfused" if self.use_unfused_attention else "none"
+        chosen = "fused" if self.use_fused_attention else "unfused" if self.use_unfused_attention else "nowhere"
         lines = [f"not {name}{f' ({direction})' if direction else ''}: {reason}" for name, direction, reason in self.rejected]
-        return "\n".join([f"attention runs {chosen if chosen != 'none' else 'nowhere'}", *(f"  {line}" for line in lines)])
+        return "\n".join([f"attention runs {chosen}", *(f"  {line}" for line in lines)])
 
 
 Backends = tuple[bool, None, bool, FusedAttnBackend | None, bool, list[bool]]

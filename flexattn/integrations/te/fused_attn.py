@@ -77,7 +77,8 @@ def fused_attn_fwd(
             float32; or for backend FP8 `Float8Tensor`s (TransformerEngine's own too), each with a scale of its own.
         fake_dtype: what FP8 tensors stand for, and out's dtype where no o_quantizer is given: torch.bfloat16 or torch.float16.
         fused_attention_backend: a `FusedAttnBackend`, or what `FusedAttnBackend.cast` takes.
-        attn_bias: for the types pre_scale_bias and post_scale_bias: q's dtype, [b, h, sq, skv], where any dim may be 1.
+        attn_bias: for the types pre_scale_bias and post_scale_bias: q's dtype (float32 beside FP8), [b, h, sq, skv], where any dim
+            may be 1.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], where the sequences of a thd tensor begin, if there are gaps.
         page_table_k, page_table_v: None, as there are no page tables yet.
         s_quantizer: accepted, and without effect: softmax weights are rounded to FP8 inside the kernels, with a fixed scale.
@@ -354,8 +355,10 @@ def _check_operands(call: _Call, q: Any, attn_bias: Tensor | None) -> None:
     bias_type = call.arguments["bias_type"]
     if attn_bias is None:
         raise ValueError(f"attn_bias is None with attn_bias_type {bias_type!r}; accepted: a tensor of q's dtype")
-    if not is_fp8 and attn_bias.dtype is not q.dtype:
-        raise ValueError(f"attn_bias has dtype {attn_bias.dtype} and q has {q.dtype}; accepted: the same dtype")
+    wanted_dtype = torch.float32 if is_fp8 else q.dtype
+    if attn_bias.dtype is not wanted_dtype:
+        kind = "is in FP8" if is_fp8 else f"has {q.dtype}"
+        raise ValueError(f"attn_bias has dtype {attn_bias.dtype} and q {kind}; accepted: {wanted_dtype}")
 
 
 def _add_lengths(
