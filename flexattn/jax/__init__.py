@@ -1,0 +1,13 @@
+"""flexattn for JAX: `attention` of JAX arrays, with mods written in JAX. Nothing of flexattn imports this, nor JAX, by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("jax") is None:
+    raise ImportError("flexattn.jax needs JAX, which is not installed; pip install 'flexattn[jax]'")
+
+from flexattn.jax.block_mask import BlockMask, create_block_mask
+from flexattn.jax.front import attention, explain
+
+__all__ = ["BlockMask", "attention", "create_block_mask", "explain"]

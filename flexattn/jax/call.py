@@ -1,0 +1,139 @@
+"""A call without its arrays: what its primitives carry as text, and the way between JAX arrays and torch tensors."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.dispatch.spec import AttentionSpec, Operands, empty_gradients, empty_outputs
+from flexattn.fp8_ops import QuantizeConfig, planned
+
+DTYPES: dict[str, torch.dtype] = {
+    **{name: getattr(torch, name) for name in ("bool", "int8", "int16", "int32", "int64", "uint8")},
+    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")},
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TENSORS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # each an array or None
+NUMBERS = ("max_seqlen_q", "max_seqlen_kv", "softmax_scale", "softcap", "dropout_p")
+LISTS = ("mod_tensors", "block_mask", "descales")
+
+
+def torch_dtype(name: str, dtype: Any) -> torch.dtype:
+    """Returns torch's dtype for JAX's; raises TypeError where it has none that attention takes."""
+    found: torch.dtype | None = DTYPES.get(jnp.dtype(dtype).name)
+    if found is None:
+        raise TypeError(f"{name} has dtype {jnp.dtype(dtype).name}; accepted: {', '.join(DTYPES)}")
+    return found
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """Returns JAX's dtype for torch's."""
+    return jnp.dtype(_NAMES[dtype])
+
+
+def meta_tensor(name: str, aval: Any) -> Tensor:
+    """Returns a tensor without memory, of an array's shape and dtype."""
+    return torch.empty(tuple(aval.shape), dtype=torch_dtype(name, aval.dtype), device="meta")
+
+
+class Call(NamedTuple):
+    """All of a call but its arrays; hashable, and as text the same in every process."""
+
+    settings: ops.Settings
+    config: QuantizeConfig | None  # of quantising q, k and v inside the call
+    present: tuple[str, ...]  # which of TENSORS there are
+    counts: tuple[int, ...]  # of each of LISTS
+    numbers: tuple[float, ...]  # NUMBERS
+    mod_numbers: tuple[float, ...]
+
+    @classmethod
+    def of(cls, x: Operands, settings: ops.Settings, config: QuantizeConfig | None) -> Call:
+        """Returns the call that `prepare` gave."""
+        return cls(
+            settings,
+            config,
+            tuple(name for name in TENSORS if getattr(x, name) is not None),
+            tuple(len(getattr(x, name)) for name in LISTS),
+            tuple(getattr(x, name) for name in NUMBERS),
+            tuple(x.mod_numbers),
+        )
+
+    @property
+    def text(self) -> str:
+        """The call as JSON, which `parse` reads."""
+        return json.dumps(self, separators=(",", ":"))
+
+    @property
+    def num_operands(self) -> int:
+        return len(self.present) + sum(self.counts)
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the field of each operand."""
+        lists = (name for name, count in zip(LISTS, self.counts, strict=True) for _ in range(count))
+        return (*self.present, *lists)
+
+    def operands(self, tensors: Sequence[Tensor]) -> Operands:
+        """Returns the call's operands; tensors: in the order of `flat`."""
+        left = iter(tensors)
+        given: dict[str, Any] = dict.fromkeys(TENSORS) | {name: next(left) for name in self.present}
+        given |= zip(NUMBERS, self.numbers, strict=True)
+        given |= {name: tuple(next(left) for _ in range(n)) for name, n in zip(LISTS, self.counts, strict=True)}
+        return Operands(**given, mod_numbers=self.mod_numbers)
+
+    def spec(self, x: Operands) -> AttentionSpec:
+        """Returns the spec of the call with operands x, FP8 included, as on x's device."""
+        planned_x = x if self.config is None else planned(x, self.settings, self.config)
+        return ops.make_spec(planned_x, self.settings, None)
+
+    def results(self, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns room for out, lse and max_logit."""
+        return empty_outputs(self.spec(x), x)
+
+    def gradients(self, x: Operands) -> list[Tensor]:
+        """Returns room for the gradients that the backward gives: of q, k, v, bias, softmax_offset, captures, as far as wanted."""
+        found = empty_gradients(self.spec(x), x)
+        offset = None if x.softmax_offset is None else torch.empty_like(x.softmax_offset)
+        given = (found.dq, found.dk, found.dv, found.dbias, offset, *(found.dmod_tensors or ()))
+        return [t for t in given if t is not None]
+
+    def wanted(self) -> list[int]:
+        """Returns the operand that each of `gradients` is the gradient of."""
+        names = self.names()
+        fields = ["q", "k", "v", *(["bias"] if self.settings.needs_bias_grad else []), "softmax_offset"]
+        dense = [names.index(name) for name in fields if name in names]
+        first = len(self.present)
+        captures = ops.captures_with_gradients(self.settings.mods)
+        return dense + [first + i for i, needs_grad in enumerate(captures) if needs_grad]
+
+
+def flat(x: Operands) -> list[Tensor]:
+    """Returns the operands' tensors in the order in which the primitives take them."""
+    dense = [t for t in (getattr(x, name) for name in TENSORS) if t is not None]
+    return dense + [t for name in LISTS for t in getattr(x, name)]
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str) -> Call:
+    """Returns the call that a text says."""
+    settings, config, present, counts, numbers, mod_numbers = json.loads(text)
+    return Call(
+        ops.Settings(*settings),
+        None if config is None else QuantizeConfig(*config),
+        tuple(present),
+        tuple(counts),
+        tuple(numbers),
+        tuple(mod_numbers),
+    )
+
+
+def shaped(tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of tensors as JAX has them."""
+    return [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]

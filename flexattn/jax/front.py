@@ -1,0 +1,304 @@
+"""`attention` of JAX arrays: the same arguments, checks and errors as in torch, and JAX's gradients around two primitives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.ad_checkpoint import checkpoint_name
+from torch import Tensor
+
+from flexattn import functional, ops, validation
+from flexattn.dispatch import explain as explanations
+from flexattn.dispatch.spec import Operands
+from flexattn.fp8_ops import QuantizeConfig, planned
+from flexattn.jax import mods
+from flexattn.jax.block_mask import BlockMask
+from flexattn.jax.call import Call, flat, meta_tensor
+from flexattn.jax.primitives import backward_p, forward_p
+from flexattn.prepare import default_alibi_slopes, prepare
+
+if TYPE_CHECKING:
+    from flexattn import fp8
+
+_ARRAYS = (
+    *("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
+    *("cu_seqlens_kv_padded", "descale_q", "descale_k", "descale_v"),
+)
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
+_DEFAULTS = {name: p.default for name, p in inspect.signature(functional.attention).parameters.items() if p.default is not p.empty}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right_diagonal: bool | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_kv: jax.Array | None = None,
+    cu_seqlens_q_padded: jax.Array | None = None,
+    cu_seqlens_kv_padded: jax.Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    bias_type: str = "no_bias",
+    bias: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    softmax_type: str = "vanilla",
+    softmax_offset: jax.Array | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng_state: jax.Array | None = None,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
+    score_mod_tensors: Sequence[jax.Array] | Mapping[str, jax.Array] = (),
+    block_mask: BlockMask | None = None,
+    fp8_recipe: fp8.Recipe | None = None,
+    fp8_state: None = None,
+    descale_q: jax.Array | None = None,
+    descale_k: jax.Array | None = None,
+    descale_v: jax.Array | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Returns `flexattn.attention` of JAX arrays; arguments, shapes, dtypes, formulas and errors are those, but for what follows.
+
+    Works in jit, grad, vmap, scan and checkpoint. Numbers, names and mods are static, arrays may be traced.
+
+    Args:
+        rng_state: needed with dropout_p > 0: a key of jax.random (jax.random.key, or its uint32 [2] or [4] words). The same key
+            drops the same weights; draw a new one for each call.
+        score_mod, mask_mod: functions in jax.numpy on 0-d arrays, float32 for the score and int32 for the indices. Arrays that they
+            capture are read at computed indices, as slopes[h] or table[h, q_idx - kv_idx], and get gradients. A read outside of an
+            array gives 0, where JAX would give its edge; arithmetic is in float32 and in integers of 64 bits.
+        block_mask: of `flexattn.jax.create_block_mask`.
+        fp8_recipe: a `flexattn.fp8.Recipe` with scaling "current" and results in 16 bits.
+        fp8_state: None.
+        backend: "auto", "eager", ...: the backend that runs on the platform that JAX compiles for.
+
+    Returns:
+        out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for. First derivatives of out and lse are there in
+        reverse mode: of q, k, v, bias, softmax_offset and what the mods capture. max_logit has none: its gradient is dropped.
+        `jax.checkpoint` policies know out and lse as "flexattn_out" and "flexattn_lse".
+
+    Raises:
+        ValueError, TypeError: what `flexattn.attention` raises for the same arguments, when the call is traced.
+        BackendError: no backend of the platform can run the call, when it is compiled.
+    """
+    arguments = dict(locals())
+    given = _given(arguments)
+    fwd_of = _differentiable(given)
+    out, lse, max_logit = fwd_of(tuple(given.arrays))
+    if return_max_logit:
+        return (out, lse, max_logit) if return_lse else (out, max_logit)
+    return (out, lse) if return_lse else out
+
+
+def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
+    """Returns which backend runs a call of `attention` on JAX's default platform, and why; runs nothing.
+
+    Every array of floating point counts as one that needs its gradient. Raises what `attention` raises for the arguments, and
+    BackendError where no backend runs the call.
+    """
+    given = _given(_DEFAULTS | {"score_mod_tensors": (), "q": q, "k": k, "v": v} | arguments)
+    x, settings, config = given.prepare([True] * len(given.arrays))
+    x = x if config is None else planned(x, settings, config)
+    platform = jax.default_backend()
+    spec = ops.spec_to_run(x, settings)._replace(device_type="cuda" if platform == "gpu" else platform)
+    return explanations.explain(spec, settings.backend, x)
+
+
+class _Given(NamedTuple):
+    """A call as it was given: its arrays, and all else."""
+
+    names: tuple[str, ...]  # of arrays, as far as they are arguments; captures and lists of a block mask follow
+    arrays: list[Any]
+    static: dict[str, Any]
+    traced: dict[str, mods.Traced]  # by role
+    captures: list[Any]  # the mods' arrays
+    block_mask: BlockMask | None
+
+    def prepare(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None]:
+        """Returns the checked call with tensors without memory; perturbed: which arrays need a gradient."""
+        x, settings, config, _ = self._prepared(perturbed)
+        return x, settings, config
+
+    def bind(self, perturbed: Sequence[bool]) -> tuple[Call, list[tuple[int, tuple[int, ...]]]]:
+        """Returns the call, and for each operand the array that it is, and the shape that it has as one."""
+        x, settings, config, places = self._prepared(perturbed)
+        sources = [(places[t.untyped_storage()._cdata], tuple(t.shape)) for t in flat(x)]
+        return Call.of(x, settings, config), sources
+
+    def _prepared(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None, dict[int, int]]:
+        places: dict[int, int] = {}
+        kept: list[Tensor] = []  # so that no storage's address is taken anew
+
+        def stand_in(i: int, name: str, wanted: bool) -> Tensor:
+            array = self.arrays[i]
+            is_rng = name == "rng_state"
+            t = torch.empty(2, dtype=torch.int64, device="meta") if is_rng else meta_tensor(name, array)
+            places[t.untyped_storage()._cdata] = i
+            kept.append(t)
+            return t.requires_grad_(wanted and t.is_floating_point())
+
+        tensors = {name: stand_in(i, name, perturbed[i] and name in _DIFFERENTIABLE) for i, name in enumerate(self.names)}
+        first = len(self.names)
+        of_captures = {
+            id(array): stand_in(first + i, "what a mod captures", perturbed[first + i]) for i, array in enumerate(self.captures)
+        }
+        functions: dict[str, Any] = {role: traced.written(of_captures) for role, traced in self.traced.items()}
+        first += len(self.captures)
+        with torch.enable_grad():
+            if self.block_mask is None:
+                x, settings, config = prepare(**(self.static | tensors | functions))
+            else:
+                lists = [stand_in(first + i, "block_mask", False) for i in range(len(self.arrays) - first)]
+                functions["block_mask"] = self.block_mask.stand_in(lists, functions.pop("mask_mod"))
+                x, settings, config = prepare(**(self.static | tensors | functions))
+                x = x._replace(block_mask=tuple(lists))
+        return x, settings, config, places
+
+
+def _given(arguments: dict[str, Any]) -> _Given:
+    """Returns a call's arrays, in an order, apart from what is static."""
+    arguments = dict(arguments)
+    unknown = sorted(set(arguments) - set(_DEFAULTS) - {"q", "k", "v"})
+    if unknown:
+        raise TypeError(f"attention() was given {', '.join(unknown)}, which it does not take")
+    _check_fp8(arguments)
+    score_mod, mask_mod = arguments.pop("score_mod"), arguments.pop("mask_mod")
+    explicit, block_mask = arguments.pop("score_mod_tensors"), arguments.pop("block_mask")
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(
+                f"block_mask is a {type(block_mask).__name__}; accepted: what flexattn.jax.create_block_mask gives, or None"
+            )
+        if mask_mod is not None:
+            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+        mask_mod = block_mask.mask_mod
+    if score_mod is None and explicit:
+        raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
+    arrays: dict[str, Any] = {}
+    for name in _ARRAYS:
+        value = arguments.pop(name)
+        if value is not None:
+            arrays[name] = _array(name, value)
+    if (words := arguments.pop("rng_state")) is not None:
+        arrays["rng_state"] = words_of(words)
+    elif isinstance(arguments["dropout_p"], float) and arguments["dropout_p"] > 0.0:
+        raise ValueError("rng_state is None with dropout_p > 0; accepted: a key of jax.random, as jax.random.key(0)")
+    if arguments["bias_type"] == "alibi" and "alibi_slopes" not in arrays and arrays["q"].ndim:
+        heads = _heads(arrays["q"], arguments["qkv_format"])
+        if heads is not None:
+            arrays["alibi_slopes"] = jnp.asarray(default_alibi_slopes(heads, torch.empty(0)).numpy())
+    if jnp.dtype(arrays["q"].dtype).name.startswith("float8"):
+        for name in ("descale_q", "descale_k", "descale_v"):
+            arrays.setdefault(name, jnp.ones((), jnp.float32))
+    traced = {}
+    for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None:
+            traced[role] = mods.trace(role, mod, explicit if role == "score_mod" else ())
+    captures = list({id(a): a for t in traced.values() for a in t.all_arrays()}.values())
+    static = dict.fromkeys(name for name in (*_ARRAYS, "rng_state") if name not in arrays)
+    static |= arguments | {"score_mod_tensors": ()}
+    static |= dict.fromkeys(role for role in ("score_mod", "mask_mod") if role not in traced)
+    static |= {} if block_mask is not None and "mask_mod" not in static else {"block_mask": None}
+    if block_mask is not None:
+        static["mask_mod"] = None
+    lists = [] if block_mask is None else list(block_mask.lists)
+    return _Given(tuple(arrays), [*arrays.values(), *captures, *lists], static, traced, captures, block_mask)
+
+
+def _array(name: str, value: Any) -> Any:
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return value
+    raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
+
+
+def _heads(q: Any, qkv_format: Any) -> int | None:
+    """Returns how many heads q has, or None where its format says nothing and the checks will."""
+    fmt = str(qkv_format).partition("_2")[0]
+    return int(q.shape[fmt.index("h")]) if "h" in fmt and q.ndim == len(fmt) and q.shape[fmt.index("h")] else None
+
+
+def _check_fp8(arguments: dict[str, Any]) -> None:
+    recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
+    if state is not None:
+        raise ValueError("fp8_state is given; accepted in JAX: None, with an fp8_recipe of scaling 'current'")
+    if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
+        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype}; accepted in JAX: None, bfloat16 or float16")
+
+
+def words_of(key: Any) -> Any:
+    """Returns a key of jax.random as uint32 [4], the words of a seed and an offset; raises TypeError for what is none."""
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32 or key.shape not in ((2,), (4,)):
+        came = f"{key.dtype} of shape {key.shape}" if hasattr(key, "shape") else repr(key)
+        raise TypeError(
+            f"rng_state is {came}; accepted: one key of jax.random, as jax.random.key(0), or its uint32 [2] or [4] words"
+        )
+    words = jnp.concatenate([jnp.asarray(key), jnp.zeros(4 - key.shape[0], jnp.uint32)])
+    return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # as torch draws them: not negative
+
+
+def _differentiable(given: _Given) -> Any:
+    """Returns the call as a function of its arrays, with its gradients."""
+
+    def primal(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        one, sources = given.bind([False] * len(arrays))
+        return tuple(forward_p.bind(*_operands(arrays, sources), call=one))
+
+    def forward(primals: Any) -> Any:
+        arrays = tuple(p.value for p in primals)
+        one, sources = given.bind([p.perturbed for p in primals])
+        operands = _operands(arrays, sources)
+        out, lse, max_logit = forward_p.bind(*operands, call=one)
+        out, lse = checkpoint_name(out, "flexattn_out"), checkpoint_name(lse, "flexattn_lse")
+        return (out, lse, max_logit), (arrays, out, lse, _Static((one, tuple(sources))))
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        arrays, out, lse, static = saved
+        one, sources = static.value
+        zero = jax.custom_derivatives.SymbolicZero
+        dout, dlse, _ = cotangents
+        incoming = [jnp.zeros(out.shape, out.dtype) if isinstance(dout, zero) else dout]
+        incoming += [] if isinstance(dlse, zero) else [dlse]
+        found = backward_p.bind(*_operands(arrays, sources), out, lse, *incoming, call=one)
+        gradients: list[Any] = [None] * len(arrays)
+        for gradient, operand in zip(found, one.wanted(), strict=True):
+            place = sources[operand][0]
+            gradient = gradient.reshape(arrays[place].shape).astype(arrays[place].dtype)
+            gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
+        return (tuple(gradients),)
+
+    call = jax.custom_vjp(primal)
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call
+
+
+def _operands(arrays: Sequence[Any], sources: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
+    found = []
+    for place, shape in sources:
+        array = jnp.asarray(arrays[place])
+        is_words = array.dtype == jnp.uint32  # of a key, which is int64 [2] to torch
+        found.append(array if is_words or array.shape == shape else array.reshape(shape))
+    return found
+
+
+@jax.tree_util.register_static
+class _Static(NamedTuple):
+    """The part of what a forward leaves to its backward that is no array."""
+
+    value: tuple[Call, tuple[tuple[int, tuple[int, ...]], ...]]

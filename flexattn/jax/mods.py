@@ -1,0 +1,317 @@
+"""A score_mod or mask_mod written in JAX, as the torch function that `flexattn.mods` traces: one lowering for both.
+
+JAX traces the mod on scalars; each equation of its jaxpr becomes a line of a Python function in torch ops, and the arrays that the
+mod captures become arguments of what makes that function. A function's contents are the key of its trace, so equal mods share one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import Literal
+from torch import Tensor
+
+from flexattn.jax.call import meta_tensor, torch_dtype
+
+Mod = Callable[..., Any]
+_SCALARS = {"score_mod": 1, "mask_mod": 0, "score_mod_gradient": 2}  # float32 arguments in front of the four indices
+_NAMES = ("score", "b", "h", "q_idx", "kv_idx")
+_INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+}
+_CALLS = {
+    **{
+        name: f"torch.{name}"
+        for name in ("neg", "exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "sinh", "cosh")
+    },
+    **{name: f"torch.{name}" for name in ("abs", "sign", "floor", "ceil", "sqrt", "rsqrt", "erf", "erfc", "square", "pow")},
+    "max": "torch.maximum",
+    "min": "torch.minimum",
+    "logistic": "torch.sigmoid",
+    "is_finite": "torch.isfinite",
+    "not": "torch.bitwise_not",
+    "rem": "torch.fmod",
+    "integer_pow": "torch.pow",
+    "copy": "",
+    "copy_p": "",
+}
+_NESTED = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_ACCEPTED = (
+    "scalar arithmetic of jax.numpy and jax.lax, jnp.where, and reads of captured arrays by one index per dim, as table[h, i]"
+)
+
+
+class Written(NamedTuple):
+    """A mod as a torch function, the JAX arrays that it captures, and the tensors that stand for them."""
+
+    function: Mod
+    arrays: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+
+class Traced(NamedTuple):
+    """The source of a mod's torch function, and the arrays that it captures."""
+
+    source: str
+    arrays: tuple[Any, ...]
+    gradient: Traced | None  # score_mod_gradient's
+
+    def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
+        """Returns the function; stand_ins: a tensor for each captured array, by its id."""
+        function: Mod = _maker(self.source)(*(stand_ins[id(array)] for array in self.arrays))
+        if self.gradient is not None:
+            function.score_mod_gradient = self.gradient.written(stand_ins)  # type: ignore[attr-defined]
+        return function
+
+    def all_arrays(self) -> list[Any]:
+        """Returns the captured arrays, each once."""
+        found = [*self.arrays, *(self.gradient.all_arrays() if self.gradient else ())]
+        return list({id(array): array for array in found}.values())
+
+
+def trace(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced:
+    """Returns a mod's torch source; explicit: arrays that score_mod takes after its arguments, or by name.
+
+    Raises TypeError for what is no function, ValueError for what a mod cannot hold, with JAX's name of it.
+    """
+    if not callable(mod):
+        raise TypeError(f"{role} is {mod!r} ({type(mod).__name__}); accepted: a function, or None")
+    floats = _SCALARS[role]
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * floats + [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    named, listed = (explicit, ()) if isinstance(explicit, Mapping) else ({}, tuple(explicit))
+    closed = jax.make_jaxpr(lambda *indices: mod(*indices, *listed, **named))(*scalars)
+    if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
+        shapes = ", ".join(str(tuple(aval.shape)) for aval in closed.out_avals)
+        raise ValueError(f"{role} returned arrays of shapes {shapes}; accepted: one 0-d array or a number")
+    writer = _Writer(role)
+    names = ("dscore", *_NAMES)[-(4 + floats) :]
+    result = writer.run(closed.jaxpr, [writer.capture(value) for value in closed.consts], list(names))
+    body = "".join(f"        {line}\n" for line in [*writer.lines, f"return {writer.scalar(result[0])}"])
+    parameters = ", ".join(f"capture_{i}" for i in range(len(writer.arrays)))
+    source = f"def make({parameters}):\n    def {role}({', '.join(names)}):\n{body}    return {role}\n"
+    gradient = getattr(mod, "score_mod_gradient", None) if role == "score_mod" else None
+    return Traced(source, tuple(writer.arrays), None if gradient is None else trace("score_mod_gradient", gradient))
+
+
+@functools.lru_cache(maxsize=256)
+def _maker(source: str) -> Mod:
+    scope: dict[str, Any] = {"torch": torch}
+    exec(compile(source, "<a mod written in JAX>", "exec"), scope)
+    return scope["make"]  # type: ignore[no-any-return]
+
+
+class _Scalar(NamedTuple):
+    """A scalar: an expression, and the value of what is known."""
+
+    text: str
+    dtype: torch.dtype
+    is_number: bool = False
+
+
+class _Array(NamedTuple):
+    """A captured array, or a part of it: for each of its dims an index, or None where it is whole; and the dims that are left."""
+
+    name: str
+    indices: tuple[str | None, ...]
+    left: tuple[int, ...]  # which dim of the captured array each dim of this one is
+    dtype: torch.dtype
+
+
+class _Writer:
+    """Writes the lines of one mod's function."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.lines: list[str] = []
+        self.arrays: list[Any] = []
+        self.count = 0
+
+    def capture(self, value: Any) -> _Array:
+        """Returns a captured array as an argument of the function's maker."""
+        dtype = torch_dtype(f"what {self.role} captures", value.dtype)
+        for i, known in enumerate(self.arrays):
+            if known is value:
+                return _Array(f"capture_{i}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
+        self.arrays.append(value)
+        return _Array(f"capture_{len(self.arrays) - 1}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
+
+    def scalar(self, value: Any) -> str:
+        """Returns the expression of a scalar as a tensor."""
+        if isinstance(value, _Array):
+            at = ", ".join(str(i) for i in value.indices)
+            return f"{value.name}[{at}]" if at else value.name
+        return f"torch.full((), {value.text}, dtype={value.dtype})" if value.is_number else value.text
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        """Writes a jaxpr's equations; returns its results. arguments: values, or names of the function's own arguments."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        made = {out: e for e in jaxpr.eqns for out in e.outvars}
+        for var, value in zip(jaxpr.invars, arguments, strict=True):
+            env[var] = _Scalar(value, self.kept_dtype(var.aval)) if isinstance(value, str) else value
+
+        def read(x: Any) -> Any:
+            if not isinstance(x, Literal):
+                return env[x]
+            if getattr(x.val, "ndim", 0):
+                return self.capture(x.val)
+            return self.number(np.asarray(x.val).item(), self.kept_dtype(x.aval))
+
+        for e in jaxpr.eqns:
+            name = e.primitive.name
+            if name in _NESTED:
+                inner = e.params.get("jaxpr") or e.params.get("call_jaxpr")
+                inner_consts = [self.capture(value) for value in getattr(inner, "consts", ())]
+                values = self.run(getattr(inner, "jaxpr", inner), inner_consts, [read(x) for x in e.invars])
+            elif name == "dynamic_slice":
+                table, *indices = e.invars
+                values = [self.part(read(table), [read(_unwrapped(made, i)) for i in indices], e.params["slice_sizes"], table.aval)]
+            elif name == "slice":
+                values = [self.fixed_part(read(e.invars[0]), e)]
+            elif name in ("squeeze", "reshape", "broadcast_in_dim", "transpose"):
+                values = [self.view(name, read(e.invars[0]), e)]
+            else:
+                if any(v.aval.shape for v in (*e.invars, *e.outvars)):
+                    raise self.refusal(f"{name} of arrays of more than one element")
+                values = [self.line(name, [read(x) for x in e.invars], e)]
+            env.update(zip(e.outvars, values, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def number(self, value: Any, dtype: torch.dtype) -> _Scalar:
+        text = f"float({str(value)!r})" if isinstance(value, float) and not np.isfinite(value) else repr(value)
+        return _Scalar(text, dtype, is_number=True)
+
+    def kept_dtype(self, aval: Any) -> torch.dtype:
+        """Returns the dtype that a scalar has in a program: float32, int64 or bool."""
+        dtype = jnp.dtype(aval.dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return torch.float32
+        if jnp.issubdtype(dtype, jnp.signedinteger) or dtype == jnp.uint8:
+            return torch.int64
+        if dtype == jnp.bool_:
+            return torch.bool
+        raise self.refusal(f"{dtype.name} numbers")
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(f"{self.role} uses {what}, which a mod cannot hold; accepted: {_ACCEPTED}")
+
+    def part(self, table: Any, indices: Sequence[Any], sizes: Sequence[int], aval: Any) -> _Array:
+        """Returns the part of an array that a dynamic_slice takes: one index of a dim, or all of it."""
+        if not isinstance(table, _Array):
+            raise self.refusal("dynamic_slice of what it does not capture")
+        at = list(table.indices)
+        for dim, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            if size == aval.shape[dim] and size != 1:
+                continue
+            if size != 1:
+                raise self.refusal(f"a slice of {size} entries of {aval.shape[dim]}")
+            if at[table.left[dim]] is None:
+                at[table.left[dim]] = self.scalar(index) if not getattr(index, "is_number", False) else index.text
+        return table._replace(indices=tuple(at))
+
+    def fixed_part(self, table: Any, e: Any) -> _Array:
+        """Returns the part that a slice with fixed bounds takes."""
+        starts, limits, shape = e.params["start_indices"], e.params["limit_indices"], e.invars[0].aval.shape
+        indices = [_Scalar(str(start), torch.int64, is_number=True) for start in starts]
+        return (
+            self.part(table, indices, [limit - start for start, limit in zip(starts, limits, strict=True)], e.invars[0].aval)
+            if shape
+            else table
+        )
+
+    def view(self, name: str, value: Any, e: Any) -> Any:
+        """Returns a value with other dims: those that have one entry come and go."""
+        shape, new = e.invars[0].aval.shape, e.outvars[0].aval.shape
+        if shape == new and name != "transpose":
+            return value
+        if isinstance(value, _Scalar):
+            if any(n != 1 for n in new):
+                raise self.refusal(f"{name} to {tuple(new)}")
+            return value
+        if name == "transpose":
+            return value._replace(left=tuple(value.left[dim] for dim in e.params["permutation"]))
+        kept = [dim for dim, n in enumerate(shape) if n != 1]
+        if name == "squeeze":
+            gone = {dim % len(shape) for dim in e.params["dimensions"]}
+            indices = list(value.indices)
+            for dim in gone:
+                indices[value.left[dim]] = indices[value.left[dim]] or "0"
+            left = tuple(place for dim, place in enumerate(value.left) if dim not in gone)
+            return value._replace(indices=tuple(indices), left=left)
+        if not new and not kept:
+            return value._replace(indices=tuple(i or "0" for i in value.indices), left=())
+        raise self.refusal(f"{name} of an array from {tuple(shape)} to {tuple(new)}")
+
+    def line(self, name: str, values: Sequence[Any], e: Any) -> _Scalar:
+        """Writes one pointwise equation; returns its result."""
+        dtype = self.kept_dtype(e.outvars[0].aval)
+        own = [self.kept_dtype(x.aval) for x in e.invars]
+        given = [self.scalar(x) for x in values]
+        if any(isinstance(x, _Array) and x.dtype is not d for x, d in zip(values, own, strict=True)):
+            given = [
+                f"{t}.to({d})" if isinstance(x, _Array) and x.dtype is not d else t
+                for t, x, d in zip(given, values, own, strict=True)
+            ]
+        if name in _INFIX or (name == "div" and dtype.is_floating_point):
+            known = [getattr(x, "is_number", False) for x in values]
+            # A number beside a tensor stays one, as the traces of torch mods have it.
+            left, right = (
+                x.text if is_known and not all(known) else t for x, t, is_known in zip(values, given, known, strict=True)
+            )
+            text = f"{left} {_INFIX.get(name, '/')} {right}"
+        elif name == "div":
+            text = f"torch.div({given[0]}, {given[1]}, rounding_mode='trunc')"
+        elif name == "integer_pow":
+            text = f"torch.pow({given[0]}, {e.params['y']})"
+        elif name == "convert_element_type":
+            text = given[0] if own[0] is dtype else f"{given[0]}.to({dtype})"
+        elif name == "select_n":
+            if len(values) != 3 or own[0] is not torch.bool:
+                raise self.refusal("select_n with more than two cases")
+            text = f"torch.where({given[0]}, {given[2]}, {given[1]})"
+        elif name == "clamp":
+            text = f"torch.minimum(torch.maximum({given[1]}, {given[0]}), {given[2]})"
+        elif name == "stop_gradient":
+            text = f"{given[0]}.detach()"
+        elif name in _CALLS:
+            text = f"{_CALLS[name]}({', '.join(given)})" if _CALLS[name] else given[0]
+        else:
+            raise self.refusal(name)
+        self.count += 1
+        self.lines.append(f"x{self.count} = {text}")
+        return _Scalar(f"x{self.count}", dtype)
+
+
+def _unwrapped(made: Mapping[Any, Any], x: Any) -> Any:
+    """Returns i of select_n(i < 0, i, i + n), which JAX makes of an index; a read counts negative ones from the end itself."""
+    e = None if isinstance(x, Literal) else made.get(x)
+    if e is None or e.primitive.name != "select_n" or len(e.invars) != 3:
+        return x
+    test, plain, wrapped = e.invars
+    t, w = (None if isinstance(v, Literal) else made.get(v) for v in (test, wrapped))
+    if t is None or w is None or t.primitive.name != "lt" or w.primitive.name != "add":
+        return x
+    zero = t.invars[1]
+    is_wrap = t.invars[0] is plain and w.invars[0] is plain and isinstance(zero, Literal) and zero.val == 0
+    return plain if is_wrap else x
+
+
+def stand_ins(arrays: Sequence[Any]) -> dict[int, Tensor]:
+    """Returns tensors without memory for captured arrays, by id."""
+    return {id(array): meta_tensor("what a mod captures", array) for array in arrays}

@@ -1,0 +1,79 @@
+"""Two primitives, attention forward and backward: their shapes, their lowering for each platform, and their rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from flexattn.dispatch.select import select
+from flexattn.dispatch.spec import Direction, with_classes
+from flexattn.jax import host
+from flexattn.jax.batching import fold_backward, fold_forward
+from flexattn.jax.call import Call, meta_tensor, shaped
+
+forward_p = Primitive(host.FORWARD)
+backward_p = Primitive(host.BACKWARD)
+forward_p.multiple_results = backward_p.multiple_results = True
+
+
+def _metas(call: Call, avals: Any) -> Any:
+    names = call.names()
+    return call.operands([meta_tensor(name, aval) for name, aval in zip(names, _without_words(names, avals), strict=True)])
+
+
+def _without_words(names: Any, avals: Any) -> Any:
+    """Returns avals with the rng_state's words as what the operators take, int64 [2], in torch's eyes."""
+    of_rng = jax.ShapeDtypeStruct((2,), "float32")  # of any dtype, as no spec depends on it
+    return [of_rng if name == "rng_state" else aval for name, aval in zip(names, avals, strict=True)]
+
+
+def forward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of out, lse and max_logit; avals: of the operands."""
+    return shaped(call.results(_metas(call, avals)))
+
+
+def backward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the gradients; avals: of the operands and what follows them."""
+    return shaped(call.gradients(_metas(call, avals[: call.num_operands])))
+
+
+def _abstract(shapes: Any) -> Any:
+    return lambda *avals, call: [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes(call, avals)]
+
+
+def _on_host(name: str, shapes: Any) -> Any:
+    direction: Direction = "forward" if name == host.FORWARD else "backward"
+
+    def run(*arrays: Any, call: Call) -> Any:
+        x = _metas(call, arrays[: call.num_operands])
+        spec = with_classes(call.spec(x), x)._replace(device_type="cpu")
+        select(spec.of_backward() if direction == "backward" else spec, direction, call.settings.backend)  # BackendError comes here
+        results = shapes(call, arrays)
+        return jax.ffi.ffi_call(name, results)(*arrays, call=call.text)
+
+    return run
+
+
+def _unplanned(*arrays: Any, call: Call) -> Any:
+    raise NotImplementedError(
+        "flexattn.jax runs on CPUs, by its eager backend; accepted: a computation on a CPU device, as under "
+        "jax.default_device(jax.devices('cpu')[0]); the kernels for GPUs are called from PyTorch (flexattn.attention)"
+    )
+
+
+def _no_second_order(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "attention is differentiated twice, or in forward mode; accepted: first derivatives, by jax.grad or jax.vjp"
+    )
+
+
+for _primitive, _shapes, _fold in ((forward_p, forward_shapes, fold_forward), (backward_p, backward_shapes, fold_backward)):
+    _primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("call",)))
+    _primitive.def_abstract_eval(_abstract(_shapes))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_unplanned, multiple_results=True))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_on_host(_primitive.name, _shapes), multiple_results=True), platform="cpu")
+    ad.primitive_jvps[_primitive] = _no_second_order
+    batching.primitive_batchers[_primitive] = _fold(_primitive)

@@ -1,0 +1,115 @@
+"""vmap of calls: one call for all where that is the same, and what a loop over the mapped axis gives in every case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
+jnp = jax.numpy
+fj = pytest.importorskip("flexattn.jax")
+
+N = 3
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+CU = jnp.asarray([[0, 5, 9], [0, 1, 12], [0, 0, 12]], jnp.int32)
+CASES = {
+    "bshd": ({"q": (N, 2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (N, 2, 11, 2, 8)}, {"attn_mask_type": "causal"}, False),
+    "sbhd": ({"q": (N, 9, 2, 4, 16), "k": (N, 11, 2, 2, 16), "v": (11, 2, 2, 8)}, {"qkv_format": "sbhd"}, False),
+    "bhsd": ({"q": (2, 4, 9, 16), "k": (N, 2, 2, 11, 16), "v": (2, 2, 11, 8)}, {"qkv_format": "bhsd"}, False),
+    "bias": (
+        {"q": (N, 2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8), "bias": (1, 4, 9, 11)},
+        {"bias_type": "post_scale_bias"},
+        False,
+    ),
+    "mapped bias": (
+        {"q": (2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8), "bias": (N, 2, 1, 9, 1)},
+        {"bias_type": "post_scale_bias"},
+        False,
+    ),
+    "thd": (
+        {"q": (N, 12, 4, 16), "k": (N, 12, 2, 16), "v": (12, 2, 8)},
+        {
+            "qkv_format": "thd",
+            "attn_mask_type": "padding_causal",
+            "cu_seqlens_q": CU,
+            "cu_seqlens_kv": CU,
+            "max_seqlen_q": 12,
+            "max_seqlen_kv": 12,
+        },
+        False,
+    ),
+    "sink": (
+        {"q": (N, 2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8), "softmax_offset": (4,)},
+        {"softmax_type": "learnable"},
+        True,
+    ),
+    "mod of b": (
+        {"q": (N, 2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8)},
+        {"score_mod": lambda s, b, h, i, j: s * b},
+        True,
+    ),
+}
+_RANKS = {"q": 4, "k": 4, "v": 4, "bias": 4, "softmax_offset": 1}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_a_loop(name: str) -> None:
+    shapes, arguments, _ = CASES[name]
+    arrays = {key: normal(i, *shape) for i, (key, shape) in enumerate(shapes.items())}
+    rank = 3 if name == "thd" else 4
+    axes = {key: 0 if x.ndim > (rank if key in "qkv" else _RANKS[key]) else None for key, x in arrays.items()}
+    of_lengths = {key: x for key, x in arguments.items() if key.startswith("cu_")}
+    rest = {key: x for key, x in arguments.items() if key not in of_lengths}
+
+    def call(leaves: Any, lengths: Any) -> Any:
+        out, lse = fj.attention(**leaves, **lengths, **rest, return_lse=True)
+        # Out and lse of tokens beyond their lengths are no numbers to sum.
+        return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+    whole = jax.value_and_grad(call, has_aux=True)
+    lengths_axes = dict.fromkeys(of_lengths, 0)
+    found = jax.jit(jax.vmap(whole, (axes, lengths_axes)))(arrays, of_lengths)
+    for n in range(N):
+        one = {key: x if axes[key] is None else x[n] for key, x in arrays.items()}
+        expected = whole(one, {key: x[n] for key, x in of_lengths.items()})
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert jnp.allclose(a[n], b, rtol=2e-5, atol=2e-5, equal_nan=False), name
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_is_a_loop(name: str) -> None:
+    shapes, arguments, is_loop = CASES[name]
+    arrays = {key: normal(i, *shape) for i, (key, shape) in enumerate(shapes.items())}
+    rank = 3 if name == "thd" else 4
+    axes = {key: 0 if x.ndim > (rank if key in "qkv" else _RANKS[key]) else None for key, x in arrays.items()}
+    of_lengths = {key: 0 for key in arguments if key.startswith("cu_")}
+    static = {key: x for key, x in arguments.items() if key not in of_lengths}
+
+    def both(leaves: Any, lengths: Any) -> Any:
+        out, pull = jax.vjp(lambda leaves: fj.attention(**leaves, **lengths, **static), leaves)
+        return pull(out)
+
+    text = str(jax.make_jaxpr(jax.vmap(both, (axes, of_lengths)))(arrays, {key: arguments[key] for key in of_lengths}))
+    assert ("scan[" in text) == is_loop
+
+
+def test_outer_axes_other_than_the_first() -> None:
+    q, k, v = normal(0, 2, 9, N, 4, 16), normal(1, 2, 9, 4, 16), normal(2, 2, 9, 4, 16)
+    found = jax.vmap(lambda q: fj.attention(q, k, v), in_axes=2, out_axes=1)(q)
+    assert jnp.allclose(found[:, 1], fj.attention(q[:, :, 1], k, v), atol=1e-6)
+    twice = jax.vmap(jax.vmap(lambda q: fj.attention(q, k, v), 2), 0)(jnp.stack([q, 2 * q]))
+    assert jnp.allclose(twice[1, 2], fj.attention(2 * q[:, :, 2], k, v), atol=1e-6)
+
+
+def test_dropout_is_the_same_for_each_where_the_key_is() -> None:
+    q, k, v = normal(0, 1, 9, 4, 16), normal(1, 1, 9, 4, 16), normal(2, 1, 9, 4, 16)
+    key = jax.random.key(0)
+    found = jax.vmap(lambda q: fj.attention(q, k, v, dropout_p=0.5, rng_state=key))(jnp.stack([q, q]))
+    assert jnp.array_equal(found[0], found[1])
+    assert jnp.array_equal(found[0], fj.attention(q, k, v, dropout_p=0.5, rng_state=key))
