@@ -279,25 +279,27 @@ def test_play_alone_says_what_can_be_played(capsys: pytest.CaptureFixture[str]) 
 
 
 def page_blocks() -> list[str]:
-    """The blocks of docs/playground.md that need a scratch folder; tests/repository/test_docs.py runs the others."""
+    """The blocks of docs/playground.md that need a checkout to change; tests/repository/test_docs.py runs the others."""
     page = (ROOT / "docs" / "playground.md").read_text("utf-8")
     return [text for text in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if text.startswith("$ cp ")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", page_blocks())
-def test_the_pages_walk_through_a_change_is_real(text: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "kernels_triton", tmp_path / "kernels_triton", ignore=shutil.ignore_patterns("__pycache__"))
+def test_the_pages_walk_through_a_change_is_real(tmp_path: Path) -> None:
+    """Each command of the walk, one after the other, in a checkout of its own."""
+    for folder in ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "results"))
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment = {**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", text, re.M):
+    environment = {**inherited, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", "".join(page_blocks()), re.M):
         real = re.sub(r"^python ", f"{sys.executable} ", command)
         ran = subprocess.run(["bash", "-c", real], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert ran.returncode in (0, 1), ran.stderr
-        assert printed_as_shown(ran.stdout, shown), ran.stdout + ran.stderr
+        assert printed_as_shown(ran.stdout, shown), f"{command}\n{ran.stdout}{ran.stderr}"
 
 
-def test_the_page_has_a_wrong_and_a_right_change() -> None:
-    wrong, right = page_blocks()
+def test_the_walk_has_a_wrong_and_a_right_change_and_what_it_changed() -> None:
+    wrong, right, in_place = page_blocks()
     assert "Not timed: it is wrong." in wrong
     assert "right: within the budget of the tests" in right
+    assert "6 kernels, 1 differ" in in_place
