@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from flexattn.bench import code_hashes
 from flexattn.bench.code_hashes import Code, cases, differences
-from tests.conftest import FreshPython
+from tests.conftest import ROOT, FreshPython
 
 LAUNCHED = """
 from flexattn.bench.code_hashes import cases, launches_of
@@ -105,3 +107,27 @@ def test_a_case_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         code_hashes.main(["--only", "sm_70"])
     assert "--only is 'sm_70', which no case has in its name; --list lists them" in capsys.readouterr().err
+
+
+def test_page_has_the_numbers_of_its_files() -> None:
+    """The table of docs/bounds.md: kernels before, with their parameters in another order, and now."""
+    page = (ROOT / "docs" / "bounds.md").read_text("utf-8")
+    files = ROOT / "bench" / "results" / "code_hashes"
+    before, reordered, now = (code_hashes.read(files / f"{name}.json") for name in ("before", "reordered", "now"))
+    assert before.keys() == reordered.keys() == now.keys()
+    same = {case for case in now if before[case].sass == now[case].sass}
+    moved = {case for case in now if reordered[case].sass == now[case].sass} - same
+    operations = {case for case in now if reordered[case].operations == now[case].operations} - same - moved
+    rest = Counter(now[case].kernel for case in now.keys() - same - moved - operations)
+    rows = [int(n) for n in re.findall(r"^\| (?:none|order|shared|arguments|the same)[^|]*\| (\d+) \|", page, re.M)]
+    fused, fused_fp8 = rest["_attn_bwd_fused_hopper_kernel"], rest["_attn_bwd_fused_fp8_hopper_kernel"]
+    pair = rest["_attn_bwd_dq_hopper_kernel"] + rest["_attn_bwd_dkdv_hopper_kernel"]
+    pair_fp8 = rest["_attn_bwd_dq_fp8_hopper_kernel"] + rest["_attn_bwd_dkdv_fp8_hopper_kernel"]
+    portable = sum(rest[f"_attn_{name}_kernel"] for name in ("fwd", "bwd_dq", "bwd_dkdv"))
+    beside = rest["_attn_bwd_statistics_kernel"] + rest["_attn_bwd_dq_conversion_kernel"]
+    groups = [fused, fused_fp8, pair, pair_fp8, rest["_attn_fwd_hopper_kernel"], portable, beside]
+    assert rows == [len(same), len(moved), len(operations), *groups]
+    assert sum(rows) == len(now)
+    totals = [sum(x.instructions for x in found.values()) for found in (before, now)]
+    totals += [sum(x.spill_bytes for x in found.values()) for found in (before, now)]
+    assert "{:,} instructions became {:,}, and {:,} spilled bytes {:,}".format(*totals) in page
