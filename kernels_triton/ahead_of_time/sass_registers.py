@@ -99,7 +99,7 @@ def _instructions(sass: str) -> list[_Instruction]:
         reads, writes = _registers(name, text)
         is_copy = _COPY.fullmatch(f"{name} {text.strip()}") is not None
         code.append(_Instruction(reads, writes, is_copy, tuple(n for n in following if n < len(lines))))
-    starts = sorted(place for label, place in labels.items() if label.startswith("$"))  # of functions, which lie behind the kernel
+    starts = sorted(place for label, place in labels.items() if label.startswith("$"))  # functions, which lie behind the kernel
     for place, (_, name, text) in enumerate(lines):
         if name.startswith("CALL") and (called := [labels[label] for label in _TARGET.findall(text) if label.startswith("$")]):
             end = next((start for start in starts if start > called[0]), len(code))

@@ -36,7 +36,7 @@ class Lengths(NamedTuple):
     cu_seqlens_ptr: Pointer  # int32 [batch + 1]; None: each sequence is num_tokens long
     cu_seqlens_padded_ptr: Pointer  # likewise, where the slots of the sequences begin; None: one sequence follows another
     batch: int
-    num_tokens: int  # of [total, h, d] all tokens, else those of a sequence
+    num_tokens: int  # all tokens of [total, h, d], else those of one sequence
     max_seqlen: int
 
 
@@ -126,7 +126,7 @@ class BlockMaskLists(NamedTuple):
     full_indices_ptr: Pointer
     stride_b: int  # in rows
     stride_h: int
-    length: int  # of a row
+    length: int  # entries of a row
 
 
 class BlockKinds(NamedTuple):
@@ -135,7 +135,7 @@ class BlockKinds(NamedTuple):
     ptr: Pointer
     stride_b: int  # in rows
     stride_h: int
-    length: int  # of a row
+    length: int  # entries of a row
 
 
 class Inputs(NamedTuple):
@@ -159,7 +159,7 @@ class Saved(NamedTuple):
     """The forward's results that a backward reads, and the gradient of lse."""
 
     out: Rows
-    lse_ptr: Pointer  # of unbounded logits what `large_rows` leaves of it
+    lse_ptr: Pointer  # for unbounded logits what `large_rows` leaves of it
     dlse_ptr: Pointer  # the gradient of lse; None: 0
 
 
@@ -169,5 +169,5 @@ class Statistics(NamedTuple):
     lse_log2_ptr: Pointer  # lse in units of log2, +inf for a row that sees nothing
     delta_ptr: Pointer  # sum(out * dout) - dlse
     p_scale_ptr: Pointer  # for fp32: what probabilities computed from lse_log2 are to be multiplied with
-    large_ptr: Pointer  # of unbounded logits, as `large_rows` has them: int32 [1], whether any lse is large
+    large_ptr: Pointer  # for unbounded logits, int32 [1]: whether any lse is large, by `large_rows`
     large_lse_ptr: Pointer  # and lse

@@ -48,7 +48,7 @@ class LargeRows(NamedTuple):
 
 class Arguments(NamedTuple):
     inputs: Inputs
-    lists: BlockMaskLists | None  # of blocks of keys
+    lists: BlockMaskLists | None  # lists of key blocks
     lse_ptr: Pointer
     rest_ptr: Pointer
     is_any_ptr: Pointer  # 0 before

@@ -62,7 +62,7 @@ class TiledStatistics(NamedTuple):
     """
 
     ptr: Pointer
-    tiles: int  # of a head: the tiles of all sequences of a packed batch, or of one sequence
+    tiles: int  # tiles of one head: of all sequences of a packed batch, or of one sequence
 
 
 class Quantized(NamedTuple):
@@ -77,7 +77,7 @@ class Arguments(NamedTuple):
     saved: Saved
     dout: Rows
     quantized: Quantized | None
-    large_ptr: Pointer  # of unbounded logits, as `large_rows` has them: whether any lse is large
+    large_ptr: Pointer  # for unbounded logits, whether any lse is large, by `large_rows`
     large_lse_ptr: Pointer
     softmax_offset_ptr: Pointer
     scale_dout: Scale | None
@@ -90,9 +90,9 @@ class Arguments(NamedTuple):
 
 
 @kernel
-def _attn_bwd_statistics_kernel(
+def _attn_bwd_preprocess_kernel(
     args: Arguments,
-    ROWS: tl.constexpr,  # of a program, META.BLOCK_M at a time
+    ROWS: tl.constexpr,  # rows of a program, META.BLOCK_M at a time
     SIZE: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -197,7 +197,7 @@ def tiled_statistics(call: Backward, size: int) -> tuple[Tensor, int, LargeRows]
     """Returns (statistics, negated, in tiles of `size` queries: fp32 [all tiles * 2 * size], tiles of a head, `large_rows`)."""
     x = call.problem
     num_tokens_q = x.q.shape[-3]
-    # of a head: those of all sequences of a packed batch, or of one sequence
+    # tiles of one head: of all sequences of a packed batch, or of one sequence
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
@@ -235,6 +235,6 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
         tiled=target if isinstance(target, TiledStatistics) else None,
         dsink_ptr=dsink,
     )
-    launch(_attn_bwd_statistics_kernel, blocks * x.num_heads * x.batch, x.device, tile, (args, _TILE.block_m, size, meta))
+    launch(_attn_bwd_preprocess_kernel, blocks * x.num_heads * x.batch, x.device, tile, (args, _TILE.block_m, size, meta))
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)

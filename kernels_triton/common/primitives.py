@@ -15,12 +15,12 @@ from flexattn.kernels_triton.common.arguments import Head
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-DROPOUT_ROUNDS = tl.constexpr(7)  # of Philox4x32: the fewest that pass BigCrush (Salmon and others, SC 2011, table 2)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32's finite numbers
+DROPOUT_ROUNDS = tl.constexpr(7)  # rounds of Philox4x32: the fewest that pass BigCrush (Salmon and others, SC 2011, table 2)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32 number
 FAR = tl.constexpr(2.0**28 * 0.6931471805599453)  # a logit from which on fp32's numbers are at least 16 apart
 NEAR = tl.constexpr(2.0**22)  # a logit up to which its product with log2(e) is rounded by 1/4 at most
 LARGE = tl.constexpr(8192.0)  # an lse from which on fp32 holds it, and so probabilities made from it, to 2**-11 at best
-FP8_OFFSET = tl.constexpr(8.0)  # of softmax weights in FP8, in units of log2: they are at most 2**8, of 448
+FP8_OFFSET = tl.constexpr(8.0)  # added to softmax weights' exponents in FP8: they are at most 2**8, where 448 is the largest
 
 
 @triton.jit
@@ -169,7 +169,7 @@ class Queries(NamedTuple):
     num_heads: Any
     start: Any
     length: Any
-    num_tokens: Any  # of all sequences, or of each
+    num_tokens: Any  # tokens of all sequences, or of each
 
 
 @triton.jit
@@ -429,7 +429,7 @@ class Products(NamedTuple):
     """The two products of a tile that the backward computes, inside a kernel."""
 
     qk: Any
-    dp: Any  # of dout and v
+    dp: Any  # the product of dout and v
     scale: Any  # that makes the scaled score of qk
 
 
@@ -662,21 +662,21 @@ def exponent_factor(row_max):
 
 
 @triton.jit
-def exponent_origin(row_max, factor, OFFSET: tl.constexpr):
-    # The number that is taken off the product, finite for -inf too: exp2(-inf - origin) is 0. Products of equal numbers are rounded
-    # alike, so that weights relative to two origins differ by a factor of exp2(the one - the other), however coarse the
+def scaled_row_max(row_max, factor, OFFSET: tl.constexpr):
+    # The number that is taken off the product, finite for -inf too, so that exp2(-inf - scaled_max) is 0. Products of equal numbers
+    # are rounded alike, so that weights relative to two maxima differ by a factor of exp2(the one - the other), however coarse the
     # rounding is. With an OFFSET weights are up to 2**OFFSET, but where the rounding would take them past what FP8 holds.
-    origin = tl.maximum(row_max * factor, LOWEST)
+    scaled_max = tl.maximum(row_max * factor, LOWEST)
     if OFFSET > 0.0:
-        origin -= tl.where(tl.abs(row_max) < NEAR, OFFSET, 0.0)
-    return origin
+        scaled_max -= tl.where(tl.abs(row_max) < NEAR, OFFSET, 0.0)
+    return scaled_max
 
 
 @triton.jit
-def log_of_sum(row_max, factor, origin, row_sum):
-    # (lse, what rounding took from it) of rows whose largest logit is row_max, and whose sum of exp2(logit * factor - origin) is
-    # row_sum. An lse of -1e9 is a multiple of 64, and how many keys share it is in the second number alone.
-    above = (tl.log2(row_sum) - tl.fma(row_max, factor, -origin)) * LN2
+def log_of_sum(row_max, factor, scaled_max, row_sum):
+    # (lse, what rounding took from it) of rows whose largest logit is row_max, and whose sum of exp2(logit * factor - scaled_max)
+    # is row_sum. An lse of -1e9 is a multiple of 64, and how many keys share it is in the second number alone.
+    above = (tl.log2(row_sum) - tl.fma(row_max, factor, -scaled_max)) * LN2
     above = tl.where(row_max == float("-inf"), 0.0, above)
     lse = row_max + above
     return lse, tl.where(row_max == float("-inf"), 0.0, row_max - lse + above)
@@ -715,7 +715,7 @@ class ScoreGradient(NamedTuple):
     p: Any  # probabilities
     p_dropped: Any  # the same as they multiplied v
     dlogit: Any
-    dscore: Any  # of the scaled score
+    dscore: Any  # the gradient of the scaled score
     score: Any  # that score_mod was given
 
 

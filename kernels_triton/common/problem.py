@@ -27,7 +27,7 @@ from flexattn.kernels_triton.common.arguments import (
 from flexattn.kernels_triton.common.tiles import Table, select_tile, split_head_dim
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of
 
-_MOST_ROWS = 256  # of any tile
+_MOST_ROWS = 256  # the most rows of any tile
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
 _LARGE_SOFTCAP = 256.0  # times the 5e-7 that `tanh_in_half` is off by: a rounding of fp16, which a logit must not be moved by
 
@@ -125,7 +125,7 @@ class Features(NamedTuple):
     HAS_DROPOUT: bool
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
-    BLOCK_SIZE_Q: int  # of the block mask; 0: there is none
+    BLOCK_SIZE_Q: int  # queries of the block mask's blocks; 0: there is none
     BLOCK_SIZE_KV: int
     LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
 
@@ -150,7 +150,7 @@ class Meta(NamedTuple):
     IS_GROUPED: bool  # several query heads share a key head
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     HAS_BLOCK_SCALES: bool
-    SCALE_ROWS: int  # of a block of rows with a scale of its own
+    SCALE_ROWS: int  # rows of a block with a scale of its own
     NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
     HAS_SINK: bool
     HAS_OFFSET: bool
@@ -162,7 +162,7 @@ class Meta(NamedTuple):
     V1: int
     ALIGN: int  # all strides are multiples of this many elements
     WIDE_STRIDES: bool  # the rows of one tile may lie 2**31 elements or more apart
-    PRECISION: str  # of a dot product of two fp32 tiles
+    PRECISION: str  # precision of a dot product of two fp32 tiles
     BLOCK_M: int
     BLOCK_N: int
 
@@ -204,7 +204,7 @@ class Problem:
     block_mask: BlockLists | None = None
     # Factors of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
-    scale_rows: int = 0  # of a block; 0: there is one
+    scale_rows: int = 0  # rows of a block with a scale of its own; 0: there is one block
     copies16: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
     # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
     # fp32, and a large lse (`large_rows`), are made good.
@@ -392,7 +392,7 @@ class Problem:
 
     @property
     def dropout(self) -> Dropout:
-        dropped = round(self.dropout_p * 2**16)  # of 2**16
+        dropped = round(self.dropout_p * 2**16)  # weights dropped of 2**16
         return Dropout(
             rng_state_ptr=self.rng_state,
             threshold=(dropped - 2**16 if dropped >= 2**15 else dropped) << 16,
@@ -462,7 +462,7 @@ class Backward(NamedTuple):
     dv: Tensor
     dsoftmax_offset: Tensor | None = None  # fp32 [h]; it and dbias: None where nobody asks for it
     dbias: Tensor | None = None
-    dcaptures: Sequence[Tensor] = ()  # of the captures that need one, contiguous
+    dcaptures: Sequence[Tensor] = ()  # gradients of the captures that need one, contiguous
     deterministic: bool = False  # every bit is the same from run to run
 
 

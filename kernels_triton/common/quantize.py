@@ -32,9 +32,9 @@ SMALLEST_SCALE = tl.constexpr(2.0**-120)
 GOLDEN = tl.constexpr(0x9E3779B1)
 
 _TILE = Tile(64, 32, 4, 1)
-_ELEMENTS = 8192  # of a tile that is held at once
-_TILES = 2  # of a program that only finds the amax or only casts
-_ROTATED_ROWS = 256  # of a program, which makes the rotation's matrix once
+_ELEMENTS = 8192  # elements of a tile that is held at once
+_TILES = 2  # tiles of a program that only finds the amax or only casts
+_ROTATED_ROWS = 256  # rows of a program, which makes the rotation's matrix once
 _COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition takes
 
 
@@ -46,12 +46,12 @@ class _Meta(NamedTuple):
     ALIGN: int
     WIDE_STRIDES: bool
     HEAD_DIM: int
-    W0: int  # of the one to four parts that the head dim is taken in; 0 for none
+    W0: int  # widths of the one to four parts that the head dim is taken in; 0: there is none
     W1: int
     W2: int
     W3: int
-    ROWS: int  # of a tile
-    ITEM_ROWS: int  # of a program
+    ROWS: int  # rows of a tile
+    ITEM_ROWS: int  # rows of a program
     BY_BLOCK: bool  # each ITEM_ROWS have a scale
     ROTATION: int  # how many channels are mixed; 0: none
 
@@ -65,7 +65,7 @@ class TensorArguments(NamedTuple):
     history_ptr: Pointer  # its first row, by heads as scale_ptr, takes the amax too; or None
     amax_ptr: Pointer  # 0 before, unless each block has one
     descale_ptr: Pointer
-    stride_b: int  # of amax and descale
+    stride_b: int  # strides of amax and descale
     stride_h: int
     num_blocks: int
     num_heads: int
@@ -85,7 +85,7 @@ class _TileRows(NamedTuple):
     """Places of the rows of a tile, inside a kernel."""
 
     pointer: Any
-    offsets: Any  # of each row from there
+    offsets: Any  # each row's offset from there
     first: Any  # the number of the first row
     end: Any  # rows from this number on are not loaded, nor stored
 
@@ -157,7 +157,7 @@ def _load_part(rows, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl
     if WIDTH > 0:
         x = load_tile(rows.pointer, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, META.HEAD_DIM, True)
         if META.ROTATION > 0:
-            return tl.dot(x, matrix, input_precision="tf32x3")  # of fp32 all but the last bits count
+            return tl.dot(x, matrix, input_precision="tf32x3")  # all but the last bits of fp32 count
         else:
             return x.to(tl.float32)
     else:

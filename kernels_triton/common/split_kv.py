@@ -126,7 +126,7 @@ class CombineMeta(NamedTuple):
     """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
 
     HEAD_DIM: int
-    WIDTH: int  # of a part's row
+    WIDTH: int  # elements of a part's row
     COLUMNS: int  # the power of two from the head dim on
     MOST: int  # splits, at most
     AT_ONCE: int  # splits whose out is held at a time
@@ -135,10 +135,10 @@ class CombineMeta(NamedTuple):
 
 
 @triton.jit
-def _log_weight(lse, origin, splits, parts, row, META: tl.constexpr):
-    # The weight of splits with such an lse, relative to `origin`
-    relative = lse - origin
-    if META.IS_UNBOUNDED:  # of padding neither number is written
+def _log_weight(lse, scaled_max, splits, parts, row, META: tl.constexpr):
+    # The weight of splits with such an lse, relative to `scaled_max`
+    relative = lse - scaled_max
+    if META.IS_UNBOUNDED:  # for padding neither number is written
         pointers = parts.lse_ptr + (parts.num_splits + splits).to(tl.int64) * parts.num_rows + row
         relative += tl.load(pointers, mask=lse > float("-inf"), other=0.0)
     return relative
@@ -159,8 +159,8 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
     lse_pointers = parts.lse_ptr + splits.to(tl.int64) * num_rows + row
     lse_of_splits = tl.load(lse_pointers, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
-    origin = tl.where(largest == float("-inf"), 0.0, largest)  # of a row that sees nothing: exp2(-inf - 0) is 0
-    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, origin, splits, parts, row, META) * LOG2E), 0)
+    scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # where a row sees nothing, exp2(-inf - 0) is 0
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, splits, parts, row, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
@@ -169,7 +169,7 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
         is_split = some < num_splits
         rows = some.to(tl.int64) * num_rows + row
         lse_of_some = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_of_some, origin, some, parts, row, META) * LOG2E)
+        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, some, parts, row, META) * LOG2E)
         inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
         part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)

@@ -246,9 +246,9 @@ class HopperTile(NamedTuple):
     head_dim_v: int
     block_m: int  # 64 for each consumer warpgroup
     block_n: int
-    num_stages: int  # of k and of v in shared memory
-    registers: int  # of a consumer's thread
-    q_stages: int  # of q: with 2 the next tile's comes while the last is still needed
+    num_stages: int  # stages of k and of v in shared memory
+    registers: int  # registers of a consumer's thread
+    q_stages: int  # stages of q: with 2 the next tile's comes while the last is still needed
     out_parts: int  # that out leaves in, one after the other through one buffer: 2 for want of shared memory
     # How long the longest sequence of a call must be for the row to be used, by its band: from there on it is measured to be faster
     # than `FORWARD` (bench/results/standard_h200.json and lengths_h200.json; 192/128 but for causal at 4096 in a run that was not
@@ -259,7 +259,7 @@ class HopperTile(NamedTuple):
     # By bench/results/modified_scores_h200.json (192/128 as 128):
     modified_from: int  # with a softcap, ALiBi or mods, whatever the band
     loaded_from: int  # with a bias or a block mask
-    flops_from: int  # of a call: with less to do, its large tiles leave much of the device idle
+    flops_from: int  # least work of a call: with less, its large tiles leave much of the device idle
     # By bench/results/forward_turns_h200.json, as is `out_parts`: through q's buffer instead, out was 1 to 7 % slower.
     # Consumers, at the matrix unit: three are 3 to 6 % faster so. Four are faster in causal calls and slower in others.
     pingpong: bool = True
@@ -348,9 +348,9 @@ class HopperBackwardTile(NamedTuple):
     head_dim_qk: int
     head_dim_v: int
     block_n: int  # keys that dq takes at a time
-    v_stages: int  # of v in shared memory, for dq; of k there are two
+    v_stages: int  # stages of v in shared memory, for dq; k has two
     block_m: int  # queries that dk and dv take at a time
-    splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
+    splits_columns: bool  # the warpgroups split columns of dk and dv: 64 keys a program instead of 128
     open_from: int  # as in `HopperTile`
     causal_from: int
     windowed_from: int

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
-from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
     LargeLse,
@@ -100,7 +100,7 @@ class DkdvSteps(NamedTuple):
 class DqArguments(NamedTuple):
     descriptors: DqDescriptors
     statistics_ptr: Any
-    tiles_of_statistics: int  # of a head
+    tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
     lengths_q: Lengths
@@ -109,12 +109,12 @@ class DqArguments(NamedTuple):
     steps: DqSteps
     scores: Scores
     dropout: Dropout
-    lists: BlockMaskLists | None  # of key blocks
+    lists: BlockMaskLists | None  # lists of key blocks
 
 
 class DkdvArguments(NamedTuple):
     descriptors: DkdvDescriptors
-    tiles_of_statistics: int  # of a head
+    tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
     lengths_q: Lengths
@@ -123,7 +123,7 @@ class DkdvArguments(NamedTuple):
     steps: DkdvSteps
     scores: Scores
     dropout: Dropout
-    lists: BlockMaskLists | None  # of query blocks
+    lists: BlockMaskLists | None  # lists of query blocks
 
 
 class DqTiles(NamedTuple):
@@ -287,7 +287,7 @@ def _dkdv_load(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, bl
     Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
     n = 0
     head = 0
-    for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
+    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
         row = query_block(n, block.block_range, META)[0]
         stage = m_block % META.STAGES_SCORES
         full = barriers.q_full.index(stage)

@@ -12,7 +12,7 @@ from flexattn.kernels_triton.common.arguments import Head, Scores
 from flexattn.kernels_triton.common.preprocess import statistics_tile
 from flexattn.kernels_triton.common.primitives import behind, head_values, is_any_large, load_head, load_large, packed_start
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.work_table import work_table
+from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries
 from flexattn.kernels_triton.hopper.masking import SequenceBand, band_of_sequence
 from flexattn.kernels_triton.hopper.operands import ROWS
@@ -34,7 +34,7 @@ def backward_work(problem: Problem, rows: int, side: Literal["q", "kv"], bytes_p
     x = problem
     longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
     blocks = triton.cdiv(longest, rows)
-    table = None if x.cu_seqlens_q is None else work_table(x, rows, side, by_sequence=True)
+    table = None if x.cu_seqlens_q is None else tile_schedule(x, rows, side, by_sequence=True)
     work = Work(
         table_ptr=table,
         num_heads=x.num_heads,
@@ -50,13 +50,13 @@ class Block(NamedTuple):
 
     first_row: Any
     b: Any
-    h: Any  # of a block of keys, the first of its group
+    h: Any  # for a block of keys, the first head of its group
     h_kv: Any
     sequence: Sequence
     band: SequenceBand
     large: Any  # `load_large`
     first_head: Any  # the batch element's, in dropout's count
-    num_blocks: Any  # of one head
+    num_blocks: Any  # blocks of one head
     block_range: Any  # what `key_block` or `query_block` finds them by
     first_statistics: Any  # the first tile of the head's statistics
 

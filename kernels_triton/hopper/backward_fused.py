@@ -45,7 +45,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
         load_rows(of.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
     n = 0
     head = 0
-    for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
+    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
         row = query_block(n, block.block_range, META)[0]
         stage = m_block % STAGES
         full = barriers.q_full.index(stage)

@@ -41,7 +41,7 @@ class BackwardMeta(NamedTuple):
     STAGES_P: int
     STAGES_DS: int
     SHARES_TILES: bool  # gradients leave through tiles of operands that both consumers read
-    SPLITS_COLUMNS: bool  # of dk and dv between the consumers, rather than rows
+    SPLITS_COLUMNS: bool  # the consumers split columns of dk and dv rather than rows
 
 
 def backward_meta(

@@ -18,40 +18,66 @@ from flexattn.kernels_triton.hopper.masking import SequenceBand
 from flexattn.kernels_triton.hopper.operands import ROWS
 
 
-@gluon.jit
-def _key_blocks(first_row, band: SequenceBand, META: gl.constexpr, QUERIES: gl.constexpr = 0):
-    # (first, end) of the blocks of keys that some of BLOCK_M (or QUERIES) queries from first_row on may see; first <= end.
-    NUM_QUERIES: gl.constexpr = META.BLOCK_M if QUERIES == 0 else QUERIES
-    begin = 0
-    end = gl.cdiv(band.len_kv, META.BLOCK_N)
-    if META.HAS_RIGHT:
-        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + NUM_QUERIES + band.shift + band.right, 0), META.BLOCK_N))
-    if META.HAS_LEFT:
-        begin = gl.minimum(gl.maximum(first_row + band.shift - band.left, 0) // META.BLOCK_N, end)
-    return begin, end
+class Seen(NamedTuple):
+    """Constants of the blocks that a tile sees: of keys that its queries see, or of queries that see its keys."""
+
+    ARE_KEYS: bool
+    TILE: int  # tokens of the tile
+    BLOCK: int  # tokens of a block
+    MASK_TILE: int  # tokens of the block mask's blocks on the tile's side
+    MASK_BLOCK: int  # and on the other one
+    HAS_BEGIN: bool  # the band hides tokens before those seen
+
+
+@gluon.constexpr_function
+def _keys_seen(META, QUERIES=0):
+    return Seen(
+        ARE_KEYS=True,
+        TILE=QUERIES or META.BLOCK_M,
+        BLOCK=META.BLOCK_N,
+        MASK_TILE=META.BLOCK_SIZE_Q,
+        MASK_BLOCK=META.BLOCK_SIZE_KV,
+        HAS_BEGIN=META.HAS_LEFT,
+    )
+
+
+@gluon.constexpr_function
+def _queries_seen(META):
+    return Seen(
+        ARE_KEYS=False,
+        TILE=META.BLOCK_N,
+        BLOCK=META.BLOCK_M,
+        MASK_TILE=META.BLOCK_SIZE_KV,
+        MASK_BLOCK=META.BLOCK_SIZE_Q,
+        HAS_BEGIN=META.HAS_RIGHT,
+    )
 
 
 @gluon.jit
-def _query_blocks(first_row, band: SequenceBand, META: gl.constexpr):
-    # (first, end) of the blocks of queries that may see some of BLOCK_N keys from first_row on; first <= end.
+def _blocks_in_band(first_row, band: SequenceBand, SEEN: gl.constexpr, META: gl.constexpr):
+    # (first, end) of the blocks that some row of the tile from first_row on may see, or that may see it; first <= end. Queries are
+    # keys with the band mirrored, but from one formula for both the fused backward with a window is other machine code.
     begin = 0
-    end = gl.cdiv(band.len_q, META.BLOCK_M)
-    if META.HAS_RIGHT:
-        begin = gl.minimum(gl.maximum(first_row - band.shift - band.right, 0) // META.BLOCK_M, end)
-    if META.HAS_LEFT:
-        end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + META.BLOCK_N - band.shift + band.left, 0), META.BLOCK_M))
-    return begin, gl.maximum(begin, end)
+    if SEEN.ARE_KEYS:
+        end = gl.cdiv(band.len_kv, SEEN.BLOCK)
+        if META.HAS_RIGHT:
+            end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + SEEN.TILE + band.shift + band.right, 0), SEEN.BLOCK))
+        if META.HAS_LEFT:
+            begin = gl.minimum(gl.maximum(first_row + band.shift - band.left, 0) // SEEN.BLOCK, end)
+        return begin, end
+    else:
+        end = gl.cdiv(band.len_q, SEEN.BLOCK)
+        if META.HAS_RIGHT:
+            begin = gl.minimum(gl.maximum(first_row - band.shift - band.right, 0) // SEEN.BLOCK, end)
+        if META.HAS_LEFT:
+            end = gl.minimum(end, gl.cdiv(gl.maximum(first_row + SEEN.TILE - band.shift + band.left, 0), SEEN.BLOCK))
+        return begin, gl.maximum(begin, end)
 
 
 @gluon.jit
 def _row_of_lists(lists: BlockMaskLists, b, h, first_row, SIZE: gl.constexpr):
     # The list of the block of SIZE tokens that first_row lies in
     return b * lists.stride_b + h * lists.stride_h + first_row // SIZE
-
-
-class TokenRange(NamedTuple):
-    begin: Any
-    end: Any
 
 
 class ListCut(NamedTuple):
@@ -64,58 +90,84 @@ class ListCut(NamedTuple):
 
 
 @gluon.jit
-def _cut_lists(lists: BlockMaskLists, row, seen: TokenRange, HAS_BEFORE: gl.constexpr, SIZE: gl.constexpr, META: gl.constexpr):
-    # seen: tokens of the other side that the band leaves; SIZE: tokens of that side's blocks.
+def _cut_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, SEEN: gl.constexpr, META: gl.constexpr):
+    first_block, end_block = _blocks_in_band(first_row, band, SEEN, META)
+    begin = first_block * SEEN.BLOCK
+    end = gl.minimum(end_block * SEEN.BLOCK, band.len_kv if SEEN.ARE_KEYS else band.len_q)
+    row = _row_of_lists(lists, b, h, first_row, SEEN.MASK_TILE)
+    SIZE: gl.constexpr = SEEN.MASK_BLOCK
+    IS_CUT: gl.constexpr = SEEN.HAS_BEGIN
     pointer = list_from(lists.indices_ptr, row, lists.length, 0)
-    before, num_masked = cut_list(pointer, gl.load(lists.counts_ptr + row), seen.begin, seen.end, SIZE, HAS_BEFORE, META)
+    before, num_masked = cut_list(pointer, gl.load(lists.counts_ptr + row), begin, end, SIZE, IS_CUT, META)
     pointer = list_from(lists.full_indices_ptr, row, lists.length, 0)
-    full_before, num_full = cut_list(pointer, gl.load(lists.full_counts_ptr + row), seen.begin, seen.end, SIZE, HAS_BEFORE, META)
+    full_before, num_full = cut_list(pointer, gl.load(lists.full_counts_ptr + row), begin, end, SIZE, IS_CUT, META)
     return ListCut(num_masked=num_masked, num_full=num_full, masked_before=before, full_before=full_before)
 
 
 @gluon.jit
-def _tiles_of_lists(cut: ListCut, lists: BlockMaskLists, row, SIZE: gl.constexpr, BLOCK: gl.constexpr):
-    # (number of tiles of BLOCK tokens, TileList); SIZE: tokens of a block of the block mask.
+def _blocks_of_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, SEEN: gl.constexpr):
+    # (number of blocks, TileList)
+    row = _row_of_lists(lists, b, h, first_row, SEEN.MASK_TILE)
     masked_ptr = list_from(lists.indices_ptr, row, lists.length, cut.masked_before)
     full_ptr = list_from(lists.full_indices_ptr, row, lists.length, cut.full_before)
     tiles = TileList(masked_ptr=masked_ptr, num_masked=cut.num_masked, full_ptr=full_ptr, skip_from=0, skipped=0)
-    return (cut.num_masked + cut.num_full) * (SIZE // BLOCK), tiles
+    return (cut.num_masked + cut.num_full) * (SEEN.MASK_BLOCK // SEEN.BLOCK), tiles
 
 
 @gluon.jit
-def cut_key_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
+def _blocks_seen(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, SEEN: gl.constexpr, META: gl.constexpr):
+    # (number of blocks, block range)
+    if META.BLOCK_SIZE_Q > 0:
+        cut = _cut_lists(first_row, b, h, band, lists, SEEN, META)
+        return _blocks_of_lists(cut, first_row, b, h, lists, SEEN)
+    else:
+        begin, end = _blocks_in_band(first_row, band, SEEN, META)
+        return end - begin, begin
+
+
+@gluon.jit
+def _block(n, block_range, SEEN: gl.constexpr, META: gl.constexpr):
+    # (first token of the n-th block, whether the block mask calls the block full)
+    if META.BLOCK_SIZE_Q > 0:
+        return listed_tile(n, block_range, SEEN.MASK_BLOCK, SEEN.BLOCK)
+    else:
+        return (block_range + n) * SEEN.BLOCK, False
+
+
+@gluon.jit
+def cut_key_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
     # The reads of a block mask that wait for each other; `blocks_by_lists` does the rest.
-    begin, end = _key_blocks(first_row, band, META, QUERIES)
-    seen = TokenRange(begin=begin * META.BLOCK_N, end=gl.minimum(end * META.BLOCK_N, band.len_kv))
-    row = _row_of_lists(lists, b, h, first_row, META.BLOCK_SIZE_Q)
-    return _cut_lists(lists, row, seen, META.HAS_LEFT, META.BLOCK_SIZE_KV, META)
+    return _cut_lists(first_row, b, h, band, lists, _keys_seen(META), META)
 
 
 @gluon.jit
 def blocks_by_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, META: gl.constexpr):
     # `blocks_of_keys` with a block mask
-    row = _row_of_lists(lists, b, h, first_row, META.BLOCK_SIZE_Q)
-    return _tiles_of_lists(cut, lists, row, META.BLOCK_SIZE_KV, META.BLOCK_N)
+    return _blocks_of_lists(cut, first_row, b, h, lists, _keys_seen(META))
 
 
 @gluon.jit
 def blocks_of_keys(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
     # (number of blocks, block range) of the keys that some of BLOCK_M (or QUERIES) queries from first_row on see
-    if META.BLOCK_SIZE_Q > 0:
-        cut = cut_key_lists(first_row, b, h, band, lists, META, QUERIES)
-        return blocks_by_lists(cut, first_row, b, h, lists, META)
-    else:
-        begin, end = _key_blocks(first_row, band, META, QUERIES)
-        return end - begin, begin
+    return _blocks_seen(first_row, b, h, band, lists, _keys_seen(META, QUERIES), META)
+
+
+@gluon.jit
+def blocks_of_queries(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
+    # (number of blocks, block range) of the queries that see some of BLOCK_N keys from first_row on
+    return _blocks_seen(first_row, b, h, band, lists, _queries_seen(META), META)
 
 
 @gluon.jit
 def key_block(n, block_range, META: gl.constexpr):
     # (first key of the n-th block, whether the block mask calls the block full)
-    if META.BLOCK_SIZE_Q > 0:
-        return listed_tile(n, block_range, META.BLOCK_SIZE_KV, META.BLOCK_N)
-    else:
-        return (block_range + n) * META.BLOCK_N, False
+    return _block(n, block_range, _keys_seen(META), META)
+
+
+@gluon.jit
+def query_block(n, block_range, META: gl.constexpr):
+    # (first query of the n-th block, whether the block mask calls the block full)
+    return _block(n, block_range, _queries_seen(META), META)
 
 
 @gluon.jit
@@ -135,28 +187,6 @@ def blocks_of_split(split, num_splits, num_blocks, block_range, META: gl.constex
     else:
         first, last = share_of_split(num_blocks, split, num_splits)
         return last - first, block_range + first
-
-
-@gluon.jit
-def blocks_of_queries(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
-    # (number of blocks, block range) of the queries that see some of BLOCK_N keys from first_row on
-    begin, end = _query_blocks(first_row, band, META)
-    if META.BLOCK_SIZE_Q > 0:
-        seen = TokenRange(begin=begin * META.BLOCK_M, end=gl.minimum(end * META.BLOCK_M, band.len_q))
-        row = _row_of_lists(lists, b, h, first_row, META.BLOCK_SIZE_KV)
-        cut = _cut_lists(lists, row, seen, META.HAS_RIGHT, META.BLOCK_SIZE_Q, META)
-        return _tiles_of_lists(cut, lists, row, META.BLOCK_SIZE_Q, META.BLOCK_M)
-    else:
-        return end - begin, begin
-
-
-@gluon.jit
-def query_block(n, block_range, META: gl.constexpr):
-    # (first query of the n-th block, whether the block mask calls the block full)
-    if META.BLOCK_SIZE_Q > 0:
-        return listed_tile(n, block_range, META.BLOCK_SIZE_Q, META.BLOCK_M)
-    else:
-        return (block_range + n) * META.BLOCK_M, False
 
 
 @gluon.jit

@@ -25,8 +25,8 @@ from flexattn.kernels_triton.hopper.descriptors import DTYPES, descriptor_error
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.runtime.launch import capability_of, num_processors
 
-QUERIES = 128  # of a dq program: two warpgroups'
-KEYS = 128  # of a program of the backward in one kernel: two warpgroups'
+QUERIES = 128  # queries of a program of dq: two warpgroups'
+KEYS = 128  # keys of a program of the fused backward: two warpgroups'
 _NARROWEST = 256  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
@@ -65,7 +65,7 @@ def rows_of_a_tile(problem: Problem) -> int:
 def forward_tile(problem: Problem) -> HopperTile:
     """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
-    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # of a packed batch, the mean
+    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # the mean of a packed batch
     is_modified = x.is_modified or x.dropout_p > 0
     kind, rows = mask_class(x)[0], rows_of_a_tile(x)
     return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
@@ -95,7 +95,7 @@ def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | Hopp
         if longest < shortest:
             least = "no length" if shortest == NEVER else f"{shortest} tokens"
             return f"{name} of its row is {least}, and the longest sequence has {longest}"
-    tokens = x.q.numel() // x.q.shape[-1]  # of all heads
+    tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
     return None if flops >= tile.flops_from else "there is too little work for its large tiles"
 

@@ -103,7 +103,7 @@ def consume_dkdv(
     at, values = first_query_head(block, scores, MODS, META)
     LOOPS: gl.constexpr = loops_of(META)
     for IS_LARGE in gl.static_range(LOOPS):
-        iterations = block.num_blocks * group_size  # of all query heads
+        iterations = block.num_blocks * group_size  # counts the blocks of all query heads
         if LOOPS == 2:
             iterations = gl.where(is_any_large(large, META) == (IS_LARGE == 1), iterations, 0)
         for m_block in range(iterations):
@@ -217,7 +217,7 @@ def consume_dkdv_columns(
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     at, values = first_query_head(block, scores, MODS, META)
-    for m_block in range(block.num_blocks * group_size):  # of all query heads
+    for m_block in range(block.num_blocks * group_size):  # counts the blocks of all query heads
         row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)

@@ -45,7 +45,7 @@ class DqConsumerBarriers(NamedTuple):
     In 16 bits the first and the last are one ring, in FP8 the first two are; what is waited for with another one is None.
     """
 
-    q_full: Any  # of q and dout
+    q_full: Any  # barrier of q and dout
     scores_full: Any
     dp_full: Any
     dp_empty: Any

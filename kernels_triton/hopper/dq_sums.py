@@ -98,7 +98,7 @@ class ConversionArguments(NamedTuple):
     lengths_q: Lengths
     scale: float
     num_heads: int
-    tiles_of_statistics: Any  # of a head
+    tiles_of_statistics: Any  # tiles of one head
 
 
 @kernel

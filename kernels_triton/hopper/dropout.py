@@ -106,7 +106,7 @@ class DropoutState(NamedTuple):
     offset: Any
     threshold: Any
     keep_scale: Any
-    first_head: Any  # of the batch element's: its head h draws as first_head + h
+    first_head: Any  # first head of the batch element: its head h draws as first_head + h
 
 
 @gluon.jit

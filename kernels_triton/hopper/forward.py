@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,18 +21,18 @@ from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
     exponent_factor,
-    exponent_origin,
     head_of,
     log_of_sum,
     logits,
+    scaled_row_max,
 )
 from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.common.split_kv import Parts, combine_splits, number_of_splits, part_row
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
     split_head_dim,
 )
-from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import (
     ListCut,
@@ -47,14 +46,13 @@ from flexattn.kernels_triton.hopper.block_ranges import (
 from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
 from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.hopper.dropout import DropoutState, drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.hopper.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.hopper.pairs import (
     Pair,
     allocate_pair,
-    load_pair,
     origin_of,
-    pair_bytes,
     pair_descriptor,
     score_product,
 )
@@ -71,8 +69,8 @@ from flexattn.kernels_triton.hopper.tile_scheduler import (
     Work,
     broadcast_end,
     broadcast_tile,
+    forward_work,
     num_work_tiles,
-    query_heads_per_l2_section,
     receive_tile,
     sequence_of,
     work_tile,
@@ -107,8 +105,9 @@ class ForwardMeta(NamedTuple):
     Q_STAGES: int
     UNMASKED_LOOP: bool  # a loop without masks, for blocks of keys that all queries see, among others that may be cut
     HAS_CUT_LOOP: bool  # a loop with masks, for blocks that may be cut, as are most in a narrow window
-    NUMBERS: int  # that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, and
-    # of a block mask what `listed_keys` and `_unmasked_blocks` find
+    # Numbers that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, and with a
+    # block mask what `cut_key_lists` and `_unmasked_blocks` find
+    NUMBERS: int
 
 
 class Descriptors(NamedTuple):
@@ -145,7 +144,7 @@ class Arguments(NamedTuple):
     scores: Scores
     softmax_offset_ptr: Any
     dropout: Dropout
-    lists: BlockMaskLists | None  # of key blocks
+    lists: BlockMaskLists | None  # lists of key blocks
 
 
 class Tiles(NamedTuple):
@@ -200,7 +199,7 @@ class Sums(NamedTuple):
     row_max: Any
     row_sum: Any
     acc: Any
-    n_block: Any  # of all that went through the rings of k and v
+    n_block: Any  # counts the blocks that went through the rings of k and v
 
 
 class Carry(NamedTuple):
@@ -249,13 +248,9 @@ def _blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, ME
 def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     of, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
-    CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
-    GROUP: gl.constexpr = META.GROUP
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
     amount = _num_work_tiles(args, META)
-    n_block = 0  # of all work tiles
+    n_block = 0  # counts the blocks of all work tiles
     n_tile = 0
     t = gl.program_id(0)
     while t < amount:
@@ -277,22 +272,14 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             numbers = numbers + (unmasked.begin, unmasked.end)
         broadcast_tile(numbers, n_tile, barriers, META)
         h_kv = tile.h // args.work.group_size
-        for consumer in gl.static_range(CONSUMERS):
-            row = tile.first_row + consumer * (ROWS // GROUP)
-            origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
-            slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
-            full = barriers.q_full.index(slot)
-            mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(full, Q_BYTES)
-            load_pair(of.q, origin, len_q, row, full, tiles.q, slot, META)
+        origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
+        queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)
+        load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
         for n in range(num_blocks):
             row = key_block(num_blocks - 1 - n, block_range, META)[0]
             stage = n_block % STAGES
             origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
-            full = barriers.k_full.index(stage)
-            wait_empty(barriers.k_empty, n_block, STAGES)
-            mbarrier.expect(full, K_BYTES)
-            load_pair(of.k, origin, len_kv, row, full, tiles.k, stage, META)
+            load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
             wait_empty(barriers.v_empty, n_block, STAGES)
             mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
             origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
@@ -575,21 +562,21 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                 row_max = gl.maximum(row_max, sink)
                 if META.IS_UNBOUNDED:
                     factor = exponent_factor(row_max)
-                    origin = exponent_origin(row_max, factor, 0.0)
-                    correction = gl.exp2(exponent_origin(seen, factor, 0.0) - origin)
-                    row_sum = row_sum * correction + gl.exp2(gl.fma(sink + gl.zeros_like(factor), factor, -origin))
+                    scaled_max = scaled_row_max(row_max, factor, 0.0)
+                    correction = gl.exp2(scaled_row_max(seen, factor, 0.0) - scaled_max)
+                    row_sum = row_sum * correction + gl.exp2(gl.fma(sink + gl.zeros_like(factor), factor, -scaled_max))
                 else:
-                    origin = gl.where(row_max == float("-inf"), 0.0, row_max)
-                    correction = gl.exp2(seen - origin)
-                    row_sum = row_sum * correction + gl.exp2(sink - origin)
+                    scaled_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+                    correction = gl.exp2(seen - scaled_max)
+                    row_sum = row_sum * correction + gl.exp2(sink - scaled_max)
                 acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUT))[:, None]
         lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
         if META.IS_SPLIT:
             lse_row = lse_row + part_row(tile.split, batch, num_heads, num_tokens_q, META)
-        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
         if META.IS_UNBOUNDED:
             factor = exponent_factor(row_max)
-            lse, lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, 0.0), row_sum_or_1)
+            lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, 0.0), row_sum_or_1)
             if META.IS_SPLIT:
                 lost_row = lse_row + part_row(args.num_splits, batch, num_heads, num_tokens_q, META)
                 gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
@@ -705,7 +692,6 @@ def hopper_forward(
     is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, group) < 2
     has_idle = has_lengths or x.longest_q * group <= tile.block_m - ROWS.value
     queries = tile.block_m // group
-    blocks = -(-x.longest_q // queries)
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
     parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded) if splits > 1 else None
@@ -735,10 +721,7 @@ def hopper_forward(
         NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
     )
     own_rows = ROWS.value // group
-    if has_lengths:
-        table = work_table(x, queries, "q", by_sequence=False)
-    else:
-        table = torch.zeros(1, dtype=torch.int32, device=out.device)
+    work = forward_work(x, queries, group)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = Arguments(
@@ -754,13 +737,7 @@ def hopper_forward(
             max_logit_ptr=max_logit,
             parts_ptr=None if parts is None else parts.out,
         ),
-        work=Work(
-            table_ptr=table,
-            num_heads=x.num_heads,
-            group_size=x.group_size,
-            blocks=blocks,
-            heads_per_l2_section=query_heads_per_l2_section(x) // group,
-        ),
+        work=work,
         num_splits=None if parts is None else splits,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,

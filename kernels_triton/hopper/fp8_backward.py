@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.primitives import LOG2E, head_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.common.work_table import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
     backward_work,
@@ -93,7 +93,7 @@ class Fp8BackwardTile(NamedTuple):
     block_m: int  # queries that dk and dv take at a time
     # Stages of q and dout in FP8, then in 16 bits of dout and of q; the last two differ only where columns are split.
     dkdv_stages: tuple[int, int, int]
-    splits_columns: bool  # of dk and dv between the warpgroups: 64 keys a program instead of 128
+    splits_columns: bool  # the warpgroups split columns of dk and dv: 64 keys a program instead of 128
 
     @property
     def keys(self) -> int:
@@ -260,7 +260,7 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
         s_factor *= args.scores.scale * LOG2E
     n = 0
     head = 0
-    for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
+    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
         row = query_block(n, block.block_range, META)[0]
         descale_q = _clipped_descale(args.descales.q, b, h + head, row, len_q)
         descale_dout = _clipped_descale(args.descales.dout, b, h + head, row, len_q)

@@ -33,7 +33,7 @@ class DqSteps(NamedTuple):
 class DqArguments(NamedTuple):
     descriptors: DqDescriptors
     statistics_ptr: Any
-    tiles_of_statistics: int  # of a head
+    tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
     descales: BackwardDescales
@@ -43,7 +43,7 @@ class DqArguments(NamedTuple):
     steps: DqSteps
     scores: Scores
     dropout: Dropout | None  # there is none
-    lists: BlockMaskLists | None  # of key blocks
+    lists: BlockMaskLists | None  # lists of key blocks
 
 
 class DqTiles(NamedTuple):
@@ -108,7 +108,7 @@ class DkdvSteps(NamedTuple):
 
 class DkdvArguments(NamedTuple):
     descriptors: DkdvDescriptors
-    tiles_of_statistics: int  # of a head
+    tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
     descales: BackwardDescales
@@ -118,7 +118,7 @@ class DkdvArguments(NamedTuple):
     steps: DkdvSteps
     scores: Scores
     dropout: Dropout | None  # there is none
-    lists: BlockMaskLists | None  # of query blocks
+    lists: BlockMaskLists | None  # lists of query blocks
 
 
 class DkdvTiles(NamedTuple):

@@ -36,8 +36,8 @@ class Fp8FusedTile(NamedTuple):
     """A row for the FP8 backward on sm_90 in one kernel: it serves head dims up to `head_dim`, of q and k and of v."""
 
     head_dim: int
-    queries: int  # of an iteration, and of a tile of statistics and of dq
-    dq_stages: int  # of dq in shared memory
+    queries: int  # queries of an iteration, and of a tile of statistics and of dq
+    dq_stages: int  # stages of dq in shared memory
 
     # The order of an iteration's products, as in `HopperFusedTile`
     dp_first = True
@@ -93,7 +93,7 @@ def _load(buffers: Buffers, block: Block, args: FusedArguments, origins: Origins
         s_factor *= args.scores.scale * LOG2E
     n = 0
     head = 0
-    for m_block in range(block.num_blocks * args.work.group_size):  # of all query heads
+    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
         row = query_block(n, block.block_range, META)[0]
         stage = m_block % STAGES
         scale_row = gl.minimum(row, len_q - 1)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,19 +20,20 @@ from flexattn.kernels_triton.common.primitives import (
     LOG2E,
     LOWEST,
     exponent_factor,
-    exponent_origin,
     head_of,
     log_of_sum,
     logits,
     packed_start,
     positive_factor,
+    scaled_row_max,
 )
 from flexattn.kernels_triton.common.problem import Problem, with_features
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
-from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
 from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask
 from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
+from flexattn.kernels_triton.hopper.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.hopper.fp8 import (
     BLOCK,
     P_SCALE,
@@ -56,9 +55,7 @@ from flexattn.kernels_triton.hopper.pairs import (
     Pair,
     allocate_pair,
     allocate_tiles,
-    load_pair,
     origin_of,
-    pair_bytes,
     pair_descriptor,
     score_product,
 )
@@ -74,15 +71,15 @@ from flexattn.kernels_triton.hopper.tile_scheduler import (
     Work,
     broadcast_end,
     broadcast_tile,
+    forward_work,
     num_work_tiles,
-    query_heads_per_l2_section,
     receive_tile,
     sequence_of,
     work_tile,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
-_COLUMNS = gl.constexpr(8)  # of the product that sums p: wgmma's least N, all alike
+_COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's least N, all alike
 _ONE = gl.constexpr(0x38)  # 1 in e4m3
 
 
@@ -93,9 +90,9 @@ class Fp8Tile(NamedTuple):
     head_dim_v: int
     block_m: int  # 64 for each consumer warpgroup
     block_n: int
-    num_stages: int  # of k and of v in shared memory
+    num_stages: int  # stages of k and of v in shared memory
     q_stages: int
-    registers: int  # of a consumer's thread
+    registers: int  # registers of a consumer's thread
     parts: int  # in which v is summed, for want of registers
 
 
@@ -135,13 +132,13 @@ class Fp8ForwardMeta(NamedTuple):
     BLOCK_N: int
     QK0: int  # head dims as the tiles hold them, in one or two parts
     QK1: int
-    V0: int  # of a part of v
+    V0: int  # columns of a part of v
     PARTS: int
     STAGES: int
     Q_STAGES: int
     CONSUMERS: int
     REGISTERS: int
-    NUMBERS: int  # that make a tile: (first query, head, batch), with lengths (first token, queries, keys), then three scales
+    NUMBERS: int  # numbers of a tile: (first query, head, batch), with lengths (first token, queries, keys), then three scales
 
 
 class Descriptors(NamedTuple):
@@ -169,7 +166,7 @@ class Arguments(NamedTuple):
     band: Band
     steps: Steps
     scores: Scores
-    lists: BlockMaskLists | None  # of key blocks
+    lists: BlockMaskLists | None  # lists of key blocks
 
 
 class Tiles(NamedTuple):
@@ -205,7 +202,7 @@ class Invariants(NamedTuple):
     h_kv: Any
     descales: Descales
     descale_q: Any
-    descale: Any  # of a score, where k has one scale
+    descale: Any  # descale of a score, where k has one scale
     q_slot: Any
     zeros: Any
     no_sum: Any  # zeros in the layout of a part of out
@@ -220,21 +217,18 @@ class Carry(NamedTuple):
     acc: Any
     acc1: Any
     descale_v: Any
-    n_block: Any  # of all that this consumer has taken
+    n_block: Any  # counts the blocks that this consumer has taken
 
 
 @gluon.jit
 def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     of, steps, work = args.descriptors, args.steps, args.work
-    CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
     batch = args.lengths_q.batch
     num_tokens_kv = args.lengths_kv.num_tokens
     amount = num_work_tiles(work, work.num_heads, batch, META)
-    n_block = 0  # of all work tiles
+    n_block = 0  # counts the blocks of all work tiles
     n_tile = 0
     t = gl.program_id(0)
     while t < amount:
@@ -254,22 +248,14 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
         num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
         place_kv = packed_start(args.lengths_kv, b, sequence.start_kv)
         v_block = h_kv * args.v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
-        for consumer in gl.static_range(CONSUMERS):
-            row = first_row + consumer * ROWS
-            origin = origin_of(steps.q, sequence.start_q, h, b)
-            slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
-            full = barriers.q_full.index(slot)
-            mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(full, Q_BYTES)
-            load_pair(of.q, origin, sequence.len_q, row, full, tiles.q, slot, META)
+        origin = origin_of(steps.q, sequence.start_q, h, b)
+        queries = LoadedRows(origin=origin, first=first_row, length=sequence.len_q)
+        load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
         for n in range(num_blocks):
             row = key_block(num_blocks - 1 - n, block_range, META)[0]
             stage = n_block % STAGES
             origin = origin_of(steps.k, sequence.start_kv, h_kv, b)
-            full = barriers.k_full.index(stage)
-            wait_empty(barriers.k_empty, n_block, STAGES)
-            mbarrier.expect(full, K_BYTES)
-            load_pair(of.k, origin, len_kv, row, full, tiles.k, stage, META)
+            load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
             wait_empty(barriers.v_empty, n_block, STAGES)
             mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
             place = [v_block + row // BLOCK, 0, row % BLOCK]
@@ -333,17 +319,17 @@ def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
     if META.IS_UNBOUNDED:
         new_max = gl.maximum(row_max, gl.max(s, 1))
         factor = exponent_factor(new_max)
-        origin = exponent_origin(new_max, factor, P_SHIFT)
-        p = gl.exp2(gl.fma(s, factor[:, None], -origin[:, None]))
-        before = exponent_origin(row_max, factor, P_SHIFT)
+        scaled_max = scaled_row_max(new_max, factor, P_SHIFT)
+        p = gl.exp2(gl.fma(s, factor[:, None], -scaled_max[:, None]))
+        before = scaled_row_max(row_max, factor, P_SHIFT)
         quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
-        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(before - origin))
+        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(before - scaled_max))
     else:
         new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-        origin = gl.maximum(new_max, LOWEST)  # for -inf too exp2(-inf - origin) is 0
-        p = gl.exp2(s * factor[:, None] - (origin - P_SHIFT)[:, None])
+        scaled_max = gl.maximum(new_max, LOWEST)  # for -inf too exp2(-inf - scaled_max) is 0
+        p = gl.exp2(s * factor[:, None] - (scaled_max - P_SHIFT)[:, None])
         quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
-        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(row_max - origin))
+        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(row_max - scaled_max))
 
 
 @gluon.jit
@@ -369,7 +355,7 @@ def _attend(
     descale = same.descale
     row_max, row_sum, acc, acc1 = carry.row_max, carry.row_sum, carry.acc, carry.acc1
     descale_v, n_block = carry.descale_v, carry.n_block
-    DTYPE: gl.constexpr = gl.float8e4nv  # of p
+    DTYPE: gl.constexpr = gl.float8e4nv  # dtype of p
     BLOCK_N: gl.constexpr = META.BLOCK_N
     V0: gl.constexpr = META.V0
     OUT: gl.constexpr = same.no_sum.type.layout
@@ -441,7 +427,7 @@ def _store_lse(lse_ptr, rows, len_q, row_max, row_sum_or_1, META: gl.constexpr):
     # row_sum_or_1: 1 for a row that sees nothing
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
-        lse, _lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, P_SHIFT), row_sum_or_1)
+        lse, _lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, P_SHIFT), row_sum_or_1)
         gl.store(lse_ptr + rows, lse, mask=rows < len_q)
     else:
         gl.store(lse_ptr + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
@@ -489,7 +475,7 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
             own = gl.where(row_max == float("-inf"), 0.0, P_SCALE)
             if META.IS_UNBOUNDED:
                 factor = exponent_factor(row_max)
-                own = gl.exp2(gl.fma(row_max, factor, -exponent_origin(row_max, factor, P_SHIFT)))
+                own = gl.exp2(gl.fma(row_max, factor, -scaled_row_max(row_max, factor, P_SHIFT)))
             row_sum = row_sum + gl.convert_layout(own, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
         mbarrier.wait(barriers.q_full.index(q_slot), (n_tile // META.Q_STAGES) & 1)
@@ -533,7 +519,7 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * args.work.num_heads + h).to(gl.int64) * args.lengths_q.num_tokens + start_q
         row_sum = gl.convert_layout(gl.max(carry.row_sum, 1), BY_ROW)
-        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
         _store_lse(args.lse_ptr + lse_row, rows, len_q, carry.row_max, row_sum_or_1, META)
         normaliser = gl.convert_layout(carry.descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = tiles.out.index(CONSUMER)
@@ -625,7 +611,7 @@ def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -
 def slower(problem: Problem) -> str | None:
     """Returns why the kernel was not measured to be faster than the portable one for this problem; None: it was."""
     x = problem
-    tokens = x.q.numel() // x.q.shape[-1]  # of all heads
+    tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if x.window_right is None else 0.5)
     longest = max(x.longest_q, x.longest_kv)
     if x.is_modified or x.window_left is not None:
@@ -662,7 +648,6 @@ def hopper_fp8_forward(
     v0 = tile.head_dim_v // tile.parts
     has_lengths = x.cu_seqlens_q is not None
     has_idle = has_lengths or x.longest_q <= tile.block_m - ROWS.value
-    blocks = triton.cdiv(x.longest_q, tile.block_m)
     meta = Fp8ForwardMeta(
         HAS_IDLE=has_idle,
         SKIPS=x.block_mask is None and (has_idle or x.window_left is not None or x.window_right is not None),
@@ -693,11 +678,9 @@ def hopper_fp8_forward(
         v=transposed_descriptor(v_transposed, tile.head_dim_v, tile.block_n),
         out=ragged_descriptor(out, ROWS.value, tile.head_dim_v),
     )
+    work = forward_work(x, tile.block_m)
     if has_lengths:
-        table = work_table(x, tile.block_m, "q", by_sequence=False)
         zero_padding(x, out, "q", lse)
-    else:
-        table = torch.zeros(1, dtype=torch.int32, device=out.device)
     arguments = Arguments(
         descriptors=descriptors,
         lse_ptr=lse,
@@ -705,19 +688,13 @@ def hopper_fp8_forward(
         softmax_offset_ptr=x.softmax_offset,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,
-        work=Work(
-            table_ptr=table,
-            num_heads=x.num_heads,
-            group_size=x.group_size,
-            blocks=blocks,
-            heads_per_l2_section=query_heads_per_l2_section(x),
-        ),
+        work=work,
         v_blocks=v_transposed.shape[1],
         band=x.band,
         steps=Steps(q=step_of(x.q), k=step_of(x.k), out=step_of(out)),
         scores=x.scores,
         lists=x.lists("kv"),
     )
-    programs = min(num_processors(out.device), blocks * x.batch * x.num_heads)
+    programs = min(num_processors(out.device), work.blocks * x.batch * x.num_heads)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     launch(_attn_fwd_fp8_hopper_kernel, programs, out.device, launch_tile, (arguments, x.mods, meta))

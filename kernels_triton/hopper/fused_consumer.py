@@ -52,7 +52,7 @@ class FusedMeta(NamedTuple):
     PINGPONG: bool
     DV_WITH_DK: bool
     DOUT_APART: bool
-    DQ_STAGES: int  # of dq in shared memory
+    DQ_STAGES: int  # stages of dq in shared memory
 
 
 class FusedDescriptors(NamedTuple):
@@ -85,17 +85,17 @@ class FusedSteps(NamedTuple):
 
 class FusedArguments(NamedTuple):
     descriptors: FusedDescriptors
-    tiles_of_statistics: int  # of a head
+    tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
-    descales: BackwardDescales | None  # of q, k, v and dout in FP8
+    descales: BackwardDescales | None  # descales of q, k, v and dout in FP8
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
     steps: FusedSteps
     scores: Scores
     dropout: Dropout | None  # in FP8 there is none
-    lists: BlockMaskLists | None  # of query blocks
+    lists: BlockMaskLists | None  # lists of query blocks
 
 
 class FusedTiles(NamedTuple):
@@ -112,7 +112,7 @@ class FusedTiles(NamedTuple):
     k16: Any
     v: Any
     statistics: Any
-    factors: Any  # of each block of queries those of its scores and of its dp
+    factors: Any  # for each block of queries those of its scores and of its dp
     ds: Any
     dq: Any
 
@@ -203,7 +203,7 @@ def consume_fused(
             own_k = tiles.k.index(opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
             first_scores = _begin_scores(tiles, own_k, barriers, 0, 0, iterations > 0, META)
             kq = warpgroup_mma_wait(0, deps=[first_scores])
-    for m_block in range(iterations):  # of all query heads
+    for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.work_table import zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work
 from flexattn.kernels_triton.hopper.conditions import KEYS
 from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of

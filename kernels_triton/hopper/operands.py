@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS = gl.constexpr(64)  # of a warpgroup's operand: wgmma's M
+ROWS = gl.constexpr(64)  # rows of a warpgroup's operand: wgmma's M
 
 
 @gluon.jit

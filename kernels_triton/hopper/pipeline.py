@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
 
-STAGES = gl.constexpr(2)  # of q and of dout in the fused backward
+STAGES = gl.constexpr(2)  # stages of q and of dout in the fused backward
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ class ForwardBarriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    tile_full: Any  # of the two slots through which a work tile is broadcast, and these slots
+    tile_full: Any  # barriers of the two slots through which a work tile is broadcast, and these slots
     tile_empty: Any
     tile_slots: Any
 

@@ -17,8 +17,8 @@ from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
+from flexattn.kernels_triton.common.tile_schedule import side_of
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.common.work_table import side_of
 from flexattn.kernels_triton.hopper.fp8 import BLOCK, Descale, Scale, quads_assembly
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
@@ -228,7 +228,7 @@ def quantize(
 class DequantizeArguments(NamedTuple):
     x: Rows
     lengths: Lengths
-    descale: Descale  # of blocks of a multiple of a program's rows
+    descale: Descale  # descales of blocks of a multiple of a program's rows
     out: Rows
     num_heads: int
     blocks: int

@@ -5,11 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, exponent_origin
+from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, scaled_row_max
 from flexattn.kernels_triton.hopper.dropout import kept
 from flexattn.kernels_triton.hopper.operands import pack_pairs
 
-_RESCALE_THRESHOLD = gl.constexpr(8.0)  # of a row's maximum, in units of log2, up to which sums are not rescaled
+_RESCALE_THRESHOLD = gl.constexpr(8.0)  # rise of a row's maximum, in units of log2, up to which sums are not rescaled
 
 
 @gluon.constexpr_function
@@ -34,7 +34,7 @@ def _rescale_constraints(count):
 def rescaled(acc, correction, META: gl.constexpr):
     correction = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
     if META.LAZY:
-        COUNT: gl.constexpr = META.V0 // 2  # of a thread
+        COUNT: gl.constexpr = META.V0 // 2  # elements of a thread
         assembly: gl.constexpr = _rescale_assembly(COUNT)
         constraints: gl.constexpr = _rescale_constraints(COUNT)
         acc, correction = gl.broadcast(acc, correction)
@@ -74,18 +74,18 @@ def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: 
         else:
             new_max = gl.maximum(row_max, new_max)
         factor = exponent_factor(new_max)
-        origin = exponent_origin(new_max, factor, 0.0)
-        p = gl.exp2(gl.fma(qk, factor[:, None], -origin[:, None]))
-        correction = gl.exp2(exponent_origin(row_max, factor, 0.0) - origin)
+        scaled_max = scaled_row_max(new_max, factor, 0.0)
+        p = gl.exp2(gl.fma(qk, factor[:, None], -scaled_max[:, None]))
+        correction = gl.exp2(scaled_row_max(row_max, factor, 0.0) - scaled_max)
     else:
         new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
         if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
             new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
-        origin = gl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-        p = gl.exp2(qk * scale_log2 - origin[:, None])
-        correction = gl.exp2(row_max - origin)
+        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
+        p = gl.exp2(qk * scale_log2 - scaled_max[:, None])
+        correction = gl.exp2(row_max - scaled_max)
     row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
     return pairs, new_max, row_sum, correction

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -11,17 +12,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from flexattn.kernels_triton.common.arguments import Lengths
 from flexattn.kernels_triton.common.primitives import load_sequence
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tile_schedule import tile_schedule
+from flexattn.kernels_triton.common.tiles import cdiv
 
-_L2_BYTES = 32 * 2**20  # of what is read, or added to, again and again while it is in L2
+_L2_BYTES = 32 * 2**20  # bytes that are read, or added to, again and again while they are in L2
 
 
 class Work(NamedTuple):
     """Work tiles: blocks of a head's queries or keys, and the order in which programs take them."""
 
-    table_ptr: Any  # `work_table`'s. Without lengths a persistent kernel has its counter alone, and another kernel None
+    table_ptr: Any  # `tile_schedule`'s. Without lengths a persistent kernel has its counter alone, and another kernel None
     num_heads: int
     group_size: int  # query heads that share a key head
-    blocks: int  # of the longest sequence
+    blocks: int  # blocks of the longest sequence
     heads_per_l2_section: int  # `swizzle_heads_for_l2`
 
 
@@ -37,6 +40,22 @@ def query_heads_per_l2_section(problem: Problem) -> int:
     if x.cu_seqlens_q is not None:
         heads, tokens = x.num_heads_kv, x.k.numel() // (x.num_heads_kv * x.k.shape[-1])
     return _heads_in_l2(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
+
+
+def forward_work(problem: Problem, queries: int, group: int = 1) -> Work:
+    """Returns the work tiles of a persistent forward: `queries` of each of `group` heads."""
+    x = problem
+    if x.cu_seqlens_q is None:
+        table = torch.zeros(1, dtype=torch.int32, device=x.device)
+    else:
+        table = tile_schedule(x, queries, "q", by_sequence=False)
+    return Work(
+        table_ptr=table,
+        num_heads=x.num_heads,
+        group_size=x.group_size,
+        blocks=cdiv(x.longest_q, queries),
+        heads_per_l2_section=query_heads_per_l2_section(x) // group,
+    )
 
 
 def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> int:
@@ -97,8 +116,8 @@ def work_tile(t, num_tiles, work: Work, num_heads, batch, META: gl.constexpr):
 @gluon.jit
 def block_of_program(work: Work, num_heads, LAST_FIRST: gl.constexpr, META: gl.constexpr):
     # (block, head, batch) of this program of a backward: of a section of heads the blocks with the most to do first. With lengths
-    # one sequence of a section comes after the other, as `work_table` has them, and where there are fewer blocks than programs, a
-    # block is past every sequence's end.
+    # one sequence of a section comes after the other, as `tile_schedule` has them, and where there are fewer blocks than programs,
+    # a block is past every sequence's end.
     pid = gl.program_id(0)
     if META.HAS_LENGTHS:
         t, head = swizzle_heads_for_l2(pid, gl.num_programs(0) // num_heads, num_heads, work.heads_per_l2_section)

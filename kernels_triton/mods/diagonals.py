@@ -75,7 +75,7 @@ def with_diagonals(problem: Problem) -> Problem:
     by_batch, by_head = x.mods.distance_depends_on
     batch = x.batch if by_batch else 1
     heads = x.num_heads if by_head else 1
-    block_mask = x.block_mask  # of which a block may begin before a sequence's end and have tiles past it
+    block_mask = x.block_mask  # a block of it may begin before a sequence's end and have tiles past it
     past = _PAST_THE_END + (0 if block_mask is None else max(block_mask.block_size_q, block_mask.block_size_kv))
     middle_of_keys, middle_of_queries = (2 * triton.cdiv(longest + past, 2) for longest in (x.longest_q, x.longest_kv))
     length = middle_of_keys + middle_of_queries

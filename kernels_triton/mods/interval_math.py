@@ -79,7 +79,7 @@ def remainder(low, high, DIVISOR: tl.constexpr):
 
 @triton.jit
 def either(surely, possibly, low, high, other_low, other_high):
-    # of where(condition, x, other)
+    # bounds of where(condition, x, other)
     low = tl.where(surely, low, tl.where(possibly, tl.minimum(low, other_low), other_low))
     high = tl.where(surely, high, tl.where(possibly, tl.maximum(high, other_high), other_high))
     return low, high

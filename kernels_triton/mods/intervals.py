@@ -79,7 +79,7 @@ class _Lowering:
     def __init__(self, graph: Graph, captures: Sequence[Layout], side: str | None = None) -> None:
         self.graph = graph
         self.side = side
-        self.reads: dict[str, list[Node]] = {"q": [], "kv": []}  # of the whole mask, made for each block once
+        self.reads: dict[str, list[Node]] = {"q": [], "kv": []}  # what the whole mask reads, made for each block once
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
         self.values: dict[Node, _Interval | _Condition | Layout | None] = {}

@@ -38,7 +38,7 @@ _BOUNDS = {
     torch.int32: INT32,
     torch.bool: (0, 1),
 }
-TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # of the tuple of captures, behind them, for all tables of a mod
+TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # entries behind the captures, for all tables of a mod
 _MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # that a generated source names
 _OF_ACCUMULATION = {"sums": "sums", "scales": "scales", "MODE": "MODE: tl.constexpr"}  # its further parameters
 _RESERVED = {*_MODULES, "captures", *_OF_ACCUMULATION}
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
     name: str
     dtype: torch.dtype
     ndim: int  # -1 for a number
-    start: int  # of its entries in the tuple: the pointer, then sizes and strides, encoded; or the number
+    start: int  # place of its entries in the tuple: the pointer, then sizes and strides, encoded; or the number
     is_row_contiguous: bool  # neighbours in the last dim are neighbours in memory
     is_wide: bool  # offsets need 64 bits
 
@@ -240,7 +240,7 @@ class _Lowering:
         for node in graph.nodes:  # a read is named after what it reads
             if node.op == "call_function" and node.target is torch.ops.aten.index:
                 self.names[node] = self._named(f"{self.names[node.args[0]]}_value")
-        # of each pointer the names of its sizes and strides, one for each dim
+        # for each pointer the names of its sizes and strides, one for each dim
         self.sizes: dict[str, list[str]] = {}
         self.strides: dict[str, list[str]] = {}
 

@@ -12,7 +12,7 @@ INT64 = (-(2**63), 2**63 - 1)
 class Value(NamedTuple):
     text: str
     kind: str  # "float", "int" or "bool"
-    bounds: tuple[int, int] = INT64  # of an int
+    bounds: tuple[int, int] = INT64  # bounds of an int
     is_literal: bool = False
 
     @property

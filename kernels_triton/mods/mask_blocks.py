@@ -19,7 +19,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 BLOCK = 128  # queries, and keys, of a block
 SHORTEST = 8 * BLOCK  # where fewer blocks could be skipped, lists save nothing
-_MOST_ENTRIES = 2**28  # of all lists
+_MOST_ENTRIES = 2**28  # entries of all lists
 _CHUNK = 64  # blocks that a program looks at together
 _READ_TOGETHER = 8  # blocks of which a program reads captures together
 _TILE = Tile(block_m=BLOCK, block_n=BLOCK, num_warps=4, num_stages=1)
@@ -43,7 +43,7 @@ class RangeArguments(NamedTuple):
     captures: Any  # the tensors and numbers that the mods read, a tuple
     batch: int
     heads: int
-    blocks: int  # of either side, at most
+    blocks: int  # blocks of either side, at most
     ranges_ptr: Pointer  # int64 [2 * (Q_RANGES + KV_RANGES), batch, heads, blocks]
 
 
@@ -66,7 +66,7 @@ def _block_ranges_kernel(args: RangeArguments, MODS: tl.constexpr, META: tl.cons
     base = args.ranges_ptr + (tl.cast(b, tl.int64) * heads + h) * blocks + block
     step = tl.cast(args.batch, tl.int64) * heads * blocks
     if Q_ENDS > 0:
-        last = tl.maximum(tl.minimum(first + BLOCK, args.longest_q) - 1, first)  # of a last block, what there is
+        last = tl.maximum(tl.minimum(first + BLOCK, args.longest_q) - 1, first)  # the last block ends with the sequence
         ends = MODS.ranges_of_q_block(one + b, one + h, first, last, captures, BLOCK)
         for n in tl.static_range(Q_ENDS):
             tl.store(base + n * step, ends[n], mask=block < blocks)
@@ -111,7 +111,7 @@ class ListArguments(NamedTuple):
     heads: int
     rows: int  # blocks that have a list
     columns: int  # blocks that may be in one
-    blocks: int  # of either side, at most
+    blocks: int  # blocks of either side, at most
     ranges_ptr: Pointer  # what `_block_ranges_kernel` wrote
     lists: ListPointers
 
@@ -148,7 +148,7 @@ def _mask_blocks_kernel(args: ListArguments, MODS: tl.constexpr, META: tl.conste
         first = one + row * BLOCK
         other_first = others.to(tl.int64) * BLOCK
         q_low, kv_low = (other_first, first) if META.OF_QUERIES else (first, other_first)
-        # of a last block, what there is
+        # the last block ends with the sequence
         q_high = tl.maximum(tl.minimum(q_low + BLOCK, longest_q) - 1, q_low)
         kv_high = tl.maximum(tl.minimum(kv_low + BLOCK, longest_kv) - 1, kv_low)
         q_block, kv_block = (others, one + row) if META.OF_QUERIES else (one + row, others)

@@ -176,7 +176,7 @@ def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVE
         tl.atomic_add(sums + offset, value.to(sums.dtype.element_ty), mask=inside & (value != 0.0), sem="relaxed")
     else:
         value = tl.where(inside, value, 0.0)
-        if MODE == "max":  # of floats that are not negative, whose bits are in their order
+        if MODE == "max":  # floats that are not negative, whose bits are in their order
             largest = tl.abs(value)
             if not (OVER_Q and OVER_KV):
                 largest = tl.max(tl.where(largest == largest, largest, float("inf")))

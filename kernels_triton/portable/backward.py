@@ -63,7 +63,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 class _QuerySums(NamedTuple):
     dq0: Any
     dq1: Any
-    row_sum: Any  # of the probabilities
+    row_sum: Any  # the sum of the probabilities
 
 
 class _QueryBlock(NamedTuple):
@@ -148,7 +148,7 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
 
 class DqArguments(NamedTuple):
     inputs: Inputs
-    lists: BlockMaskLists | None  # of blocks of keys
+    lists: BlockMaskLists | None  # lists of key blocks
     saved: Saved
     dout: Rows
     dq: Rows
@@ -326,7 +326,7 @@ class _HeadRows(NamedTuple):
 
 class DkdvArguments(NamedTuple):
     inputs: Inputs
-    lists: BlockMaskLists | None  # of blocks of queries
+    lists: BlockMaskLists | None  # lists of query blocks
     dout: Rows
     dk: Rows | None  # with num_splits > 1 one dk and one dv for each split of a group's query heads
     dv: Rows | None

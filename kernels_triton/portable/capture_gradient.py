@@ -39,10 +39,10 @@ FEW = 2**16  # elements of a capture that millions of scores may read each: n ro
 
 class Arguments(NamedTuple):
     inputs: Inputs
-    lists: BlockMaskLists | None  # of blocks of keys
+    lists: BlockMaskLists | None  # lists of key blocks
     dout: Rows
     statistics: Statistics
-    sums: Any  # of each capture that needs a gradient, as MODE says: a tuple of tensors
+    sums: Any  # a tuple: for each capture that needs a gradient a tensor, as MODE says
     scales: Any
 
 

@@ -25,7 +25,6 @@ from flexattn.kernels_triton.common.primitives import (
     descaled,
     dropout_keep,
     exponent_factor,
-    exponent_origin,
     fp8_product,
     head_of,
     load_descale,
@@ -39,6 +38,7 @@ from flexattn.kernels_triton.common.primitives import (
     positive_factor,
     row_pointer,
     row_steps,
+    scaled_row_max,
     store_tile,
     store_zeros,
     transposed_head,
@@ -61,11 +61,11 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_pro
 
 class Arguments(NamedTuple):
     inputs: Inputs
-    lists: BlockMaskLists | None  # of blocks of keys
+    lists: BlockMaskLists | None  # lists of key blocks
     out: Rows
     lse_ptr: Pointer
     max_logit_ptr: Pointer  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
-    num_splits: int | None  # of the keys; out and lse are then `split_kv.Parts`. None: they are the results
+    num_splits: int | None  # parts of the keys, with out and lse as `split_kv.Parts`; None: out and lse are the results
     v_t: Channels | None  # in FP8
 
 
@@ -139,16 +139,16 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.IS_UNBOUNDED:
             new_max = tl.maximum(row_max, tl.max(s, 1))
             factor = exponent_factor(new_max)
-            origin = exponent_origin(new_max, factor, OFFSET)
-            decay = tl.exp2(exponent_origin(row_max, factor, OFFSET) - origin)
-            p = tl.exp2(tl.fma(s, factor[:, None], -origin[:, None]))
+            scaled_max = scaled_row_max(new_max, factor, OFFSET)
+            correction = tl.exp2(scaled_row_max(row_max, factor, OFFSET) - scaled_max)
+            p = tl.exp2(tl.fma(s, factor[:, None], -scaled_max[:, None]))
         else:
             new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-            origin = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet: exp2(-inf - 0) is 0
-            decay = tl.exp2(row_max - origin)
-            origin -= OFFSET  # p, and so row_sum and acc, are scaled to fill the range of e4m3
-            p = tl.exp2(tl.fma(s, factor, -origin[:, None]))
-        row_sum = row_sum * decay + tl.sum(p, 1)
+            scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
+            correction = tl.exp2(row_max - scaled_max)
+            scaled_max -= OFFSET  # p, and so row_sum and acc, are scaled to fill the range of e4m3
+            p = tl.exp2(tl.fma(s, factor, -scaled_max[:, None]))
+        row_sum = row_sum * correction + tl.sum(p, 1)
         row_max = new_max
         if META.HAS_DROPOUT:
             b_h = head.b * inputs.num_heads + head.h
@@ -157,17 +157,17 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             p = p.to(tl.float8e4nv)
             descale_v = load_descale(scales.v, head.b, block.h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
             product = fp8_product(p, block.v_t, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-            acc0 = acc0 * decay[:, None] + product * descale_v
+            acc0 = acc0 * correction[:, None] + product * descale_v
             if META.V1 > 0:
                 product = fp8_product(p, block.v_t, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-                acc1 = acc1 * decay[:, None] + product * descale_v
+                acc1 = acc1 * correction[:, None] + product * descale_v
         else:
             v0 = load_tile(v_pointer, block.v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             p = p.to(v0.dtype)
-            acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=META.PRECISION)
+            acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
                 v1 = load_tile(v_pointer, block.v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-                acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=META.PRECISION)
+                acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k_step
             v_pointer += BLOCK_N * block.v_step
@@ -201,7 +201,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
     b_h = b * num_heads + h
-    place = (h * batch + b) * blocks + block  # of what is left for each block of queries
+    place = (h * batch + b) * blocks + block  # where each block of queries leaves its part
     if num_splits is not None:
         place = place * num_splits + split
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
@@ -308,22 +308,22 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         new_max = tl.maximum(row_max, sink)
         if META.IS_UNBOUNDED:
             factor = exponent_factor(new_max)
-            origin = exponent_origin(new_max, factor, OFFSET)
-            decay = tl.exp2(exponent_origin(row_max, factor, OFFSET) - origin)
-            row_sum = row_sum * decay + tl.exp2(tl.fma(sink, factor, -origin))
+            scaled_max = scaled_row_max(new_max, factor, OFFSET)
+            correction = tl.exp2(scaled_row_max(row_max, factor, OFFSET) - scaled_max)
+            row_sum = row_sum * correction + tl.exp2(tl.fma(sink, factor, -scaled_max))
         else:
-            origin = tl.where(new_max == float("-inf"), 0.0, new_max)
-            decay = tl.exp2(row_max - origin)
-            row_sum = row_sum * decay + tl.exp2(sink - origin + OFFSET)
-        rescale *= decay
+            scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            correction = tl.exp2(row_max - scaled_max)
+            row_sum = row_sum * correction + tl.exp2(sink - scaled_max + OFFSET)
+        rescale *= correction
         row_max = new_max
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees nothing: its out is 0 / 1, its lse -inf + 0
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
     if META.IS_FP8 and not META.HAS_BLOCK_SCALES:
         rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
-        lse, lost = log_of_sum(row_max, factor, exponent_origin(row_max, factor, OFFSET), row_sum)
+        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, OFFSET), row_sum)
         if num_splits is not None:
             lost_base = lse_base + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
             tl.store(lost_base + rows, lost, mask=rows < len_q)

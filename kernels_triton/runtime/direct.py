@@ -28,7 +28,7 @@ _CONFIG = "7I4xQ24x"  # CUlaunchConfig: grid, block, shared memory, stream, no a
 _STREAM = 32  # where the stream is in it
 _PARAMETERS = 64  # where the arguments begin: first the tensor maps, which are aligned to 64 bytes
 _MAP_BYTES = 128
-_MOST_MAPS = 256  # of one descriptor, kept by address
+_MOST_MAPS = 256  # tensor maps kept of one descriptor, by address
 
 Path = tuple[int, ...]  # an argument, and where in it
 
@@ -169,7 +169,7 @@ class Direct:
         self.maps: list[Path] = []
         self.pointers: list[Path] = []
         others: list[tuple[Path, str, str]] = []  # (where, code, part of a descriptor or "")
-        order: list[tuple[str, int]] = []  # of each parameter of the kernel: which list it is in, and where there
+        order: list[tuple[str, int]] = []  # for each parameter of the kernel, its list and its place there
         for path, kind in _leaves(binary.signature, ()):
             if kind.startswith("tensordesc"):
                 rank = len(self.metas[len(self.maps)]["block_size"])

@@ -40,7 +40,7 @@ class Binary(NamedTuple):
     signature: list[Any]  # Triton's type of each argument; a list for a tuple
     num_warps: int
     shared: int  # bytes
-    maps: list[Any]  # of each descriptor, what its tensor map is encoded with
+    maps: list[Any]  # for each descriptor, what its tensor map is encoded with
     code: bytes
 
 

@@ -18,6 +18,7 @@ from flexattn.dispatch.spec import Gradients
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import preprocess as statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.tile_schedule import tile_schedule, zero_padding
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_FEW_ROWS,
     HOPPER_FORWARD,
@@ -25,7 +26,6 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_backward_tile,
     select_hopper_tile,
 )
-from flexattn.kernels_triton.common.work_table import work_table, zero_padding
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
@@ -192,7 +192,7 @@ def test_compiled(cases: list[tuple[str, int | str, str]]) -> None:
 def test_kernels_launched_beside_them_compile_without_spills() -> None:
     (row, *_) = (row for row in HOPPER_FORWARD if row.head_dim_qk == 128)
     launches = launches_of(row, "everything", others=True)
-    assert {"_work_table_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
+    assert {"_tile_schedule_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
     for name, report in zip(launches, compile_sound([request_for(x, 90) for x in launches.values()]), strict=True):
         assert report.spill_store_bytes == report.stack_bytes == 0, f"{name}: {report}"
 
@@ -364,7 +364,7 @@ def test_table_of_work(lengths: list[int], gap: int, side: Literal["q", "kv"], b
     given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest}
     if gap:
         given |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
-    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), block, side, by_sequence=by_sequence).tolist()
+    table = tile_schedule(Problem(q, q, q, softmax_scale=1.0, **given), block, side, by_sequence=by_sequence).tolist()
     blocks = max(1, -(-longest // block))
     places = []  # (what comes first, entry)
     for b, length in enumerate(lengths):
@@ -391,7 +391,7 @@ def test_table_of_work_holds_wrong_lengths(by_sequence: bool, device: str) -> No
     q = torch.zeros(100, 2, 16, dtype=torch.bfloat16, device=device)
     overlapping = torch.tensor([0, 100, 0, 100, -7, 1000], dtype=torch.int32, device=device)
     given = {"cu_seqlens_q": overlapping, "cu_seqlens_kv": overlapping, "max_seqlen_q": 100, "max_seqlen_kv": 100}
-    table = work_table(Problem(q, q, q, softmax_scale=1.0, **given), 16, "q", by_sequence=by_sequence).tolist()
+    table = tile_schedule(Problem(q, q, q, softmax_scale=1.0, **given), 16, "q", by_sequence=by_sequence).tolist()
     blocks = 7
     assert table[1] <= len(table) - 2
     assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
@@ -449,8 +449,8 @@ def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
     assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(FUSED if has_fused else [])]
 
 
-SPLIT = ["_attn_bwd_statistics_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
-FUSED = ["_attn_bwd_statistics_kernel", "_attn_bwd_fused_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
+SPLIT = ["_attn_bwd_preprocess_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
+FUSED = ["_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
 BANDS: list[dict[str, Any]] = [
     {},

@@ -22,7 +22,7 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, dq_sums, fused_consumer, tile_scheduler
+from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, dq_sums, forward_loader, fused_consumer, tile_scheduler
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -190,7 +190,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_forward,
         move("arrive(q_empty)", before="score_product()", within="_run"),
     ),
-    "forward: the loader waits for the wrong phase of k": (hopper_forward, wrong_phase("wait(k_empty)")),
+    "forward: the loader waits for the wrong phase of k": (forward_loader, wrong_phase("wait(k_empty)")),
     "forward: a tile is received before it was broadcast": (tile_scheduler, drop("wait(tile_full)")),
     "forward: too few bytes are expected of v": (hopper_forward, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
     "dq: k is read before it has come": (dq_consumer, drop("wait(scores_full)")),

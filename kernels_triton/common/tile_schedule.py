@@ -48,7 +48,7 @@ class TableMeta(NamedTuple):
 
 
 @kernel
-def _work_table_kernel(args: TableArguments, META: tl.constexpr):
+def _tile_schedule_kernel(args: TableArguments, META: tl.constexpr):
     BLOCK: tl.constexpr = META.BLOCK
     CHUNK: tl.constexpr = _CHUNK
     lengths = args.lengths
@@ -59,8 +59,8 @@ def _work_table_kernel(args: TableArguments, META: tl.constexpr):
     block = tl.program_id(0) // batch * CHUNK + tl.arange(0, CHUNK)
     _own_start, own_length = load_sequence(lengths, b, META.IS_RAGGED)
     own_blocks = tl.cdiv(own_length, BLOCK)
-    after = block if META.LAST_FIRST else own_blocks - 1 - block  # of its sequence's, as many come after this one
-    before = own_blocks - 1 - after if META.BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # of all entries
+    after = block if META.LAST_FIRST else own_blocks - 1 - block  # blocks of its sequence that come after this one
+    before = own_blocks - 1 - after if META.BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # entries that come before this one
     total = 0
     for first in range(0, batch, CHUNK):
         other = first + tl.arange(0, CHUNK)
@@ -82,7 +82,7 @@ def _work_table_kernel(args: TableArguments, META: tl.constexpr):
         tl.store(table_ptr + 1, tl.minimum(total, capacity))
 
 
-def work_table(problem: Problem, block: int, side: Literal["q", "kv"], *, by_sequence: bool) -> Tensor:
+def tile_schedule(problem: Problem, block: int, side: Literal["q", "kv"], *, by_sequence: bool) -> Tensor:
     """int32: a counter at 0, the number of entries, then b * blocks + n for each block n of `block` tokens that has one.
 
     blocks is what the longest sequence has. The blocks to which a causal band gives the most to do come first: the last of queries,
@@ -99,7 +99,7 @@ def work_table(problem: Problem, block: int, side: Literal["q", "kv"], *, by_seq
     table = torch.empty(2 + capacity, dtype=torch.int32, device=problem.device)
     args = TableArguments(lengths=x.lengths, table_ptr=table, blocks=blocks, capacity=capacity)
     meta = TableMeta(BLOCK=block, LAST_FIRST=side == "q", BY_SEQUENCE=by_sequence, IS_RAGGED=x.is_ragged)
-    launch(_work_table_kernel, batch * cdiv(blocks, _CHUNK.value), problem.device, _TILE, (args, meta))
+    launch(_tile_schedule_kernel, batch * cdiv(blocks, _CHUNK.value), problem.device, _TILE, (args, meta))
     return table
 
 
@@ -115,10 +115,10 @@ class PaddingMeta(NamedTuple):
 
     PARTS: int  # programs that share the padding of one sequence and head
     HEAD_DIM: int
-    WIDTH0: int  # of the one or two parts that the head dim is taken in
+    WIDTH0: int  # widths of the one or two parts that the head dim is taken in
     WIDTH1: int
     IS_RAGGED: bool
-    ROWS: int  # of a tile
+    ROWS: int  # rows of a tile
     ALIGN: int
     WIDE_STRIDES: bool
 

@@ -1,0 +1,47 @@
+"""Loads of the forwards for sm_90, in 16 bits and in FP8, by the warp that produces: q of a work tile, a block of keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.pairs import Origin, Pair, load_pair, pair_bytes
+from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
+
+
+class LoadedRows(NamedTuple):
+    """Rows of one sequence and head: from `first` on, up to `length`."""
+
+    origin: Origin
+    first: Any
+    length: Any
+
+
+@gluon.jit
+def load_queries(of: Pair, tiles: Pair, rows: LoadedRows, n_tile, barriers: ForwardBarriers, META: gl.constexpr):
+    # q of the n_tile-th work tile of this program: a tile for each consumer
+    BYTES: gl.constexpr = pair_bytes(of.first.block_type.nbytes, of.second.block_type.nbytes, META.QK1)
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    for consumer in gl.static_range(CONSUMERS):
+        row = rows.first + consumer * (ROWS // META.GROUP)
+        slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
+        full = barriers.q_full.index(slot)
+        mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(full, BYTES)
+        load_pair(of, rows.origin, rows.length, row, full, tiles, slot, META)
+
+
+@gluon.jit
+def load_keys(of: Pair, tiles: Pair, rows: LoadedRows, n_block, barriers: ForwardBarriers, META: gl.constexpr):
+    # k of the n_block-th block of keys of this program
+    BYTES: gl.constexpr = pair_bytes(of.first.block_type.nbytes, of.second.block_type.nbytes, META.QK1)
+    STAGES: gl.constexpr = META.STAGES
+    stage = n_block % STAGES
+    full = barriers.k_full.index(stage)
+    wait_empty(barriers.k_empty, n_block, STAGES)
+    mbarrier.expect(full, BYTES)
+    load_pair(of, rows.origin, rows.length, rows.first, full, tiles, stage, META)
