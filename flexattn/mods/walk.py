@@ -39,6 +39,7 @@ class Scope:
         self.names: set[str] = set()  # of an object that may be anywhere
         self.whole: set[int] = set()  # the objects that may be, by address
         self.chains: dict[int, set[Chain]] = {}  # of the others what is asked of them
+        self.alive: list[Any] = []  # what has these addresses, some of it made by the walk, so that nothing else gets them
         self.formats = False  # values are made text, which may call __repr__
         self.constructs = False  # an object's class may be called
         self.copies = False
@@ -68,6 +69,7 @@ class Scope:
 
     def expose(self, value: Any, chains: frozenset[Chain]) -> None:
         at = id(value)
+        self.alive.append(value)
         if () in chains:
             if at not in self.whole:
                 self.whole.add(at)
@@ -80,6 +82,7 @@ class Scope:
 
     def names_of(self, value: Any) -> set[str]:
         self.used.add(id(value))
+        self.alive.append(value)
         return self.all_names() if id(value) in self.whole else {chain[0] for chain in self.chains.get(id(value), ())}
 
     def beyond(self, value: Any, name: str) -> frozenset[Chain]:

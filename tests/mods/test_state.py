@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.mods.captures import find_captures
 from flexattn.mods.trace import cache_info, clear_cache
+from flexattn.mods.walk import Scope
 
 Q = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0))
 Mask = Callable[..., Any]
@@ -755,3 +757,15 @@ def test_what_is_provably_covered_has_a_key(kind: str) -> None:
         before = cache_info()["traces"]
         attention(Q, Q, Q, mask_mod=mod)
         assert cache_info()["traces"] - before == (kind == "a counter")
+
+
+@pytest.mark.parametrize("look", [lambda scope, x: scope.expose(x, frozenset([()])), lambda scope, x: scope.names_of(x)])
+def test_no_address_in_a_walk_is_anothers(look: Callable[[Scope, Any], Any]) -> None:
+    """A value that the walk itself made would leave its address to the next one, which then had no key: now and then."""
+    scope, value = Scope(), ListOfTwice()
+    gone = weakref.ref(value)
+    look(scope, value)
+    del value
+    assert gone() is not None
+    del scope
+    assert gone() is None
