@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 SUPPORT_IS_FINAL = False  # cuDNN's own answer comes with a plan
 DTYPES = (torch.float16, torch.bfloat16)
-CAPABILITIES = ((9, 0),)  # where the graphs were checked
+OLDEST_CAPABILITY = (8, 0)  # the first that cuDNN has such graphs for
+RUN_ON = ((9, 0),)  # where results were checked; elsewhere cuDNN's plans are all that is known
+RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for it; cuDNN declines it on sm_8x and sm_12x
 OLDEST_LIBRARY = 91900  # what torch 2.11 brings; older versions have more faults than are worth a table
 OLDEST_FRONTEND = (1, 28)  # the first that refuses statistics which cuDNN would read wrongly (cudnn-frontend issue 462)
 MOST_HEADS = 65535
@@ -46,11 +48,21 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
 def device_error(device_type: str, capability: tuple[int, int] | None) -> str | None:
     if device_type != "cuda":
         return f"cuDNN runs on CUDA devices, not on {device_type!r}"
-    if capability not in CAPABILITIES:
-        known = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES)
-        have = "unknown" if capability is None else f"sm_{capability[0]}{capability[1]}"
-        return f"the cuDNN graphs were checked on {known} alone, and this device is {have}; use backend='triton'"
+    if capability is None:
+        return "cuDNN has other graphs for each kind of GPU, and this one's compute capability is unknown; use backend='triton'"
+    if capability < OLDEST_CAPABILITY:
+        return (
+            f"cuDNN's graphs need compute capability 8.0, and this device has {capability[0]}.{capability[1]}; use backend='eager'"
+        )
     return library_error()
+
+
+def not_run_yet(spec: AttentionSpec) -> str | None:
+    """None where results on the spec's kind of GPU were checked, else what is not known."""
+    if spec.capability is None or spec.capability in RUN_ON:
+        return None
+    major, minor = spec.capability
+    return f"not run on sm_{major}{minor} yet: cuDNN's own rules speak for it alone, and no result was checked"
 
 
 @functools.cache
@@ -78,9 +90,14 @@ def library_error() -> str | None:
 
 
 def _known_bad(spec: AttentionSpec, direction: Direction) -> str | None:
+    return known_bad(spec, direction, _version())
+
+
+def _version() -> int:
+    """Returns the library's version as its own number, 91900 for 9.19.0."""
     import cudnn
 
-    return known_bad(spec, direction, cudnn.backend_version())
+    return int(cudnn.backend_version())
 
 
 def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
@@ -410,13 +427,16 @@ def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> b
     A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
     shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has
     a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), and FP8 has no backward over
-    packed sequences, so these have exact plans alone. takes_slot: False only asks, and leaves the first shapes to calls that run.
+    packed sequences, so these have exact plans alone, as have GPUs on which cuDNN has no backward over packed ones. takes_slot:
+    False only asks, and leaves the first shapes to calls that run.
     """
     if spec.fp8 is not None:
         return False
     if spec.mods is not None and reads_tables(spec.mods):
         return False
     if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":
+        return False
+    if spec.capability is not None and spec.capability[0] not in RAGGED_BACKWARD:
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)
     shape = (x.q.shape, x.k.shape)

@@ -61,6 +61,9 @@ class Explanation(NamedTuple):
                 f"tile: {kernels.blocks}",
                 *_splits(kernels),
             ]
+        backend = backend_module(decision.backend)
+        if not backend.SUPPORT_IS_FINAL and (unproved := backend.not_run_yet(spec)):
+            lines.insert(1, unproved)
         if provisional is not None:
             lines.insert(1, f"provisional: {provisional}")
         elif self.is_built and spec is self.spec:

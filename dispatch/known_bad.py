@@ -1,7 +1,7 @@
 """Calls that versions of cuDNN accept and compute wrongly, as data: consulted before cuDNN is asked.
 
-A row says what goes wrong, in which versions, for which specs, and where that is public. What the graphs avoid by construction,
-so that nobody has to be refused, is in `kernels_cudnn` beside the code that avoids it.
+A row says what goes wrong, in which versions, on which GPUs, for which specs, and where that is public. What the graphs avoid by
+construction, so that nobody has to be refused, is in `kernels_cudnn` beside the code that avoids it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 from flexattn.dispatch.spec import AttentionSpec, Direction
 
 ALWAYS = 10**9
+HOPPER = ((9, 0),)
+BLACKWELL = ((10, 0), (10, 3))
 
 
 class KnownBad(NamedTuple):
@@ -21,6 +23,7 @@ class KnownBad(NamedTuple):
     applies: Callable[[AttentionSpec], bool]
     what: str
     issue: str
+    capabilities: tuple[tuple[int, int], ...] | None = None  # compute capabilities that it holds for; None: any, as far as is known
 
 
 def _wide_and_uneven(spec: AttentionSpec) -> bool:
@@ -52,6 +55,7 @@ KNOWN_BAD = (
         _wide_and_uneven,
         "gradients are wrong where both head dims are 128 or more and differ, other than 192 and 128",
         "https://github.com/NVIDIA/TransformerEngine, nvte_get_fused_attn_backend",
+        HOPPER,
     ),
     KnownBad(
         92500,
@@ -86,13 +90,32 @@ KNOWN_BAD = (
         "backend='triton', or no left side of the window",
         "https://github.com/NVIDIA/cudnn-frontend/issues/1009",
     ),
+    KnownBad(
+        0,  # seen in 9.19 and 9.20, on a B200; no version is known to be without it
+        ALWAYS,
+        ("forward",),
+        lambda spec: spec.length_q == 1 and spec.num_heads_kv < 8,
+        "a decoded token comes out wrong where keys and values have fewer than 8 heads; use backend='triton'",
+        "https://github.com/pytorch/pytorch/issues/193893",
+        BLACKWELL,
+    ),
+    KnownBad(
+        0,
+        ALWAYS,
+        ("forward",),
+        lambda spec: spec.fp8 is not None and max(spec.head_dim_qk, spec.head_dim_v) > 192,
+        "FP8 is off in some elements at head dim 256, and no head dim between 192 and that is proved; use backend='triton'",
+        "https://github.com/NVIDIA/cudnn-frontend/issues/981",
+        BLACKWELL,
+    ),
 )
 
 
 def known_bad(spec: AttentionSpec, direction: Direction, version: int) -> str | None:
     """The first row that applies to `spec` on cuDNN `version`, as a reason; None where none does."""
     for row in KNOWN_BAD:
-        if row.first <= version < row.fixed and direction in row.directions and row.applies(spec):
+        is_here = row.capabilities is None or spec.capability in row.capabilities
+        if is_here and row.first <= version < row.fixed and direction in row.directions and row.applies(spec):
             return f"cuDNN {version_text(version)} gets it wrong: {row.what} ({row.issue})"
     return None
 

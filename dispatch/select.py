@@ -26,7 +26,7 @@ OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for
 class Backend(Protocol):
     """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure where a call does not run after all.
 
-    `cannot_build` and `provisional` are those of backends whose support is not final.
+    `cannot_build`, `provisional` and `not_run_yet` are those of backends whose support is not final.
     """
 
     SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
@@ -49,6 +49,9 @@ class Backend(Protocol):
 
     def provisional(self, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
         """None where the call is known to run, else what is not known and how to learn it."""
+
+    def not_run_yet(self, spec: AttentionSpec) -> str | None:
+        """None where results on the spec's kind of GPU were checked, else what is not known."""
 
     def can_be_recorded(self) -> bool:
         """Returns whether all that it does is torch's ops and what `watched` passes on."""
@@ -148,8 +151,12 @@ def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: s
 
 def answer_of(name: str, spec: AttentionSpec, direction: Direction, failures: Failures = ()) -> str:
     """Returns why a backend that was not chosen cannot run the spec, or how to ask for it."""
-    so_far = "" if backend_module(name).SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
-    return unsupported(name, spec, direction, name, failures) or f"can run it{so_far}; ask for it with backend={name!r}"
+    if reason := unsupported(name, spec, direction, name, failures):
+        return reason
+    backend = backend_module(name)
+    so_far = "" if backend.SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
+    unproved = None if backend.SUPPORT_IS_FINAL else backend.not_run_yet(spec)
+    return f"can run it{so_far}{f' ({unproved})' if unproved else ''}; ask for it with backend={name!r}"
 
 
 def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, failures: Failures = ()) -> list[str]:

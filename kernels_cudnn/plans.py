@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
+import json
 import logging
 import re
 import threading
@@ -191,7 +192,7 @@ def target_of(device: torch.device) -> Target:
     described = _deviceless.get()
     if described is not None:
         properties = cudnn.create_device_properties(described)
-        return Target(properties=properties, sm_version=90)
+        return Target(properties=properties, sm_version=json.loads(described)["deviceVer"] // 10)
     return Target(handle=handle_of(device))
 
 

@@ -30,7 +30,12 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "nvte_get_fused_attn_backend": (
         {"head_dim_qk": 256, "head_dim_v": 128},
-        [{"head_dim_qk": 192, "head_dim_v": 128}, {"head_dim_qk": 256, "head_dim_v": 256}, {"head_dim_qk": 128, "head_dim_v": 64}],
+        [
+            {"head_dim_qk": 192, "head_dim_v": 128},
+            {"head_dim_qk": 256, "head_dim_v": 256},
+            {"head_dim_qk": 128, "head_dim_v": 64},
+            {"head_dim_qk": 256, "head_dim_v": 128, "capability": (10, 0)},
+        ],
     ),
     "cudnn-frontend/issues/1072": ({"length_q": 1}, [{"length_q": 2}]),
     "pytorch/issues/174245": ({"dropout": True}, [{"dropout": True, "dropout_in_sixteenths": True}]),
@@ -40,6 +45,22 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"band": Band(9, 0, False), "padding": True},
             {**FP8, "band": Band(9, 0, False)},
             {**FP8, "band": Band(None, 0, False), "padding": True},
+        ],
+    ),
+    "pytorch/issues/193893": (
+        {"capability": (10, 0), "length_q": 1, "num_heads_kv": 4},
+        [
+            {"capability": (9, 0), "length_q": 1, "num_heads_kv": 4},
+            {"capability": (10, 0), "length_q": 2, "num_heads_kv": 4},
+            {"capability": (10, 0), "length_q": 1, "num_heads_kv": 8},
+        ],
+    ),
+    "cudnn-frontend/issues/981": (
+        {**FP8, "capability": (10, 3), "head_dim_qk": 256, "head_dim_v": 256},
+        [
+            {**FP8, "capability": (9, 0), "head_dim_qk": 256, "head_dim_v": 256},
+            {**FP8, "capability": (10, 3), "head_dim_qk": 192},
+            {"capability": (10, 3), "head_dim_qk": 256, "head_dim_v": 256},
         ],
     ),
     "TransformerEngine/pull/2994": (
@@ -182,8 +203,8 @@ def test_fp8_over_packed_sequences_has_no_backward_on_cudnn() -> None:
     ("change", "reason"),
     [
         ({"device_type": "cpu", "capability": None}, "cuDNN runs on CUDA devices, not on 'cpu'"),
-        ({"capability": (8, 0)}, "checked on sm_90 alone, and this device is sm_80; use backend='triton'"),
-        ({"capability": None}, "checked on sm_90 alone, and this device is unknown"),
+        ({"capability": (7, 5)}, "need compute capability 8.0, and this device has 7.5; use backend='eager'"),
+        ({"capability": None}, "this one's compute capability is unknown; use backend='triton'"),
     ],
 )
 def test_other_devices(change: dict[str, Any], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Real cuDNN plans on a machine with no GPU: a stand-in for the CUDA driver, and the properties of an NVIDIA H200.
+"""Real cuDNN plans on a machine with no GPU: a stand-in for the CUDA driver, and the properties of GPUs.
 
 cuDNN asks a driver library for functions by name when it builds a plan, and with a device's properties in hand launches nothing. So
 every name that cuDNN's libraries mention is there and answers "no device", but for the version and for loading the compiled
@@ -15,34 +15,63 @@ import subprocess
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-H200 = json.dumps(
-    {
-        "maxGridSize": [2147483647, 65535, 65535],
-        "maxBlockSize": [1024, 1024, 64],
-        "regsPerBlock": 65536,
-        "multiProcessorCount": 132,
-        "warpSize": 32,
-        "maxSharedMemoryPerBlock": 49152,
-        "maxSharedMemoryPerBlockOptin": 232448,
-        "reservedSharedMemoryPerBlock": 1024,
-        "maxRegistersPerSM": 65536,
-        "maxCtasPerSM": 32,
-        "maxThreadsPerBlock": 1024,
-        "maxThreadsPerSM": 2048,
-        "pciDeviceId": 0,
-        "isTccDriver": 0,
-        "supportCoopLaunch": 1,
-        "smClockRateKHz": 1980000,
-        "memClockRateKHz": 3201000,
-        "l2CacheSize": 62914560,
-        "deviceName": "NVIDIA H200",
-        "deviceVer": 900,
-        "driverVer": 13000,
-        "cudaDeviceId": 0,
-        "totalGlobalMem": 150121545728,
-    }
+
+class _Gpu(NamedTuple):
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int  # bytes that a block may opt in to
+    threads: int  # per processor, as the next
+    blocks: int
+    cache: int  # L2, bytes
+    memory: int  # bytes
+
+
+def _properties(gpu: _Gpu) -> str:
+    """As cudnn's device properties serialize. Clocks and ids are of an NVIDIA H200, and decide nothing."""
+    return json.dumps(
+        {
+            "maxGridSize": [2147483647, 65535, 65535],
+            "maxBlockSize": [1024, 1024, 64],
+            "regsPerBlock": 65536,
+            "multiProcessorCount": gpu.processors,
+            "warpSize": 32,
+            "maxSharedMemoryPerBlock": 49152,
+            "maxSharedMemoryPerBlockOptin": gpu.shared_memory,
+            "reservedSharedMemoryPerBlock": 1024,
+            "maxRegistersPerSM": 65536,
+            "maxCtasPerSM": gpu.blocks,
+            "maxThreadsPerBlock": 1024,
+            "maxThreadsPerSM": gpu.threads,
+            "pciDeviceId": 0,
+            "isTccDriver": 0,
+            "supportCoopLaunch": 1,
+            "smClockRateKHz": 1980000,
+            "memClockRateKHz": 3201000,
+            "l2CacheSize": gpu.cache,
+            "deviceName": gpu.name,
+            "deviceVer": 100 * gpu.capability[0] + 10 * gpu.capability[1],
+            "driverVer": 13000,
+            "cudaDeviceId": 0,
+            "totalGlobalMem": gpu.memory,
+        }
+    )
+
+
+# By NVIDIA's data sheets and the CUDA C++ Programming Guide's table of technical specifications per compute capability.
+_GPUS = (
+    _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 2048, 32, 40 << 20, 80 << 30),
+    _Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 101376, 1536, 16, 6 << 20, 24 << 30),
+    _Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 1536, 24, 72 << 20, 24 << 30),
+    _Gpu("NVIDIA H200", (9, 0), 132, 232448, 2048, 32, 62914560, 150121545728),
+    _Gpu("NVIDIA B200", (10, 0), 148, 232448, 2048, 32, 126 << 20, 180 << 30),
+    _Gpu("NVIDIA B300", (10, 3), 148, 232448, 2048, 32, 126 << 20, 270 << 30),
+    _Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 101376, 1536, 24, 96 << 20, 32 << 30),
 )
+DEVICES = {gpu.capability: _properties(gpu) for gpu in _GPUS}
+H200 = DEVICES[9, 0]
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 DRIVER_VERSION = 13000
