@@ -26,7 +26,7 @@ from flexattn.integrations.te.names import (
     SoftmaxType,
 )
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
-from flexattn.integrations.te.recipe import autocast, fp8_autocast
+from flexattn.integrations.te.recipe import autocast, checkpoint, fp8_autocast
 from flexattn.integrations.te.score_mod import TEScoreMod
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "SoftmaxType",
     "TEScoreMod",
     "autocast",
+    "checkpoint",
     "explain_attention_backend",
     "fp8_autocast",
     "fused_attn_bwd",

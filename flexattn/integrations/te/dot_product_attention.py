@@ -16,12 +16,12 @@ from flexattn.dispatch.spec import Results, parse_format
 from flexattn.in_layout import attend
 from flexattn.integrations.te.backend_selection import environment
 from flexattn.integrations.te.inference import InferenceParams
-from flexattn.integrations.te.layer_scaling import LayerScaling
+from flexattn.integrations.te.layer_scaling import LayerScaling, is_recomputed
 from flexattn.integrations.te.masks import ARBITRARY, Window, diagonal_of, lengths_of, mask_mod_of, mask_type_of, window_of
 from flexattn.integrations.te.names import AttnBiasType, SoftmaxType
 from flexattn.integrations.te.packed_inputs import separate
 from flexattn.integrations.te.quantizers import in_fp8
-from flexattn.integrations.te.recipe import active_recipe
+from flexattn.integrations.te.recipe import Recipe, active_recipe
 from flexattn.integrations.te.score_mod import TEScoreMod
 from flexattn.validation import check_count, check_name, describe
 
@@ -98,6 +98,8 @@ class DotProductAttention(torch.nn.Module):
             raise ValueError(f"kv_channels is {kv_channels!r}; accepted: an int, or a pair (head dim of q and k, of v)")
         ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if not isinstance(attention_dropout, (int, float)) or not 0 <= attention_dropout < 1:
+            raise ValueError(f"attention_dropout is {attention_dropout!r}; accepted: a probability in [0, 1)")
         if num_attention_heads % groups or groups % ranks:
             raise ValueError(
                 f"num_attention_heads is {num_attention_heads}, num_gqa_groups {groups} and tp_size {ranks}; accepted: heads that "
@@ -105,6 +107,18 @@ class DotProductAttention(torch.nn.Module):
             )
         self.head_dim_qk, self.head_dim_v = dims
         self.num_heads, self.num_heads_kv = num_attention_heads // ranks, groups // ranks
+        self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups_per_partition = (
+            num_attention_heads,
+            groups,
+            groups // ranks,
+        )
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = dims
+        self.attention_type, self.sequence_parallel, self.tp_size, self.tp_group = (
+            attention_type,
+            sequence_parallel,
+            ranks,
+            tp_group,
+        )
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type)
         self.window_size = window_of(self.attn_mask_type, window_size)
@@ -115,6 +129,7 @@ class DotProductAttention(torch.nn.Module):
         self.return_max_logit = return_max_logit
         self.deterministic = environment().is_deterministic
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        self._last_recipe: Recipe | None = None  # of a forward
         self._scaling = LayerScaling(self.num_heads, self.num_heads_kv)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # as TransformerEngine's modules, which are made on the GPU
         if softmax_type == "off-by-one":
@@ -129,6 +144,7 @@ class DotProductAttention(torch.nn.Module):
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Raises NotImplementedError for a group of more than one rank, as there is no context parallelism yet."""
+        check_name("cp_comm_type", cp_comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
         groups = cp_group if isinstance(cp_group, (tuple, list)) else [] if cp_group is None else [cp_group]
         ranks = max((torch.distributed.get_world_size(group) for group in groups), default=1)
         if ranks > 1:
@@ -191,7 +207,8 @@ class DotProductAttention(torch.nn.Module):
             inference_params: the cache of keys and values; with a padding type, of which padding_causal is taken as
                 padding_causal_bottom_right.
             pad_between_seqs: whether the padded offsets count; None: where they are others than the plain ones.
-            fp8_output: True gives out in FP8, a `flexattn.fp8.QuantizedTensor`, in an `autocast` with fp8_mha.
+            fp8_output: True gives out in FP8, a `flexattn.fp8.QuantizedTensor`, of FP8 tensors or in an `autocast` with fp8_dpa or
+                fp8_mha.
             bf16_backward: True runs the backward of attention in FP8 on 16-bit tensors.
             score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors: as `TEScoreMod` takes them.
             qkv_layer: q, k and v in one tensor, with a dim of 3 at qkv_interleave_dim, -3 or -2. kv_layer: k and v in one, with a
@@ -206,7 +223,7 @@ class DotProductAttention(torch.nn.Module):
         check_name("core_attention_bias_type", core_attention_bias_type, tuple(AttnBiasType))
         layers = {"query_layer": query_layer, "key_layer": key_layer, "value_layer": value_layer}
         q, k, v, packing = separate({**layers, "qkv_layer": qkv_layer, "kv_layer": kv_layer}, qkv_interleave_dim, fmt)
-        q, k, v, of_fp8 = _in_fp8(q, k, v)
+        q, k, v, of_fp8 = _in_fp8((q, k, v))
         self._check_shapes((q, k, v), fmt)
         mask_type = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
         lengths = _Lengths(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
@@ -247,6 +264,8 @@ class DotProductAttention(torch.nn.Module):
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
         else:
             out, max_logit = run(q, k, v)
+        if of_fp8 and fp8_output:
+            out = _with_one_scale(out)
         return (out, max_logit) if self.return_max_logit else out
 
     def get_extra_state(self) -> Tensor:
@@ -259,6 +278,8 @@ class DotProductAttention(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", None)  # which older checkpoints do not have
+        for part in ("flash_attention", "fused_attention", "unfused_attention"):  # of older ones of TransformerEngine's
+            state_dict.pop(f"{prefix}{part}._extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _check_shapes(self, qkv: tuple[Tensor, Tensor, Tensor], fmt: str) -> None:
@@ -292,7 +313,10 @@ class DotProductAttention(torch.nn.Module):
 
     def _fp8(self, q: Tensor, fp8_output: bool, bf16_backward: bool) -> dict[str, Any]:
         """Returns the arguments for FP8 of a call on 16-bit tensors."""
-        recipe = active_recipe()
+        # A checkpoint of torch's computes again outside of the autocast: as the layer's last forward did.
+        recipe = active_recipe() or (self._last_recipe if is_recomputed() else None)
+        if not is_recomputed():
+            self._last_recipe = recipe
         if recipe is None:
             if fp8_output:
                 raise ValueError("fp8_output is True outside of an autocast with fp8_dpa or fp8_mha; accepted: False")
@@ -300,7 +324,7 @@ class DotProductAttention(torch.nn.Module):
         if q.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"query_layer has dtype {q.dtype} with attention in FP8; accepted: float16, bfloat16")
         made = recipe.attention_recipe(bf16_backward, torch.float8_e4m3fn if fp8_output else None)
-        state = self._scaling.state_for(made, q.device) if made.scaling == "delayed" else None
+        state = self._scaling.state_for(made, q.device, self.training) if made.scaling == "delayed" else None
         return {"fp8_recipe": made, "fp8_state": state}
 
 
@@ -313,20 +337,25 @@ class _Lengths(NamedTuple):
     max_seqlen_kv: int | None = None
 
 
-def _in_fp8(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def _in_fp8(qkv: tuple[Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Returns q, k and v as plain tensors, and the arguments for FP8 where they are FP8 tensors."""
-    layers = (("query_layer", q), ("key_layer", k), ("value_layer", v))
-    found = {name: in_fp8(t, name) for name, t in layers}
+    found = {name: in_fp8(t, name) for name, t in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True)}
     there = [t for t in found.values() if t is not None]
     if not there:
-        return q, k, v, {}
-    if len(there) < len(layers):
+        return *qkv, {}
+    if len(there) < len(qkv):
         names = ", ".join(name for name, t in found.items() if t is not None)
         raise ValueError(f"{names} in FP8 and the others not; accepted: all of query_layer, key_layer and value_layer, or none")
-    dtype = getattr(q, "dtype", torch.bfloat16)  # that an FP8 tensor stands for
+    dtype = getattr(qkv[0], "dtype", torch.bfloat16)  # that an FP8 tensor stands for
     recipe = fp8.Recipe(out_dtype=dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16)
     descales = dict(zip(("descale_q", "descale_k", "descale_v"), (t.descale for t in there), strict=True))
     return there[0].data, there[1].data, there[2].data, {"fp8_recipe": recipe, **descales}
+
+
+def _with_one_scale(out: Tensor) -> fp8.QuantizedTensor:
+    """Returns out in FP8; padding is 0 in it, so that its amax is that of the tokens."""
+    found = fp8.quantize(out.reshape(1, -1, 1, out.shape[-1]), fp8.Recipe(granularity="tensor"))
+    return found._replace(data=found.data.view(out.shape))
 
 
 def _backend(q: Tensor) -> str | None:

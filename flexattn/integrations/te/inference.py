@@ -165,6 +165,8 @@ class InferenceParams:
             self.allocate_memory(layer_number, new_k.device)
         caches = self.cache[layer_number]
         batch, total = len(self._new), sum(self._new)
+        if not batch:
+            raise ValueError("the step has no sequences; call pre_step with those of this step and their new tokens first")
         plan = self._plan(new_k.device)
         self._move(layer_number)
         for name, cache, new in (("new_k", caches[0], new_k), ("new_v", caches[1], new_v)):

@@ -15,6 +15,11 @@ from flexattn.integrations.te.recipe import current_step
 from flexattn.warn import warn_once
 
 
+def is_recomputed() -> bool:
+    """Returns whether a backward runs in this thread: what a checkpoint computes again is to be as it was in the forward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class LayerScaling:
     """Keeper of a layer's `flexattn.fp8.DelayedScaling`, which is made at the first call in FP8.
 
@@ -27,8 +32,8 @@ class LayerScaling:
         self.loaded: dict[str, Tensor] | None = None  # of a checkpoint, until there is a state
         self.step = 0  # to which the scales belong
 
-    def state_for(self, recipe: fp8.Recipe, device: torch.device) -> fp8.DelayedScaling:
-        """Returns the state for a call; with grad mode on it goes to the next step in each new outermost autocast."""
+    def state_for(self, recipe: fp8.Recipe, device: torch.device, is_training: bool) -> fp8.DelayedScaling:
+        """Returns the state for a call; in training it goes to the next step in each new outermost autocast."""
         state, step = self.state, current_step()
         if state is None or state.recipe != recipe or state.scale("q").device != device:
             before = self.loaded if state is None else state.state_dict()
@@ -36,8 +41,7 @@ class LayerScaling:
             if before is not None and all(t.shape == before[name].shape for name, t in state.state_dict().items()):
                 state.load_state_dict(before)
             self.state, self.loaded = state, None
-        is_recomputed = torch._C._current_graph_task_id() != -1  # in a backward: with the scales that the forward had
-        if step != self.step and torch.is_grad_enabled() and not is_recomputed:
+        if step != self.step and is_training and not is_recomputed():
             state.update()
             self.step = step
         return state
@@ -62,7 +66,7 @@ class LayerScaling:
             return
         found = None
         if content.startswith(b"PK"):  # of torch.save; other bytes are another library's
-            with contextlib.suppress(pickle.UnpicklingError):  # an object that is no tensor: another library's too
+            with contextlib.suppress(pickle.UnpicklingError, RuntimeError):  # objects that are no tensors, or cut off
                 found = torch.load(io.BytesIO(content), weights_only=True)
         if isinstance(found, dict) and set(found) == set(fp8.BUFFERS):
             self.loaded = found

@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import enum
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from flexattn import fp8
 from flexattn.validation import check_count, check_name, describe
@@ -48,7 +49,7 @@ class Recipe:
             raise ValueError(f"fp8_format is {self.fp8_format!r}; accepted: Format.E4M3, Format.HYBRID")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class DelayedScaling(Recipe):
     """Scales from the amax of earlier steps.
 
@@ -58,6 +59,7 @@ class DelayedScaling(Recipe):
         amax_history_len: steps that are remembered.
         amax_compute_algo: "max" or "most_recent"; a function is not taken.
         scaling_factor_compute_algo: None; a function is not taken.
+        override_linear_precision: accepted, and without effect: it is of linear layers.
         reduce_amax: accepted, and without effect: each rank has scales of its own.
         fp8_dpa, fp8_mha: attention in FP8; with fp8_mha its output is in FP8 too where `fp8_output` asks for it.
 
@@ -69,6 +71,7 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     scaling_factor_compute_algo: None = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
@@ -94,24 +97,28 @@ class DelayedScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Float8CurrentScaling(Recipe):
     """Scales from each tensor's own amax.
 
     Args:
+        use_power_2_scales: False.
         fp8_format: Format.HYBRID or Format.E4M3.
         fp8_dpa, fp8_mha: as of `DelayedScaling`.
 
     Raises:
-        ValueError: a field that is not accepted.
+        ValueError: a field that is not accepted. NotImplementedError: use_power_2_scales.
     """
 
+    use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         self._check()
+        if self.use_power_2_scales:
+            raise NotImplementedError("use_power_2_scales is True; accepted: False, scales that fill the range")
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
         return fp8.Recipe(fp8_format=self.fp8_format.value, granularity="tensor", bf16_backward=bf16_backward, out_dtype=out_dtype)
@@ -140,10 +147,19 @@ def recipe_of(recipe: Any) -> Recipe:
     return Float8CurrentScaling()
 
 
+_OTHERS = ("MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OTHERS:
+        raise ImportError(f"there is no recipe {name} for attention; accepted: DelayedScaling, Float8CurrentScaling")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class _Active(threading.local):
     recipe: Recipe | None = None
-    depth: int = 0
-    step: int = 0  # how many outermost contexts were entered
+    depth: int = 0  # enabled contexts around
+    step: int = 0  # how many outermost ones were entered
 
 
 _active = _Active()
@@ -181,12 +197,42 @@ def autocast(
     before, found = _active.recipe, recipe_of(DelayedScaling() if recipe is None else recipe) if enabled else None
     _active.recipe = found
     _active.step += _active.depth == 0 and enabled
-    _active.depth += 1
+    _active.depth += enabled
     try:
         yield
     finally:
         _active.recipe = before
-        _active.depth -= 1
+        _active.depth -= enabled
+
+
+@contextlib.contextmanager
+def with_recipe(recipe: Recipe | None) -> Iterator[None]:
+    """Inside, the active recipe is this one, in the step that it is; for what a checkpoint computes again."""
+    before, _active.recipe = _active.recipe, recipe
+    try:
+        yield
+    finally:
+        _active.recipe = before
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
+    """Returns function(*args, **kwargs), whose activations are not kept but computed again in the backward, in the same FP8.
+
+    TransformerEngine's `checkpoint` over that of torch.utils. distribute_saved_activations, get_rng_state_tracker and tp_group are
+    accepted as False and None.
+
+    Raises NotImplementedError for others.
+    """
+    for name, without in (("distribute_saved_activations", False), ("get_rng_state_tracker", None), ("tp_group", None)):
+        if kwargs.pop(name, without) is not without:
+            raise NotImplementedError(f"{name} is given; accepted: {without}, as activations are not distributed over ranks")
+    recipe = _active.recipe
+
+    def run(*given: Any, **named: Any) -> Any:
+        with with_recipe(recipe):
+            return function(*given, **named)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def fp8_autocast(
