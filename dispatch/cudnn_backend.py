@@ -246,11 +246,11 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     written = _launcher_views(spec, gradients)
     with _failures():
         if spec.fp8 is not None:
-            from flexattn.kernels_cudnn.fp8 import Descales, fp8_backward
+            from flexattn.kernels_cudnn.fp8 import Descales, Incoming, fp8_backward
 
             *of_inputs, descale_dout = x.descales
-            descales = Descales(*of_inputs)
-            fp8_backward(problem, descales, out_view, None, lse, dout_view, descale_dout, written, directory=directory)
+            incoming = Incoming(out_view, None, lse, dout_view, descale_dout)
+            fp8_backward(problem, Descales(*of_inputs), incoming, written, directory=directory)
         else:
             from flexattn.kernels_cudnn.attention import attention_backward
 

@@ -34,6 +34,16 @@ class Descales(NamedTuple):
     v: Tensor
 
 
+class Incoming(NamedTuple):
+    """Tensors that the backward reads beside q, k and v: the forward's results and the gradient of out."""
+
+    out: Tensor  # in FP8 with descale_out, or in fp16 or bf16 without
+    descale_out: Tensor | None  # fp32 [1], as the next
+    lse: Tensor
+    dout: Tensor  # in FP8
+    descale_dout: Tensor
+
+
 class GradientScales(NamedTuple):
     """Factors of the gradients of the scores, q, k and v before they are quantised; fp32 [1]."""
 
@@ -90,23 +100,20 @@ def fp8_forward(
 def fp8_backward(
     problem: Problem,
     descales: Descales,
-    out: Tensor,
-    descale_out: Tensor | None,
-    lse: Tensor,
-    dout: Tensor,
-    descale_dout: Tensor,
+    incoming: Incoming,
     gradients: Written,
     scales: GradientScales | None = None,
     directory: str | None = None,
 ) -> GradientsQuantized:
     """Write dq, dk and dv, from q, k, v and dout in FP8.
 
-    `out` and `lse` are the forward's, whichever kernel it was; `out` is in FP8 with `descale_out`, or in fp16 or bf16 without. The
-    gradients are in FP8, or in another dtype into which the FP8 result is converted: cuDNN computes them in the dtype of `dout`.
+    What comes in may be of any forward, whichever kernel it was. The gradients are in FP8, or in another dtype into which the FP8
+    result is converted: cuDNN computes them in the dtype of `dout`.
     Without `scales` it runs twice, for e4m3 `dout` three times, to learn them from the maxima of the runs before.
 
     Raises as `fp8_forward` does.
     """
+    out, descale_out, lse, dout, descale_dout = incoming
     _check(problem, "backward", **descales._asdict(), dout=descale_dout)
     device = out.device
     targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}

@@ -10,7 +10,7 @@ From then on what torch would give to FlashAttention runs here, without a change
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,31 +62,40 @@ def _activate(key: str = "CUDA") -> _Handle:
     return _Handle(library)
 
 
+class _Packed(NamedTuple):
+    """Sequences packed one after another, as torch's operators name them; without cum_seq_q there are none."""
+
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    seqused_k: Tensor | None = None
+
+
+_DENSE = _Packed(None, None, 0, 0)
+
+
 def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
+    packed: _Packed = _DENSE,
     window: tuple[int | None, int | None] = (None, None),
-    seqused_k: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Operands, ops.Settings]:
     """Returns the call as the operators take it. Windows are counted from the bottom-right diagonal, as FlashAttention does."""
     left, right = (-1 if side is None or side < 0 else side for side in window)
     arguments |= {"window_size": (left, right)}
-    if cu_seqlens_q is not None:
+    if packed.cum_seq_q is not None:
         prefix = "padding_" if arguments["attn_mask_type"] != "no_mask" else "padding"
         arguments["attn_mask_type"] = prefix + arguments["attn_mask_type"].removeprefix("no_mask")
-        arguments |= {"qkv_format": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-        arguments |= {"max_seqlen_q": max_q, "max_seqlen_kv": max_k}
-        if seqused_k is not None:  # of each slot its first tokens are keys
-            zero = seqused_k.new_zeros(1)
-            arguments["cu_seqlens_kv"] = torch.cat((zero, seqused_k.cumsum(0, dtype=torch.int32)))
-            arguments["cu_seqlens_kv_padded"] = cu_seqlens_kv
+        arguments |= {"qkv_format": "thd", "cu_seqlens_q": packed.cum_seq_q, "cu_seqlens_kv": packed.cum_seq_k}
+        arguments |= {"max_seqlen_q": packed.max_q, "max_seqlen_kv": packed.max_k}
+        if packed.seqused_k is not None:  # of each slot its first tokens are keys
+            zero = packed.seqused_k.new_zeros(1)
+            arguments["cu_seqlens_kv"] = torch.cat((zero, packed.seqused_k.cumsum(0, dtype=torch.int32)))
+            arguments["cu_seqlens_kv_padded"] = packed.cum_seq_k
     return bind_call(q, k, v, **arguments)
 
 
@@ -154,12 +163,8 @@ def _forward(
         query,
         key,
         value,
-        cu_seqlens_q=cum_seq_q,
-        cu_seqlens_kv=cum_seq_k,
-        max_q=max_q,
-        max_k=max_k,
+        packed=_Packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k),
         window=(window_size_left, 0 if is_causal else window_size_right),
-        seqused_k=seqused_k,
         attn_mask_type="causal_bottom_right" if is_causal else "no_mask",
         softmax_scale=scale,
         dropout_p=dropout_p,
@@ -201,10 +206,7 @@ def _backward(
         query,
         key,
         value,
-        cu_seqlens_q=cum_seq_q,
-        cu_seqlens_kv=cum_seq_k,
-        max_q=max_q,
-        max_k=max_k,
+        packed=_Packed(cum_seq_q, cum_seq_k, max_q, max_k),
         window=(window_size_left, 0 if is_causal else window_size_right),
         attn_mask_type="causal_bottom_right" if is_causal else "no_mask",
         softmax_scale=scale,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, empty_outputs
 from flexattn.kernels_cudnn.attention import Written
-from flexattn.kernels_cudnn.fp8 import Descales, GradientsQuantized, Quantized, fp8_backward, fp8_forward
+from flexattn.kernels_cudnn.fp8 import Descales, GradientsQuantized, Incoming, Quantized, fp8_backward, fp8_forward
 from flexattn.kernels_cudnn.problem import Problem
 from flexattn.testing import Inputs, make_call, make_dout, make_inputs, reference_attention, reference_gradients
 from tests.support.fp8_sums import short_sums
@@ -102,11 +102,7 @@ def backward(
     told = fp8_backward(
         case.problem(),
         case.descales,
-        as_bshd(out, spec.q_format),
-        descale_out,
-        lse,
-        as_bshd(case.dout, spec.q_format),
-        case.descale_dout,
+        Incoming(as_bshd(out, spec.q_format), descale_out, lse, as_bshd(case.dout, spec.q_format), case.descale_dout),
         Written(*(as_bshd(t, f) for t, f in zip(grads, formats, strict=True))),
         **kwargs,
     )
