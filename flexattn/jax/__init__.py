@@ -9,5 +9,6 @@ if importlib.util.find_spec("jax") is None:
 
 from flexattn.jax.block_mask import BlockMask, create_block_mask
 from flexattn.jax.front import attention, explain
+from flexattn.jax.nn import dot_product_attention
 
-__all__ = ["BlockMask", "attention", "create_block_mask", "explain"]
+__all__ = ["BlockMask", "attention", "create_block_mask", "dot_product_attention", "explain"]

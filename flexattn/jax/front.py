@@ -106,7 +106,7 @@ def attention(
 
 
 def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
-    """Returns which backend runs a call of `attention` on JAX's default platform, and why; runs nothing.
+    """Returns which backend runs a call of `attention` on a CPU, the only platform so far, and why; runs nothing.
 
     Every array of floating point counts as one that needs its gradient. Raises what `attention` raises for the arguments, and
     BackendError where no backend runs the call.
@@ -114,8 +114,7 @@ def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> expla
     given = _given(_DEFAULTS | {"score_mod_tensors": (), "q": q, "k": k, "v": v} | arguments)
     x, settings, config = given.prepare([True] * len(given.arrays))
     x = x if config is None else planned(x, settings, config)
-    platform = jax.default_backend()
-    spec = ops.spec_to_run(x, settings)._replace(device_type="cuda" if platform == "gpu" else platform)
+    spec = ops.spec_to_run(x, settings)._replace(device_type="cpu")
     return explanations.explain(spec, settings.backend, x)
 
 
@@ -192,7 +191,7 @@ def _given(arguments: dict[str, Any]) -> _Given:
     arrays: dict[str, Any] = {}
     for name in _ARRAYS:
         value = arguments.pop(name)
-        if value is not None:
+        if value is not None or name in ("q", "k", "v"):
             arrays[name] = _array(name, value)
     if (words := arguments.pop("rng_state")) is not None:
         arrays["rng_state"] = words_of(words)
@@ -222,7 +221,7 @@ def _given(arguments: dict[str, Any]) -> _Given:
 
 def _array(name: str, value: Any) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)):
-        return value
+        return jnp.asarray(value)  # of the dtype that JAX gives it, as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 

@@ -140,17 +140,18 @@ class _Writer:
     def __init__(self, role: str) -> None:
         self.role = role
         self.lines: list[str] = []
+        self.given: list[Any] = []  # what it captures, as it came
         self.arrays: list[Any] = []
         self.count = 0
 
     def capture(self, value: Any) -> _Array:
         """Returns a captured array as an argument of the function's maker."""
-        dtype = torch_dtype(f"what {self.role} captures", value.dtype)
-        for i, known in enumerate(self.arrays):
-            if known is value:
-                return _Array(f"capture_{i}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
-        self.arrays.append(value)
-        return _Array(f"capture_{len(self.arrays) - 1}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
+        known = next((i for i, one in enumerate(self.given) if one is value), len(self.given))
+        if known == len(self.given):
+            self.given.append(value)
+            self.arrays.append(jnp.asarray(value))  # of the dtype that JAX gives it, where it is NumPy's
+        dtype = torch_dtype(f"what {self.role} captures", self.arrays[known].dtype)
+        return _Array(f"capture_{known}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
 
     def scalar(self, value: Any) -> str:
         """Returns the expression of a scalar as a tensor."""

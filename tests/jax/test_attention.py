@@ -130,6 +130,14 @@ def test_fp8_equals_torch() -> None:
         assert torch.equal(to_torch(a), b)
 
 
+def test_numpy_arrays_have_the_dtypes_that_jax_gives_them() -> None:
+    q, k, v = qkv()
+    table = np.arange(4.0)
+    out = fj.attention(np.asarray(q, np.float64), k, v, score_mod=lambda s, b, h, i, j: s + jnp.asarray(table)[h] + table[1])
+    assert out.dtype == jnp.float32
+    assert jnp.allclose(out, fj.attention(q, k, v), atol=1e-6)  # one number for all keys of a row
+
+
 def test_only_wanted_gradients_are_asked_for() -> None:
     q, k, v = qkv()
     bias = jnp.zeros((1, 1, 21, 21))
@@ -188,6 +196,7 @@ def test_dropout_depends_on_the_key_alone(key: Any) -> None:
         ({"attn_mask_type": "diagonal"}, ValueError, "attn_mask_type is 'diagonal'; accepted: no_mask"),
         ({"k": np.ones((2, 21, 3, 16), np.float32)}, ValueError, "v has heads 4 and k has 3 (format bshd)"),
         ({"q": np.ones((2, 21, 4), np.float32)}, ValueError, "q has 3 dims, shape (2, 21, 4); accepted: the 4 dims of bshd"),
+        ({"q": None}, TypeError, "q is None"),
         ({"bias": [1.0]}, TypeError, "bias is [1.0] (list); accepted: a JAX or NumPy array"),
         ({"v": np.ones((2, 21, 4, 16), np.uint16)}, TypeError, "v has dtype uint16; accepted:"),
         ({"dropout_p": 0.5}, ValueError, "rng_state is None with dropout_p > 0; accepted: a key of jax.random"),

@@ -44,6 +44,11 @@ CASES = {
         },
         False,
     ),
+    "padding": (
+        {"q": (N, 2, 12, 4, 16), "k": (N, 2, 12, 2, 16), "v": (2, 12, 2, 8), "alibi_slopes": (2, 4)},
+        {"attn_mask_type": "padding", "cu_seqlens_q": CU, "cu_seqlens_kv": CU, "bias_type": "alibi"},
+        False,
+    ),
     "sink": (
         {"q": (N, 2, 9, 4, 16), "k": (2, 11, 2, 16), "v": (2, 11, 2, 8), "softmax_offset": (4,)},
         {"softmax_type": "learnable"},
@@ -55,7 +60,7 @@ CASES = {
         True,
     ),
 }
-_RANKS = {"q": 4, "k": 4, "v": 4, "bias": 4, "softmax_offset": 1}
+_RANKS = {"q": 4, "k": 4, "v": 4, "bias": 4, "softmax_offset": 1, "alibi_slopes": 2}
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -1,0 +1,65 @@
+"""dot_product_attention against JAX's own, whose arithmetic is float32 too; the reference in fp64 judges `attention` itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
+jnp = jax.numpy
+fj = pytest.importorskip("flexattn.jax")
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+MASK = jax.random.bernoulli(jax.random.key(4), 0.7, (2, 1, 9, 11)).at[..., 0].set(True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"is_causal": True, "scale": 0.3},
+        {"local_window_size": 3},
+        {"is_causal": True, "local_window_size": (4, 0)},
+        {"bias": normal(5, 1, 4, 9, 11), "mask": MASK},
+        {"query_seq_lengths": jnp.array([9, 9]), "key_value_seq_lengths": jnp.array([4, 11])},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_equals_that_of_jax(arguments: dict[str, Any]) -> None:
+    q, k, v = normal(0, 2, 9, 4, 16), normal(1, 2, 11, 2, 16), normal(2, 2, 11, 2, 16)
+
+    def both(function: Any) -> Any:
+        (out, lse), pull = jax.vjp(lambda *x: function(*x, **arguments, return_residual=True), q, k, v)
+        return out, lse, pull((out, jnp.zeros_like(lse)))
+
+    found, expected = both(fj.dot_product_attention), both(jax.nn.dot_product_attention)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_batch() -> None:
+    q, k, v = normal(0, 9, 4, 16), normal(1, 11, 4, 16), normal(2, 11, 4, 16)
+    out, lse = fj.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    assert lse.shape == (9, 4)
+    assert jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mask": jnp.ones((1, 1, 9, 11))}, "mask has dtype float32; accepted: bool"),
+        ({"mask": jnp.ones((1, 1, 8, 11), bool)}, "mask has shape (1, 1, 8, 11); accepted: (2, 4, 9, 11)"),
+        ({"query": jnp.ones(3)}, "query is of shape (3,); accepted: an array of 4 dims"),
+        ({"query_seq_lengths": jnp.ones(3, int)}, "query_seq_lengths has shape (3,); accepted: (2,)"),
+    ],
+    ids=["dtype", "shape", "query", "lengths"],
+)
+def test_errors(arguments: dict[str, Any], text: str) -> None:
+    given = {"query": normal(0, 2, 9, 4, 16), "key": normal(1, 2, 11, 2, 16), "value": normal(2, 2, 11, 2, 16)}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        fj.dot_product_attention(**(given | arguments))
+    assert text in str(caught.value)
