@@ -275,10 +275,10 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     )
     if key in _prepared:
         return
-    sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x))
-    if sdpa is None:
-        return
     with _failures():
+        sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x))
+        if sdpa is None:
+            return
         PLANS.get(sdpa, device, options.plan_directory())
     if len(_prepared) >= _MOST_PREPARED:
         _prepared.clear()
@@ -298,7 +298,11 @@ def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
 def provisional(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
     from flexattn.kernels_cudnn.plans import PLANS, Plan
 
-    sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x, takes_slot=False))
+    try:
+        with _failures():
+            sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x, takes_slot=False))
+    except RuntimeFailure as e:  # as its shapes alone tell
+        return f"it will be refused when the call first runs, or by explain(..., build=True): {e}"
     if sdpa is None or isinstance(PLANS.known(sdpa, _device_of(spec, x)), Plan):
         return None
     how = cannot_build(spec, x) or "explain(..., build=True) builds it now"
@@ -313,7 +317,10 @@ def _device_of(spec: AttentionSpec, x: Operands) -> torch.device:
 
 
 def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: bool) -> Sdpa | None:
-    """Returns what a call's plan is compiled for; None where it runs none, as it is empty. Reads no data."""
+    """Returns what a call's plan is compiled for; None where it runs none, as it is empty. Reads no data.
+
+    Raises PlanNotSupported for what the shapes alone are against.
+    """
     from flexattn.kernels_cudnn.attention import backward_call, forward_call
     from flexattn.kernels_cudnn.fp8 import fp8_call
     from flexattn.kernels_cudnn.problem import without_data

@@ -12,6 +12,7 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 import flexattn
 from flexattn import ops
 from flexattn.dispatch import canary, cudnn_backend
+from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
 from flexattn.kernels_cudnn import attention, fp8
 from flexattn.kernels_cudnn import plans as plans_module
@@ -214,6 +215,17 @@ def test_what_may_never_end_is_refused(name: str) -> None:
     out, lse, _ = empty_outputs(case.spec, case.x)
     with pytest.raises(PlanNotSupported, match="cudnn-frontend/issues/1009"):
         fp8_call(case.problem(), as_bshd(out, case.spec.q_format), lse)
+
+
+def test_what_may_never_end_is_refused_before_it_is_built() -> None:
+    """The spec of 250 queries and 200 keys is that of equally many."""
+    case = make_case(lengths_q=[250, 250], lengths_kv=[200, 200], call={"window_size": (9, -1)})
+    spec, x = as_call(case)
+    spec = spec._replace(band=spec.band._replace(bottom_right=False))
+    assert cudnn_backend.rule_error(spec, "forward") is None
+    assert "cudnn-frontend/issues/1009" in str(cudnn_backend.provisional(spec, x, "forward"))
+    with pytest.raises(RuntimeFailure, match="cudnn-frontend/issues/1009"):
+        cudnn_backend.prepare(spec, x, "forward")
 
 
 def test_a_window_under_which_each_query_sees_a_key_runs() -> None:
