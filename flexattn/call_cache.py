@@ -36,6 +36,7 @@ from flexattn.dispatch.select import Backend, select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
+from flexattn.lse_floor import check_floor
 from flexattn.mods.captures import find_captures
 
 if TYPE_CHECKING:
@@ -282,6 +283,7 @@ class CachedCall:
         self.spec = ops.spec_to_run(x if config is None else fp8_ops.planned(x, settings, config), settings)
         self.of_fp8 = of_fp8
         self.settings = settings
+        self.has_floor = settings.has_floor
         self.backend = settings.backend
         self.device = x.q.device
         self.is_used = False
@@ -336,6 +338,8 @@ class CachedCall:
                 return _apply((self, tensors, addresses, returns_lse), *self.leaves(tensors))
             return _apply((self, tensors, addresses, None), *self.leaves(tensors)), None, None
         results = self.forward(tensors, addresses)
+        if self.has_floor:
+            check_floor(results[1])
         return results if self.of_fp8 is None else self.of_fp8.outputs(results)
 
     def inputs(self, key: CallKey) -> Sequence[Tensor | None]:
@@ -543,6 +547,8 @@ class CachedAttention(torch.autograd.Function):
     def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool | None], *leaves: Tensor) -> Any:
         call, tensors, addresses, returns_lse = made
         results = call.forward(tensors, addresses)
+        if call.has_floor:
+            check_floor(results[1])
         ctx.call = call
         ctx.save_for_backward(*call.saved((*results, *tensors)))
         if call.history_place is not None:

@@ -32,6 +32,7 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
+from flexattn.lse_floor import check_floor
 from flexattn.validation import check_cu_seqlens_values, check_descale_values
 from flexattn.warn import warn_once
 
@@ -54,6 +55,7 @@ class Settings(NamedTuple):
     deterministic: bool
     backend: str  # "auto" or a name
     mods: str = ""  # the text of a Program
+    has_floor: bool = False  # every lse must be above lse_floor.FLOOR: see there
     block_size_q: int = 0  # of the block mask
     block_size_kv: int = 0
     fp8_out: str = ""  # for q, k and v in FP8: the dtype of out and the gradients, as "bfloat16"
@@ -73,7 +75,7 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
-    str mods, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
+    str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
     bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -255,7 +257,10 @@ def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incom
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
-    return run_forward(spec_to_run(x, settings), settings.backend, x)
+    results = run_forward(spec_to_run(x, settings), settings.backend, x)
+    if settings.has_floor:
+        check_floor(results[1])
+    return results
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:

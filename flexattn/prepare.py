@@ -109,12 +109,19 @@ def prepare(
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
     validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
+    check_sizes = getattr(score_mod, "check_sizes", None)
+    if check_sizes is not None and not torch.compiler.is_compiling():
+        is_known = (q_format != "thd" or max_seqlen_q is not None), (kv_format != "thd" or max_seqlen_kv is not None)
+        check_sizes(batch, heads, *(size if known else None for size, known in zip((max_q, max_kv), is_known, strict=True)))
     if score_mod is not None or mask_mod is not None:
         # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
         # and a block mask's full blocks are not masked.
         is_open = band.left is None and band.right is None
-        find_band = bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right)
-        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, find_band, q)
+        masks = 0
+        if bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right):
+            is_plain = bias_type == "no_bias" and "padding" not in attn_mask_type and mask_mod is None and not return_max_logit
+            masks = _masks(band, max_q, max_kv) if is_plain else 1
+        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, masks, q)
         if mods.left is not None or mods.right is not None:
             band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
         mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
@@ -173,6 +180,7 @@ def prepare(
         backend=request,
         is_part=is_backward,
         mods="" if mods is None or mods.program.is_empty else mods.program.text,
+        has_floor=mods is not None and mods.has_floor,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],
         out_format=results.out,
@@ -197,16 +205,29 @@ def _narrower(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
+def _masks(band: Band, max_q: int, max_kv: int) -> int:
+    """Returns a `Masks`: which scores, finite ones too, may become a band beside that of a call without padding, bias and mask_mod.
+
+    Under a finite one a query whose keys are all hidden sees all keys alike, so there must be none: each that sees a key of the
+    call's own band sees one of the mod's too.
+    """
+    if max_q <= max_kv:
+        return 3
+    return 2 if band.left is None and max_kv > 0 else 1
+
+
 def _trace_mods(
-    score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, find_band: bool, q: Tensor
+    score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, masks: int, q: Tensor
 ) -> Traced | Recorded:
+    from flexattn.mods.joined import Masks  # here, as calls without mods should not wait for its import
+
     if torch.compiler.is_dynamo_compiling():
         from flexattn.mods.dynamo import record_mods
 
-        return record_mods(score_mod, mask_mod, tensors, needs_grad, find_band, q)
-    from flexattn.mods.trace import trace_mods  # here, as calls without mods should not wait for its import
+        return record_mods(score_mod, mask_mod, tensors, needs_grad, Masks(masks), q)
+    from flexattn.mods.trace import trace_mods
 
-    return trace_mods(score_mod, mask_mod, tensors, needs_grad, find_band)
+    return trace_mods(score_mod, mask_mod, tensors, needs_grad, Masks(masks))
 
 
 def default_alibi_slopes(heads: int, q: Tensor) -> Tensor:

@@ -1,19 +1,33 @@
 """Masks and bands hidden in a mod's graph: scores that are -inf become a mask, and a mask on kv_idx - q_idx becomes a band.
 
 So a causal or window mask costs what attn_mask_type and window_size cost, however it is written: blocks outside are never visited.
+
+A finite score that masks, such as -1e9, hides exactly where every query sees a key whose score is greater by 104 or more: exp of
+the difference is then 0 in float32. `flexattn.lse_floor` holds calls to that.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
 
-from flexattn.dispatch.mod_program import call, op_name
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, call, op_name
+from flexattn.lse_floor import MASKING
+
+
+class Fill(enum.IntEnum):
+    """What a number does to a score that it replaces; of a gradient, ZERO passes none on."""
+
+    NONE = 0
+    ZERO = 1
+    MASKING = 2  # finite, at most `MASKING`
+    HIDING = 3  # -inf
 
 
 class Implied(NamedTuple):
@@ -24,7 +38,25 @@ class Implied(NamedTuple):
     rest: Graph | None
 
 
+class Split(NamedTuple):
+    """A graph without its outermost selects: where `visible` is false (None: nowhere) there is a fill in place of `graph`."""
+
+    graph: Graph
+    visible: Graph | None
+    is_finite: bool  # some of the fills are MASKING
+
+
+class _Range(NamedTuple):
+    """The distances kv_idx - q_idx from low to high; None: open."""
+
+    low: int | None
+    high: int | None
+
+
 _LARGEST = 2**29  # of a factor or a constant: nothing made of such leaves int64 and wraps, and no window is over LARGEST_WINDOW
+_NOT = ("logical_not", "bitwise_not")
+_AND = ("bitwise_and", "logical_and")
+_OR = ("bitwise_or", "logical_or")
 
 
 class _Affine(NamedTuple):
@@ -35,23 +67,122 @@ class _Affine(NamedTuple):
     constant: int
 
 
-def split_hidden(score: Graph) -> tuple[Graph, Graph | None]:
-    """Splits a score_mod into a score_mod and the mask_mod that it holds: torch.where(visible, x, -inf) into x and visible."""
-    result = _output(score)
-    if result.op != "call_function" or op_name(result) != "where":
-        return score, None
-    condition, x, y = cast("tuple[Any, Any, Any]", result.args)
-    if _is_minus_inf(y):
-        return _with_output(score, x), _with_output(score, condition)
-    if _is_minus_inf(x):
-        if condition.op == "call_function" and op_name(condition) in ("logical_not", "bitwise_not"):
-            return _with_output(score, y), _with_output(score, condition.args[0])
-        hidden = _with_output(score, condition)
-        old = _output(hidden)
-        hidden.erase_node(next(node for node in hidden.nodes if node.op == "output"))
-        hidden.output(call(hidden, "logical_not", (old,), torch.bool))
-        return _with_output(score, y), hidden
-    return score, None
+def fill_of(value: float) -> Fill:
+    if value == 0:
+        return Fill.ZERO
+    if value == -math.inf:
+        return Fill.HIDING
+    return Fill.MASKING if value <= MASKING else Fill.NONE
+
+
+def split_hidden(score: Graph, fills: Mapping[str, Fill]) -> Split:
+    """Splits a score_mod into a score_mod and the mask_mod that it holds: torch.where(visible, x, -inf) into x and visible.
+
+    fills: those of the captured numbers, by name.
+    """
+    return _split(score, fills, (Fill.MASKING, Fill.HIDING))
+
+
+def split_blocked(gradient: Graph, fills: Mapping[str, Fill]) -> Split:
+    """Splits the gradient of a score likewise: torch.where(visible, x, 0) into x and visible."""
+    return _split(gradient, fills, (Fill.ZERO,))
+
+
+def _split(graph: Graph, fills: Mapping[str, Fill], wanted: tuple[Fill, ...]) -> Split:
+    result, terms, found = output_of(graph), [], set()
+    while result.op == "call_function" and op_name(result) == "where":
+        condition, x, y = cast("tuple[Node, Node, Node]", result.args)
+        if condition.meta["dtype"] is not torch.bool:
+            break
+        if _fill(y, fills) in wanted:
+            found.add(_fill(y, fills))
+            terms.append((condition, False))
+            result = x
+        elif _fill(x, fills) in wanted:
+            found.add(_fill(x, fills))
+            terms.append((condition, True))
+            result = y
+        else:
+            break
+    if not terms or _fill(result, fills) in wanted:
+        return Split(graph, None, False)
+    return Split(with_output(graph, result), _all_of(graph, terms), Fill.MASKING in found)
+
+
+def _fill(x: Any, fills: Mapping[str, Fill]) -> Fill:
+    if isinstance(x, Node) and x.op == "call_function" and op_name(x) == "full":
+        return fill_of(float(cast(float, x.args[1])))
+    if isinstance(x, Node) and x.op == "placeholder":
+        return fills.get(str(x.target), Fill.NONE)
+    return Fill.NONE
+
+
+# Ops by which a usual score does not become a mask's: they grow no faster than what they are given.
+_STEADY = frozenset(
+    (
+        *("add", "sub", "mul", "div", "neg", "abs", "clamp", "maximum", "minimum", "relu", "floor", "ceil", "round", "trunc"),
+        *("tanh", "sigmoid", "erf", "sin", "cos", "_to_copy", "full"),
+    )
+)
+
+
+def is_near_its_score(score: Graph, fills: Mapping[str, Fill], tensors: frozenset[str]) -> bool:
+    """Returns whether a modified score is about as large as its score, so that it is no mask's for a usual one.
+
+    Chosen scores, and what reads one of the captured `tensors`, may be masks as well.
+    """
+    of_score: set[Node] = set()
+    for node in score.nodes:
+        if node.op == "placeholder":
+            if node.users and (node.target in tensors or fills.get(str(node.target)) in (Fill.MASKING, Fill.HIDING)):
+                return False
+            if node.target == "score":
+                of_score.add(node)
+        elif node.op == "call_function":
+            op = op_name(node)
+            num_scores = sum(x in of_score for x in node.args if isinstance(x, Node))
+            if op not in _STEADY or (op in ("mul", "div") and num_scores > 1) or (op == "div" and node.args[1] in of_score):
+                return False
+            if op == "full" and not abs(float(cast(float, node.args[1]))) < -MASKING:
+                return False
+            if num_scores:
+                of_score.add(node)
+    return True
+
+
+def is_linear(gradient: Graph) -> bool:
+    """Returns whether a gradient is 0 wherever that of the modified score is, as a product with it."""
+    depends: set[Node] = set()
+    linear: set[Node] = set()
+    for node in gradient.nodes:
+        if node.op == "placeholder":
+            if node.target == GRADIENT:
+                depends.add(node)
+                linear.add(node)
+            continue
+        if node.op != "call_function" or not any(x in depends for x in node.all_input_nodes):
+            continue
+        depends.add(node)
+        op, args = op_name(node), node.args
+        of_depending = [x for x in args if isinstance(x, Node) and x in depends]
+        fits = all(x in linear for x in of_depending)
+        if op == "mul":
+            fits = fits and len(of_depending) == 1
+        elif op == "div":
+            fits = fits and of_depending == [args[0]] and not node.kwargs
+        elif op in ("add", "sub"):
+            fits = fits and all(x in linear or _is_zero(x) for x in args)
+        elif op == "where":
+            fits = fits and args[0] not in depends and all(x in linear or _is_zero(x) for x in args[1:])
+        elif op not in ("neg", "_to_copy"):
+            fits = False
+        if fits:
+            linear.add(node)
+    return output_of(gradient) in linear or _is_zero(output_of(gradient))
+
+
+def _is_zero(x: Any) -> bool:
+    return _fill(x, {}) is Fill.ZERO or (isinstance(x, (int, float)) and x == 0)
 
 
 def conjunction(a: Graph, b: Graph) -> Graph:
@@ -76,64 +207,137 @@ def conjunction(a: Graph, b: Graph) -> Graph:
     return _placeholders_first(graph)
 
 
-def is_identity(score: Graph) -> bool:
-    result = _output(score)
-    return result.op == "placeholder" and result.target == "score"
+def is_identity(graph: Graph, of: str = "score") -> bool:
+    result = output_of(graph)
+    return result.op == "placeholder" and result.target == of
 
 
 def implied_band(mask: Graph) -> Implied:
     """Returns the band that a mask_mod's top-level conjunction implies, and the mask that is left of it."""
     left: int | None = None
     right: int | None = None
-    others: list[Node] = []
-    todo = [_output(mask)]
+    others: list[tuple[Node, bool]] = []
+    todo = [(output_of(mask), False)]
     while todo:
-        term = todo.pop()
-        if _is_conjunction(term):
-            todo += cast("tuple[Node, ...]", term.args[::-1])
+        term, is_negated = todo.pop()
+        inside = _parts(term, _NOT)
+        if inside:
+            todo.append((inside[0], not is_negated))
             continue
-        bounds = _bounds(term)
-        if not bounds or any(bound < 0 for _, bound in bounds):  # a band's sides begin at the diagonal
-            others.append(term)
-        for side, bound in bounds:
-            if bound >= 0 and side == "left":
-                left = bound if left is None else min(left, bound)
-            elif bound >= 0:
-                right = bound if right is None else min(right, bound)
-    return Implied(left, right, _all_of(mask, others))
+        parts = _parts(term, _OR if is_negated else _AND)
+        if parts:
+            todo += [(part, is_negated) for part in parts[::-1]]
+            continue
+        distances = _distances(term)
+        if is_negated and distances is not None:
+            distances = _complement(distances)
+        if distances is None:
+            others.append((term, is_negated))
+            continue
+        low, high = distances
+        if (low is not None and low > 0) or (high is not None and high < 0):  # a band's sides begin at the diagonal
+            others.append((term, is_negated))
+        if low is not None and low <= 0:
+            left = -low if left is None else min(left, -low)
+        if high is not None and high >= 0:
+            right = high if right is None else min(right, high)
+    return Implied(left, right, _all_of(mask, others) if others else None)
 
 
-def _all_of(mask: Graph, terms: Sequence[Node]) -> Graph | None:
-    """Returns the mask that lets through what all terms do; None without terms."""
-    parts = [_with_output(mask, term) for term in terms]
-    return functools.reduce(conjunction, parts) if parts else None
+def _all_of(mask: Graph, terms: Sequence[tuple[Node, bool]]) -> Graph:
+    """Returns the mask that lets through what all terms do; each with whether it is negated."""
+    parts = [_negated(with_output(mask, term)) if is_negated else with_output(mask, term) for term, is_negated in terms]
+    return functools.reduce(conjunction, parts)
 
 
-def _is_conjunction(term: Node) -> bool:
-    if term.op != "call_function" or op_name(term) not in ("bitwise_and", "logical_and"):
-        return False
-    return all(isinstance(x, Node) and x.meta["dtype"] is torch.bool for x in term.args)
+def _negated(mask: Graph) -> Graph:
+    result = output_of(mask)
+    inside = _parts(result, _NOT)
+    if inside:
+        return with_output(mask, inside[0])
+    mask.erase_node(next(node for node in mask.nodes if node.op == "output"))
+    mask.output(call(mask, "logical_not", (result,), torch.bool))
+    return mask
+
+
+def _parts(term: Node, ops: tuple[str, ...]) -> tuple[Node, ...]:
+    """Returns the operands of a term that is one of these ops on truth values; () for another."""
+    if term.op != "call_function" or op_name(term) not in ops:
+        return ()
+    is_logical = all(isinstance(x, Node) and x.meta["dtype"] is torch.bool for x in term.args)
+    return cast("tuple[Node, ...]", term.args) if is_logical else ()
+
+
+def _distances(term: Node) -> _Range | None:
+    """Returns the distances for which a term holds; None where it is no range of them."""
+    inside = _parts(term, _NOT)
+    if inside:
+        of_inside = _distances(inside[0])
+        return None if of_inside is None else _complement(of_inside)
+    for ops, combined in ((_AND, _intersection), (_OR, _union)):
+        parts = _parts(term, ops)
+        if parts:
+            ranges = [_distances(part) for part in parts]
+            return None if ranges[0] is None or ranges[1] is None else combined(ranges[0], ranges[1])
+    bounds = _bounds(term)
+    if not bounds:
+        return None
+    ranges = [_Range(-bound, None) if side == "left" else _Range(None, bound) for side, bound in bounds]
+    return functools.reduce(_intersection, cast("list[_Range]", ranges))
+
+
+def _intersection(a: _Range, b: _Range) -> _Range:
+    lows, highs = [x.low for x in (a, b) if x.low is not None], [x.high for x in (a, b) if x.high is not None]
+    return _Range(max(lows, default=None), min(highs, default=None))
+
+
+def _union(a: _Range, b: _Range) -> _Range | None:
+    """Returns the distances in either range, None where there is a gap between the two."""
+    for x, y in ((a, b), (b, a)):
+        if _is_empty(x):
+            return y
+        if x.high is not None and y.low is not None and x.high + 1 < y.low:
+            return None
+    low = None if a.low is None or b.low is None else min(a.low, b.low)
+    return _Range(low, None if a.high is None or b.high is None else max(a.high, b.high))
+
+
+def _is_empty(x: _Range) -> bool:
+    return x.low is not None and x.high is not None and x.low > x.high
+
+
+def _complement(x: _Range) -> _Range | None:
+    """Returns the distances outside of a range that is open on one side."""
+    if x.low is None and x.high is not None:
+        return _Range(x.high + 1, None)
+    if x.high is None and x.low is not None:
+        return _Range(None, x.low - 1)
+    return None
 
 
 def _bounds(term: Node) -> list[tuple[str, int]]:
-    """Yields the bounds of a comparison: ("left", n) for q_idx - kv_idx <= n, ("right", n) for kv_idx - q_idx <= n."""
-    if term.op != "call_function" or op_name(term) not in ("ge", "gt", "le", "lt"):
+    """Returns the bounds of a comparison: ("left", n) for q_idx - kv_idx <= n, ("right", n) for kv_idx - q_idx <= n."""
+    if term.op != "call_function" or op_name(term) not in ("ge", "gt", "le", "lt", "eq"):
         return []
     op = op_name(term)
     larger, smaller = term.args if op in ("ge", "gt") else term.args[::-1]
-    strict = int(op in ("gt", "lt"))
+    if op == "eq":
+        return [*_bounds_between(larger, smaller, 0), *_bounds_between(smaller, larger, 0)]
     inside = smaller.args[0] if isinstance(smaller, Node) and smaller.op == "call_function" and op_name(smaller) == "abs" else None
-    pairs = [(larger, smaller, 1)] if inside is None else [(larger, inside, 1), (larger, inside, -1)]
-    bounds = []
-    for a, b, sign in pairs:
-        x, y = _affine(a), _affine(b)
-        if x is None or y is None:
-            return []
-        q, kv, constant = x.of_q - sign * y.of_q, x.of_kv - sign * y.of_kv, x.constant - sign * y.constant - strict
-        if (q, kv) not in ((1, -1), (-1, 1)):
-            return []
-        bounds.append(("right" if q == 1 else "left", constant))
-    return bounds
+    strict = int(op in ("gt", "lt"))
+    if inside is None:
+        return _bounds_between(larger, smaller, strict)
+    sides = [_bounds_between(larger, inside, strict, sign) for sign in (1, -1)]
+    return [*sides[0], *sides[1]] if all(sides) else []
+
+
+def _bounds_between(larger: Any, smaller: Any, strict: int, sign: int = 1) -> list[tuple[str, int]]:
+    """Returns the bound that larger - sign * smaller >= strict is, in a list, or []."""
+    x, y = _affine(larger), _affine(smaller)
+    if x is None or y is None:
+        return []
+    q, kv, constant = x.of_q - sign * y.of_q, x.of_kv - sign * y.of_kv, x.constant - sign * y.constant - strict
+    return [("right" if q == 1 else "left", constant)] if (q, kv) in ((1, -1), (-1, 1)) else []
 
 
 def _affine(x: Any) -> _Affine | None:
@@ -159,18 +363,14 @@ def _affine(x: Any) -> _Affine | None:
     return total if max(map(abs, total)) <= _LARGEST else None
 
 
-def _output(graph: Graph) -> Node:
+def output_of(graph: Graph) -> Node:
     result = next(node.args[0] for node in graph.nodes if node.op == "output")
     assert isinstance(result, Node)
     return result
 
 
-def _is_minus_inf(x: Any) -> bool:
-    return isinstance(x, Node) and x.op == "call_function" and op_name(x) == "full" and bool(x.args[1] == -math.inf)
-
-
-def _with_output(graph: Graph, result: Any) -> Graph:
-    """Returns a copy that returns another of its nodes, without nodes that this does not need."""
+def with_output(graph: Graph, result: Any) -> Graph:
+    """Returns a copy that returns another of its nodes, without nodes and captures that this does not need."""
     new = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -180,6 +380,9 @@ def _with_output(graph: Graph, result: Any) -> Graph:
         copies[node] = new.node_copy(node, lambda n: copies[n])
         copies[node].meta["dtype"] = node.meta["dtype"]
     new.eliminate_dead_code()
+    for node in list(new.nodes):
+        if node.op == "placeholder" and not node.users and node.target not in (*ARGUMENTS, GRADIENT):
+            new.erase_node(node)
     return new
 
 

@@ -17,7 +17,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,8 @@ _OPERATORS = frozenset(
 )
 
 
+IMPORT_MODULE = "import_module"  # importlib's, which is followed where it is called by this name, with the name of a module
+
 _facts: dict[int, tuple[types.CodeType, Facts]] = {}  # by address, as code's own hash takes longer than the rest of a walk
 _MOST_FACTS = 4096
 
@@ -91,6 +93,12 @@ def _new_facts(code: types.CodeType) -> Facts:
     for at, instruction in enumerate(instructions):
         op, name = instruction.opname, instruction.argval
         chain = tuple(i.argval for i in itertools.takewhile(lambda i: i.opname in _ATTRIBUTES, instructions[at + 1 :]))
+        if name == IMPORT_MODULE and op not in _LOCALS:
+            called_with = _constant_argument(instructions[at + 1 :])
+            if called_with:
+                imports.add(called_with)
+            else:
+                hidden = hidden or "import_module of a name that is no constant"
         if op in _ROOTS or op in _VARIABLES:
             if op in _ROOTS:
                 roots.add(name)
@@ -127,6 +135,19 @@ def _new_facts(code: types.CodeType) -> Facts:
     first |= chains.get(argument, set()) if argument in code.co_cellvars else set()
     names = tuple(sorted(roots)), frozenset(attributes), found_chains, frozenset(first), tuple(sorted(imports))
     return Facts(*names, hidden, formats, catches, writes)
+
+
+def _constant_argument(instructions: Sequence[dis.Instruction]) -> str:
+    """Returns the absolute name of a module that a function just loaded is called with, where it is its one argument; else ""."""
+    following = [i for i in instructions[:4] if i.opname not in ("PUSH_NULL", "PRECALL")][:2]
+    if [i.opname for i in following] not in (
+        ["LOAD_CONST", "CALL"],
+        ["LOAD_CONST", "CALL_FUNCTION"],
+        ["LOAD_CONST", "CALL_METHOD"],
+    ):
+        return ""
+    name = following[0].argval
+    return name if isinstance(name, str) and following[1].arg == 1 and not name.startswith(".") else ""
 
 
 # Builtins that read nothing but their arguments, these only by operators; not getattr, vars, globals, eval, id, hash, type, open.

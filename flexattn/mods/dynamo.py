@@ -7,7 +7,10 @@ Dynamo guards all else that the mod read.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +21,23 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexattn.dispatch.mod_program import GRADIENT, Capture
+from flexattn.mods.joined import Masks
 from flexattn.mods.trace import Mod, trace_mods
 from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _imported(name: str, package: str | None) -> str:
+    return importlib.import_module(name, package).__name__
+
+
+def _import_module(name: str, package: str | None = None) -> Any:
+    return sys.modules[_imported(name, package)]
+
+
+# Dynamo traces `import cudnn` but not importlib's function for the same, which TransformerEngine's own callbacks call.
+with contextlib.suppress(ValueError):  # another library has told it already
+    torch._dynamo.decorators.substitute_in_graph(importlib.import_module)(_import_module)
 
 
 class Text(NamedTuple):
@@ -39,6 +57,7 @@ class Recorded(NamedTuple):
     numbers: tuple[float, ...]
     left: int | None
     right: int | None
+    has_floor: bool
 
 
 def record_mods(
@@ -46,7 +65,7 @@ def record_mods(
     mask_mod: Mod | None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
     needs_grad: bool,
-    find_band: bool,
+    masks: Masks,
     q: Tensor,
 ) -> Recorded:
     """Does what `trace_mods` does, for Dynamo to trace. A number that changes between calls becomes a 0-d tensor on q's device."""
@@ -68,12 +87,13 @@ def record_mods(
         facts.append((role, tuple(recording.nodes), output))
     is_grad = torch.is_grad_enabled()
     looked_at = _shapes_looked_at(
-        tuple(facts), tuple(_forms(recording, ()) for recording in recordings), needs_grad, find_band, is_grad
+        tuple(facts), tuple(_forms(recording, ()) for recording in recordings), needs_grad, int(masks), is_grad
     )
     forms = tuple(_forms(recording, looked_at[i]) for i, recording in enumerate(recordings))
-    text, captures, flags, is_empty, left, right, positions = _program(tuple(facts), forms, needs_grad, find_band, is_grad)
+    made = _program(tuple(facts), forms, needs_grad, int(masks), is_grad)
+    text, captures, flags, is_empty, left, right, has_floor, positions = made
     program = Text(text, tuple(Capture(*capture) for capture in captures), flags, is_empty)
-    return Recorded(program, tuple(recordings[i].tensors[n] for i, n in positions), (), left, right)
+    return Recorded(program, tuple(recordings[i].tensors[n] for i, n in positions), (), left, right, has_floor)
 
 
 def _run(recording: _Recording, mod: Mod, listed: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
@@ -187,7 +207,7 @@ def _shapes_looked_at(*recordings: Any) -> tuple[tuple[int, ...], ...]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _program(*recordings: Any) -> tuple[Any, ...]:
-    """Returns the program of the recordings, the band beside it, and which of the recordings' tensors it takes."""
+    """Returns the program of the recordings, the band beside it, whether that has a floor, and which of their tensors it takes."""
     traced, of_recordings = _traced(*recordings)
     places = {id(t): (i, n) for i, tensors in enumerate(of_recordings) for n, t in enumerate(tensors)}
     program = traced.program
@@ -198,11 +218,12 @@ def _program(*recordings: Any) -> tuple[Any, ...]:
         program.is_empty,
         traced.left,
         traced.right,
+        traced.has_floor,
         tuple(places[id(t)] for t in traced.tensors),
     )
 
 
-def _traced(facts: Any, forms: Any, needs_grad: bool, find_band: bool, is_grad: bool) -> tuple[Any, list[list[Tensor]]]:
+def _traced(facts: Any, forms: Any, needs_grad: bool, masks: int, is_grad: bool) -> tuple[Any, list[list[Tensor]]]:
     mods: dict[str, Any] = {}
     tensors = []
     for (role, nodes, output), of_recording in zip(facts, forms, strict=True):
@@ -211,7 +232,7 @@ def _traced(facts: Any, forms: Any, needs_grad: bool, find_band: bool, is_grad: 
     if "score_mod_gradient" in mods:
         mods["score_mod"].score_mod_gradient = mods["score_mod_gradient"]
     with torch.set_grad_enabled(is_grad):
-        return trace_mods(mods.get("score_mod"), mods.get("mask_mod"), (), needs_grad, find_band), tensors
+        return trace_mods(mods.get("score_mod"), mods.get("mask_mod"), (), needs_grad, Masks(masks)), tensors
 
 
 def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:

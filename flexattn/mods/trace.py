@@ -6,35 +6,25 @@ tensors are normalised to one index per dim, whatever views they went through.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 
 from flexattn.dispatch import options, triton_backend
-from flexattn.dispatch.mod_program import (
-    ARGUMENTS,
-    GRADIENT,
-    Capture,
-    Program,
-    decode_graph,
-    encode_graph,
-    evaluate,
-    make_program,
-    new_graph,
-    op_name,
-)
-from flexattn.dispatch.neutral import neutral_state
-from flexattn.mods.bands import conjunction, implied_band, is_identity, split_hidden
+from flexattn.dispatch.mod_program import ARGUMENTS, Capture, Program, encode_graph
+from flexattn.mods.bands import Fill, fill_of
 from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
-from flexattn.mods.graph import as_dtype, cancel_factors, converted
-from flexattn.mods.tracer import NeedsValueError, Recorder, fake_mode, trace
+from flexattn.mods.joined import Fact, Masks, join
+from flexattn.mods.tracer import NeedsValueError, trace
 from flexattn.warn import warn_once
 
 Mod = Callable[..., Any]
@@ -50,6 +40,7 @@ class Traced(NamedTuple):
     left: int | None = None  # query i sees no key before i - left, and none after i + right; None: open
     right: int | None = None
     looked_at: tuple[Tensor, ...] = ()  # captured tensors whose shapes decide what the program is
+    has_floor: bool = False  # the band is exact only where every query's lse is above `lse_floor.FLOOR`
 
 
 class _Trace(NamedTuple):
@@ -88,14 +79,14 @@ def trace_mods(
     mask_mod: Mod | None,
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
     needs_grad: bool = False,
-    find_band: bool = False,
+    masks: Masks = Masks.NONE,
 ) -> Traced:
     """Returns the program of a call's mods and the values of what they capture.
 
     score_mod(score, b, h, q_idx, kv_idx, *score_mod_tensors) returns the modified score, mask_mod(b, h, q_idx, kv_idx) whether the
     query sees the key; score_mod_tensors may be a mapping, then they are keyword arguments. needs_grad: derive the backward, as is
-    done anyhow where a captured tensor requires a gradient. find_band: give what the mods hide by kv_idx - q_idx as a band, and
-    leave it out of the program where the band says all of it.
+    done anyhow where a captured tensor requires a gradient. masks: what the mods hide by kv_idx - q_idx is given as a band, and
+    left out of the program where the band says all of it.
 
     Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
     """
@@ -108,19 +99,36 @@ def trace_mods(
             parts.append(_traced(role, mod, explicit))
     graphs = tuple((kept.text, kept.captures) for kept, _ in parts)
     roles = tuple(role for role, mod in mods.items() if mod is not None)
-    with _tracing:
-        program, left, right = _joined(graphs, roles, needs_grad, find_band)
-    tensors: list[Tensor] = []
-    numbers: list[float] = []
+    values: list[tuple[bool, Any]] = []
     looked_at: list[Tensor] = []
     for kept, found in parts:
         looked_at += [found.tensors[i][1] for i in kept.looked_at]
-        for is_float, position in kept.used:
-            if is_float:
-                numbers.append(found.floats[position][1])
-            else:
-                tensors.append(found.tensors[position][1])
-    return Traced(program, tuple(tensors), tuple(numbers), left, right, tuple(looked_at))
+        values += [(is_float, (found.floats if is_float else found.tensors)[position][1]) for is_float, position in kept.used]
+    num_of_score = len(parts[0][0].used) if score_mod is not None else 0
+    with _tracing:
+        joined = join(graphs, roles, needs_grad, masks, _facts(values, num_of_score))
+    taken = [values[i] for i in joined.kept]
+    tensors = tuple(value for is_float, value in taken if not is_float)
+    numbers = tuple(value for is_float, value in taken if is_float)
+    return Traced(joined.program, tensors, numbers, joined.left, joined.right, tuple(looked_at), joined.has_floor)
+
+
+def _facts(values: Sequence[tuple[bool, Any]], num_of_score: int) -> tuple[Fact, ...]:
+    """Returns what decides of captured values how their program is simplified; the first `num_of_score` are score_mod's.
+
+    Finite numbers other than 0 are the same where they are equal, tensors where they are one.
+    """
+    facts = []
+    for i, (is_float, value) in enumerate(values):
+        fill = fill_of(value) if is_float else Fill.NONE
+        same_as = -1
+        if i >= num_of_score and not (is_float and (value == 0 or not math.isfinite(value))):
+            of_score = values[:num_of_score]
+            same_as = next(
+                (n for n, (kind, x) in enumerate(of_score) if kind is is_float and (x == value if is_float else x is value)), -1
+            )
+        facts.append(Fact(fill, same_as))
+    return tuple(facts)
 
 
 runs_as_it_is(trace_mods)
@@ -135,68 +143,6 @@ def mod_source(
     """
     traced = trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad=True)
     return triton_backend.mod_source(traced.program, traced.tensors)
-
-
-@functools.lru_cache(maxsize=_CACHE_SIZE)
-def _joined(
-    graphs: tuple[tuple[str, tuple[Capture, ...]], ...], roles: tuple[str, ...], needs_grad: bool, find_band: bool
-) -> tuple[Program, int | None, int | None]:
-    """Returns one program for both mods, whose captures follow one another, each with a name of its own; and the band beside it."""
-    taken: set[str] = {*ARGUMENTS, GRADIENT}
-    captures: list[Capture] = []
-    joined: list[Graph] = []
-    for text, of_graph in graphs:
-        graph = cast(Graph, decode_graph(json.loads(text)))
-        names = {}
-        for capture in of_graph:
-            name, n = capture.name, 2
-            while name in taken:
-                name, n = f"{capture.name}_{n}", n + 1
-            taken.add(name)
-            names[capture.name] = name
-        joined.append(_renamed(graph, names, taken))
-        captures += [capture._replace(name=names[capture.name]) for capture in of_graph]
-    by_role = dict(zip(roles, joined, strict=True))
-    score, mask, given = (by_role.get(role) for role in ("score_mod", "mask_mod", "score_mod_gradient"))
-    mask = None if mask is None or _is_always_true(mask) else mask
-    left, right = None, None
-    if find_band:
-        hidden = None
-        if score is not None and given is None:
-            score, hidden = split_hidden(score)
-            score = None if is_identity(score) else score
-        if hidden is not None:
-            mask = hidden if mask is None else conjunction(hidden, mask)
-        if mask is not None:
-            left, right, mask = implied_band(mask)
-    wants_derivative = needs_grad or any(capture.needs_grad for capture in captures)
-    if given is not None:
-        derivative: Graph | None = _listed(given)
-    else:
-        derivative = derive(score, captures) if score is not None and wants_derivative else None
-    return make_program(captures, score, mask, derivative, given is not None), left, right
-
-
-def _listed(gradient: Graph) -> Graph:
-    """Returns a graph with its output in a list, as the outputs of a derivative are."""
-    output = next(node for node in gradient.nodes if node.op == "output")
-    output.args = ([output.args[0]],)
-    return gradient
-
-
-def _renamed(graph: Graph, names: Mapping[str, str], taken: set[str]) -> Graph:
-    new = Graph()
-    copies: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = new.placeholder(names.get(node.target, node.target))
-        elif node.op == "call_function":
-            copies[node] = new.node_copy(node, lambda n: copies[n])
-        else:
-            new.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
-            continue
-        copies[node].meta["dtype"] = node.meta["dtype"]
-    return new
 
 
 def _traced(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -> tuple[_Trace, Captures]:
@@ -240,7 +186,27 @@ def _look_up(role: str, whole: Mod) -> tuple[_Trace, Captures] | None:
     return None
 
 
+def _refuse_callback(role: str, mod: Mod, whole: Mod) -> None:
+    """Raises TypeError for a callback of TransformerEngine's form, which takes three arguments where a score_mod takes five."""
+    try:
+        signature = inspect.signature(whole if type(whole) is functools.partial else mod)
+    except (TypeError, ValueError):
+        return
+    accepted = []
+    for count in (len(ARGUMENTS), 3):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            accepted.append(count)
+    if role == "score_mod" and accepted == [3]:
+        raise TypeError(
+            f"score_mod {_name(mod)} takes three arguments {signature}, as TransformerEngine's callbacks score_mod(graph, score, "
+            f"tensors) do; accepted: score_mod({', '.join(ARGUMENTS)}), or flexattn.integrations.te.TEScoreMod(score_mod, "
+            "score_mod_bprop, score_mod_tensors), which takes such callbacks"
+        )
+
+
 def _new_trace(role: str, mod: Mod, whole: Mod) -> tuple[_Trace, Captures]:
+    _refuse_callback(role, mod, whole)
     found, key = _found(role, whole)
     try:
         traced, met = trace(role, whole, found)
@@ -306,77 +272,3 @@ def _with_tensors(mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor]) -
         return mod(*arguments, *tensors)
 
     return with_tensors
-
-
-def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
-    """Derives the gradient of the score, and of each read of a capture that needs one, from that of score_mod's result.
-
-    torch's autograd on the graph gives it, traced in turn. Outputs as `Program` says.
-    """
-    reads = [node for node in score.nodes if node.op == "call_function" and op_name(node) == "index"]
-    wants = {capture.name: capture.needs_grad for capture in captures}
-    positions = {capture.name: i for i, capture in enumerate(captures)}
-    differentiable = [node for node in reads if wants[node.args[0].target]]
-    placeholders = [node for node in score.nodes if node.op == "placeholder" and node.target not in positions]
-    numbers = [capture.name for capture in captures if capture.is_number]
-    assert any(node.target == "score" for node in placeholders)
-    with neutral_state(), fake_mode():
-        recorder = Recorder()
-        gradient = recorder.input(GRADIENT, (), torch.float32)
-        inputs: dict[str, Any] = {node.target: None for node in score.nodes if node.op == "placeholder"}
-        inputs |= {node.target: recorder.input(node.target, (), node.meta["dtype"]) for node in placeholders}
-        inputs |= {name: recorder.input(name, (), torch.float32) for name in numbers}
-        leaves = [recorder.input(node.name, (), node.meta["dtype"]) for node in reads]
-        with recorder:
-            inputs["score"] = inputs["score"].detach().requires_grad_()
-            values_read = [
-                leaf.detach().requires_grad_() if node in differentiable else leaf for node, leaf in zip(reads, leaves, strict=True)
-            ]
-            wanted = [inputs["score"], *(x for x, node in zip(values_read, reads, strict=True) if node in differentiable)]
-            left = iter(values_read)
-            out = evaluate(score, inputs, torch.float32, read=lambda _tensor, _indices: next(left))
-            if out.requires_grad:
-                gradients = torch.autograd.grad(out, wanted, gradient, allow_unused=True, materialize_grads=True)
-            else:
-                gradients = tuple(torch.zeros((), dtype=torch.float32) for _ in wanted)
-        traced = recorder.finish([*gradients])
-
-    # The forward's graph stays for the indices of the reads; what of it the derivative does not need is dropped.
-    graph, inputs = new_graph((*ARGUMENTS, GRADIENT), captures)
-    copies: dict[Node, Node] = {}
-    for node in score.nodes:
-        if node.op == "placeholder":
-            copies[node] = inputs[node.target]
-        elif node.op == "call_function":
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-            copies[node].meta["dtype"] = node.meta["dtype"]
-    stand_for = [inputs[GRADIENT], *(inputs[node.target] for node in placeholders), *(inputs[name] for name in numbers)]
-    stand_for += [copies[node] for node in reads]
-    values: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), stand_for, strict=True))
-    for node in traced.nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op == "call_function":
-            values[node] = converted("the derivative of score_mod", graph, node, values)
-        else:
-            results = [
-                as_dtype(graph, values[x] if isinstance(x, Node) else x, torch.float32) for x in cast(list[Any], node.args[0])
-            ]
-    outputs: list[Any] = [None if _is_zero(results[0]) else results[0]]
-    for node, value in zip(differentiable, results[1:], strict=True):
-        if not _is_zero(value):
-            indices = [copies[i] if isinstance(i, Node) else i for i in node.args[1]]
-            outputs.append([positions[node.args[0].target], indices, value])
-    graph.output(outputs)
-    graph.eliminate_dead_code()
-    cancel_factors(graph)
-    return graph
-
-
-def _is_always_true(graph: Graph) -> bool:
-    result: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
-    return op_name(result) == "full" and bool(result.args[1])
-
-
-def _is_zero(node: Node) -> bool:
-    return node.op == "call_function" and op_name(node) == "full" and bool(node.args[1] == 0)

@@ -26,8 +26,15 @@ from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dty
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.mods.captures import Captures, find_captures, with_floats
 from flexattn.mods.graph import INTEGERS, normalised, place_of
+from flexattn.mods.misuse import Misuse
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__)
+# Files whose frames are not the mod's own:
+_NOT_THE_MOD = (
+    *(os.path.join(_HERE, name) for name in ("tracer.py", "trace.py", "dynamo.py")),
+    *(os.path.join(os.path.dirname(_HERE), "integrations") + os.sep, _TORCH, "<"),
+)
 _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AND_TENSORS = {"score_mod": " (and of score_mod_tensors)"}
@@ -147,11 +154,14 @@ def trace(
                 else:
                     raise ValueError(f"{role} returned {result!r} ({type(result).__name__}); accepted: a 0-d tensor or a number")
             traced = recorder.finish(result)
+        except Misuse as e:
+            e.place = _place_of(e) or watch.place()
+            raise
         except ValueError:
             raise
         except Exception as e:
             raise ValueError(
-                f"{role} cannot be traced{watch.place()}: {type(e).__name__}: {e}; accepted: a function of "
+                f"{role} cannot be traced{_place_of(e) or watch.place()}: {type(e).__name__}: {e}; accepted: a function of "
                 f"{', '.join(ARGUMENTS_OF[role])}{_AND_TENSORS.get(role, '')}, in torch ops on 0-d tensors"
             ) from e
     is_settled = not watch.met and before == (found.key is not None and find_captures(mod, lift=False).key)
@@ -351,9 +361,21 @@ def _user_line() -> tuple[str, int] | None:
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not trace.__code__:
         name = frame.f_code.co_filename
-        if name.endswith("mod_tape.py"):  # under torch.compile the mod's own frame is not available
+        if name.endswith(f"mods{os.sep}dynamo.py"):  # under torch.compile the mod's own frame is not available
             return None
-        if not name.startswith((__file__, _TORCH, "<")):
+        if not name.startswith(_NOT_THE_MOD):
             return name, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns ' at file:line: text' for the mod's innermost line that led to an error."""
+    line = None
+    entry = error.__traceback__
+    while entry is not None:
+        name = entry.tb_frame.f_code.co_filename
+        if not name.startswith(_NOT_THE_MOD):
+            line = name, entry.tb_lineno
+        entry = entry.tb_next
+    return "" if line is None else place_of(line)

@@ -6,6 +6,7 @@ import abc
 import collections
 import enum
 import functools
+import importlib
 import sys
 import types
 import typing
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as nn_module
 
-from flexattn.mods.code import BARE, Chain, Facts, facts_of, is_pure, unwrapped_repr
+from flexattn.mods.code import BARE, IMPORT_MODULE, Chain, Facts, facts_of, is_pure, unwrapped_repr
 
 _CONSTANTS = frozenset((int, bool, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
@@ -178,8 +179,10 @@ class Walk:
             return (kind, repr(value)), value
         if isinstance(value, Tensor):
             return self._tensor(name, value, depth), value
-        if is_pure(value):
+        if is_pure(value) or (value is importlib.import_module and name == IMPORT_MODULE):
             return ("pure", value), value
+        if _is_of_cudnn(value):  # it describes nodes of a graph, and no trace depends on it
+            return ("cudnn", kind, str(value)), value
         if getattr(kind, "is_trace_state", False):
             return (kind,), value
         if depth > _MOST_DEEP:
@@ -333,6 +336,8 @@ class Walk:
             if new is not value:
                 new_globals[name] = new
         for name in facts.imports:
+            if name.partition(".")[0] == _CUDNN:
+                continue
             for imported in (name.partition(".")[0], name):
                 if type(sys.modules.get(imported)) is not types.ModuleType:
                     self._give_up(f"{function.__qualname__} imports {name}")
@@ -367,7 +372,9 @@ class Walk:
         if reads is not None:  # a class of this library, which says what decides what it does
             self.scope.flag(copies=True)
             was_tied = self.is_tied  # what it writes, it writes to a copy
-            key, news = self._items(vars(value), frozenset(reads), lift, depth)
+            state = getattr(value, "_flexattn_state", None)  # where some attributes stand for what they hold at this moment
+            self.is_all_read = self.is_all_read and state is None
+            key, news = self._items(vars(value) if state is None else state(), frozenset(reads), lift, depth)
             self.is_tied = was_tied
             return ("object", kind, key), _clone(value, news)
         fields = _namedtuple_names(kind)
@@ -507,6 +514,17 @@ class Walk:
 
 _WRITERS = frozenset(("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update"))
 _DICTS = (collections.OrderedDict, collections.defaultdict)
+
+
+_CUDNN = "cudnn"  # cuDNN frontend
+
+
+def _is_of_cudnn(value: Any) -> bool:
+    """Returns whether a value is cuDNN frontend's module, or one of its enumerations or their members."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] == _CUDNN
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__module__.partition(".")[0] == _CUDNN and hasattr(kind, "__members__")
 
 
 def _first(function: Any) -> frozenset[Chain]:

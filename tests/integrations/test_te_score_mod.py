@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention
-from flexattn.integrations.te.score_mod import GraphTensor, ScoreGraph, TEScoreMod
+from flexattn import attention, call_cache
+from flexattn.integrations.te import TEScoreMod
 from flexattn.mods.trace import cache_info, clear_cache
 from tests.mods.test_score_mod import HEADS, HEADS_KV
+from tests.support import te_callbacks
 
 LIMIT = 2e-5  # of the largest value: fp32 against fp64
 
@@ -122,38 +125,89 @@ def test_new_values_are_no_new_trace(device: str) -> None:
     assert cache_info()["traces"] == 2  # the score and its gradient
 
 
-def test_nodes_are_those_of_cudnn() -> None:
-    """By hand, where an operand's sign or place matters."""
-    graph, x, y = ScoreGraph(()), GraphTensor(torch.tensor([-5.0, 5.0, -7.5])), GraphTensor(torch.tensor([3.0, -3.0, 2.0]))
-    assert graph.mod(input0=x, input1=y).value.tolist() == [-2.0, 2.0, -1.5]  # has the sign of the first
-    assert graph.add_square(a=x, b=y).value.tolist() == [4.0, 14.0, -3.5]
-    assert graph.sub(a=x, b=y).value.tolist() == [-8.0, 8.0, -9.5]
-    assert graph.binary_select(x, y, graph.cmp_lt(x, y)).value.tolist() == [-5.0, -3.0, -7.5]
+RANKS: dict[int, tuple[int, ...]] = {1: (45,), 2: (37, 1), 3: (HEADS, 1, 45), 4: (2, 1, 37, 45)}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is traced again in each call")  # as it names the nodes by text
-def test_every_node_is_recorded(device: str) -> None:
-    smooth = ("exp", "log", "abs", "neg", "sqrt", "rsqrt", "sin", "cos", "erf", "reciprocal", "sigmoid", "relu", "gelu", "softplus")
-    smooth = (*smooth, "swish", "tanh", "identity")
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_tensors_are_broadcast_from_the_right(rank: int, backend: str, device: str) -> None:
+    bias = torch.randn(RANKS[rank], generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    whole = bias.expand(2, HEADS, 37, 45).detach().clone().requires_grad_()
+    want = run(None, device, backend, (whole,), bias=whole, bias_type="post_scale_bias")
+    want[-1] = want[-1].sum_to_size(bias.shape)
+    close(run(TEScoreMod(post_scale_bias, score_mod_tensors={"bias": bias}), device, backend, (bias,)), want)
 
-    def everything(graph: Any, score: Any, tensors: Any) -> Any:
-        row, column = graph.gen_index(score, axis=2), graph.gen_index(score, axis=3)
-        positive = graph.add_square(a=tensors["one"], b=graph.tanh(score))  # from 1 to 2: large scores would round
-        parts = [getattr(graph, name)(input=positive) for name in smooth]
-        parts += [getattr(graph, name)(positive, tensors["one"]) for name in ("sub", "mul", "div", "pow")]
-        parts += [getattr(graph, name)(input0=positive, input1=tensors["one"]) for name in ("max", "min")]
-        parts += [graph.tan(graph.tanh(score)), graph.mod(input0=row, input1=tensors["three"])]
-        parts += [getattr(graph, name)(graph.scale(column, tensors["quarter"])) for name in ("floor", "ceil")]
-        total = score
-        for part in parts:
-            total = graph.add(a=total, b=graph.scale(part, tensors["quarter"]))
-        masks = [getattr(graph, f"cmp_{name}")(row, column) for name in ("eq", "neq", "gt", "ge", "lt", "le")]
-        either = graph.logical_or(masks[0], graph.logical_not(graph.logical_and(masks[2], masks[3])))
-        return graph.bias(graph.binary_select(total, score, either), tensors["quarter"])
 
-    tensors = {"one": scalar(1.0), "quarter": scalar(0.25), "three": scalar(3.0)}
-    close(*(run(TEScoreMod(everything, score_mod_tensors=tensors), device, backend) for backend in ("triton", "eager")))
+NUMBERS = {
+    "float": 1.5,
+    "int": 2,
+    "numpy": numpy.float32(1.5),
+    "numpy half": numpy.float16(1.5),
+    "numpy integer": numpy.int64(2),
+    "rank 0": torch.tensor(1.5),
+    "rank 1": torch.tensor([1.5], dtype=torch.float64),
+    "rank 4": torch.full((1, 1, 1, 1), 1.5, dtype=torch.float16),
+    "integer tensor": torch.tensor([2]),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_numbers_and_tensors_of_one_element_are_numbers(what: str, device: str) -> None:
+    number = NUMBERS[what]
+    mod = TEScoreMod(lambda graph, score, tensors: graph.mul(score, tensors["x"]), score_mod_tensors={"x": number})
+    close(run(mod, device, "triton"), run(None, device, "eager", softmax_scale=float(number) / 4))
+
+
+def test_a_number_on_the_cpu_is_read_in_each_call(device: str) -> None:
+    cap = scalar(1.5)
+    mod = TEScoreMod(Softcap().forward, score_mod_tensors={"cap": cap})
+    for value in (1.5, 0.5, 1.5):
+        cap.fill_(value)
+        close(run(mod, device, "triton"), run(None, device, "eager", softcap=value))
+
+
+def test_a_backward_has_the_number_of_its_forward(device: str) -> None:
+    """Where TransformerEngine refuses a number that was changed in between, here it was read by then."""
+    cap, softcap = scalar(1.5), Softcap()
+    q = torch.randn(1, 20, HEADS, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    want = torch.autograd.grad(attention(q, q, q, softcap=1.5).sum(), q)
+    out = attention(q, q, q, score_mod=TEScoreMod(softcap.forward, softcap.backward, {"cap": cap, "one": 1.0}))
+    cap.fill_(0.1)
+    close(list(torch.autograd.grad(out.sum(), q)), list(want))
+
+
+def test_repeated_calls_are_kept_though_a_callback_imports_cudnn(device: str) -> None:
+    pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    q = torch.randn(1, 20, HEADS, 16).to(device)
+    case = te_callbacks.CASES["causal"]
+    clear_cache()
+    call_cache.clear_cache()
+    for _ in range(3):
+        attention(q, q, q, score_mod=case.make(True, te_callbacks.by_value))
+    assert cache_info()["traces"] == 2
+    assert call_cache.cache_info()["hits"] == 2
+
+
+def test_an_import_of_a_module_whose_name_is_computed_is_traced_in_each_call(device: str) -> None:
+    q, name = torch.randn(1, 20, HEADS, 16).to(device), "math"
+
+    def scaled(graph: Any, score: Any, tensors: Any) -> Any:
+        return graph.mul(score, importlib.import_module(name).e)
+
+    with pytest.warns(RuntimeWarning, match="import_module of a name that is no constant"):
+        attention(q, q, q, score_mod=TEScoreMod(scaled))
+
+
+def takes_three(graph: Any, score: Any, tensors: Any) -> Any:
+    return score
+
+
+def bad_line(graph: Any, score: Any, tensors: Any) -> Any:
+    return graph.mul(score, 1 / len(tensors))
+
+
+def called(callback: Any, tensors: Any = None) -> Tensor:
+    return attention(*[torch.zeros(2, 4, 2, 8)] * 3, score_mod=TEScoreMod(callback, score_mod_tensors=tensors))
 
 
 @pytest.mark.parametrize(
@@ -161,11 +215,25 @@ def test_every_node_is_recorded(device: str) -> None:
     [
         (lambda: TEScoreMod(causal, None, None, {"zero": scalar(0.0)}), "without a score_mod_bprop"),
         (lambda: TEScoreMod(3), "score_mod is 3"),  # type: ignore[arg-type]
-        (lambda: TEScoreMod(causal, score_mod_tensors={"x": torch.zeros(3)}), "accepted: a tensor"),
+        (lambda: TEScoreMod(causal, score_mod_tensors=[scalar(0.0)]), "score_mod_tensors is a list; accepted: a dict"),  # type: ignore[arg-type]
+        (lambda: TEScoreMod(causal, score_mod_tensors={1: scalar(0.0)}), "has the name 1, a int; .*str names"),  # type: ignore[dict-item]
+        (lambda: TEScoreMod(causal, score_mod_tensors={"x": torch.zeros(2, 1, 1, 1, 1)}), "accepted: up to 4 dims"),
+        (lambda: TEScoreMod(causal, score_mod_tensors={"x": numpy.zeros(3)}), "is a numpy.ndarray; .*torch.from_numpy"),
+        (lambda: TEScoreMod(causal, score_mod_tensors={"x": "y"}), "is a builtins.str"),
         (lambda: TEScoreMod(causal).check_bprop(), "was given none"),
+        (lambda: called(lambda g, s, t: g.reduction(s)), r"no node 'reduction'; it has: abs, .* at .*test_te_score_mod.py:\d+, `"),
         (
-            lambda: attention(*[torch.zeros(1, 4, 1, 8)] * 3, score_mod=TEScoreMod(lambda g, s, t: g.reduction(s))),
-            "no node 'reduction'",
+            lambda: called(causal),
+            r"tensors\['neg_inf'\], and the names that were given are: none at .*test_te_score_mod.py:\d+, `return",
+        ),
+        (lambda: called(causal, {"zero": 0.0, "x": 1}), r"the names that were given are: 'zero', 'x' at"),
+        (lambda: called(bad_line), r"at .*test_te_score_mod.py:\d+, `return graph.mul.*ZeroDivisionError"),
+        (lambda: called(lambda g, s, t: None), "score_mod .*<lambda> returned None; accepted: a tensor of its graph"),
+        (lambda: called(post_scale_bias, {"bias": torch.zeros(3, 1, 1)}), r"has shape \(3, 1, 1\), with 3 for h"),
+        (lambda: called(post_scale_bias, {"bias": torch.zeros(2, 3)}), r"with 2 for sq, and the call has 4"),
+        (
+            lambda: attention(*[torch.zeros(1, 4, 1, 8)] * 3, score_mod=takes_three),
+            r"score_mod takes_three takes three arguments \(graph.*TEScoreMod\(score_mod, score_mod_bprop, score_mod_tensors\)",
         ),
     ],
 )

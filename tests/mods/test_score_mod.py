@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
+from flexattn.mods.joined import Masks
 from flexattn.mods.trace import cache_info, clear_cache, trace_mods
 
 HEADS, HEADS_KV = 4, 2
@@ -335,10 +336,10 @@ def test_a_mask_that_is_a_band_becomes_one(mask_mod: Any, band: tuple[int | None
     ]
     for score_mod in score_mods:
         given = None if score_mod else mask_mod
-        traced = trace_mods(score_mod, given, find_band=True)
+        traced = trace_mods(score_mod, given, masks=Masks.EXACT)
         assert (traced.left, traced.right, traced.program.mask is None) == band
         check(score_mod, given)
-    assert trace_mods(score_mods[1], None, find_band=True).program.score is None
+    assert trace_mods(score_mods[1], None, masks=Masks.EXACT).program.score is None
     check(score_mods[1], mask_mod)
     whole = trace_mods(score_mods[2], mask_mod)
     assert (whole.left, whole.right) == (None, None)

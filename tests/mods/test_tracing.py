@@ -21,7 +21,8 @@ from torch.fx._symbolic_trace import is_fx_tracing
 from torch.utils.checkpoint import checkpoint
 
 from flexattn import attention, call_cache, explain
-from flexattn.mods.trace import _joined, cache_info, clear_cache, trace_mods
+from flexattn.mods.joined import Masks, join
+from flexattn.mods.trace import cache_info, clear_cache, trace_mods
 from flexattn.mods.tracer import trace
 from tests.conftest import FreshPython
 
@@ -31,10 +32,10 @@ Mod = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def cold() -> Iterator[None]:
     clear_cache()
-    _joined.cache_clear()
+    join.cache_clear()
     yield
     clear_cache()
-    _joined.cache_clear()
+    join.cache_clear()
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +86,7 @@ def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str
         attention(q, k, v, score_mod=mod, backend=backend)
     later = results(contextlib.nullcontext(), backend)
     clear_cache()
-    _joined.cache_clear()
+    join.cache_clear()
     call_cache.clear_cache()
     close(later, results(contextlib.nullcontext(), backend))
 
@@ -115,7 +116,7 @@ def test_a_cold_mod_inside_an_operator() -> None:
         trace_mods(mod, None, needs_grad=True)
     got = results(contextlib.nullcontext(), "triton")
     clear_cache()
-    _joined.cache_clear()
+    join.cache_clear()
     call_cache.clear_cache()
     close(got, results(contextlib.nullcontext(), "triton"))
 
@@ -124,7 +125,7 @@ def test_a_cold_mod_inside_an_operator() -> None:
 def test_a_cold_mod_under_a_transform(transform: Any) -> None:
     want = trace_mods(mods()[0], None, needs_grad=True).program.text
     clear_cache()
-    _joined.cache_clear()
+    join.cache_clear()
     texts = []
 
     def function(x: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def test_threads_that_trace_at_once() -> None:
     shared = scaled(3)
     for _ in range(20):
         clear_cache()
-        _joined.cache_clear()
+        join.cache_clear()
         call_cache.clear_cache()
 
         def work(n: int) -> None:
@@ -234,7 +235,7 @@ def test_a_mod_that_asks_for_another_mods_trace() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert trace_mods(None, outer, find_band=True).right == 0
+        assert trace_mods(None, outer, masks=Masks.EXACT).right == 0
 
 
 # What is left behind.

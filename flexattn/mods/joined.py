@@ -1,0 +1,206 @@
+"""One program of a call's mods from their graphs: captures by one name each, masks as bands, the backward derived or given."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, Program, decode_graph, make_program, op_name
+from flexattn.mods.bands import (
+    Fill,
+    conjunction,
+    implied_band,
+    is_identity,
+    is_linear,
+    is_near_its_score,
+    split_blocked,
+    split_hidden,
+)
+from flexattn.mods.derivative import derive
+from flexattn.mods.same import is_same, is_same_gradient, softcap_of
+
+
+class Masks(enum.IntEnum):
+    """What of the scores that a mod hides may become a band, and be left out of the program."""
+
+    NONE = 0
+    EXACT = 1  # -inf
+    OPEN_LEFT = 2  # and a finite score, where the band is open to the left, so that every query sees key 0
+    ALL = 3  # and a finite score under any band: there is no query whose window begins behind the last key
+
+
+class Fact(NamedTuple):
+    """Fact of a captured value in this call: what it does as a fill, and the position of the same value in score_mod's captures."""
+
+    fill: Fill
+    same_as: int = -1
+
+
+class Joined(NamedTuple):
+    """Program of a call's mods, the positions of the captures that it takes, and the band beside it."""
+
+    program: Program
+    kept: tuple[int, ...]
+    left: int | None
+    right: int | None
+    has_floor: bool  # the band is exact only where every query's lse is above `lse_floor.FLOOR`
+
+
+class _Mods(NamedTuple):
+    score: Graph | None
+    mask: Graph | None
+    given: Graph | None  # the gradient of the score
+    has_floor: bool = False
+
+
+class _Known(NamedTuple):
+    masks: Masks
+    fills: Mapping[str, Fill]
+    tensors: frozenset[str]
+    same: Mapping[str, str]  # a capture of the gradient's: the one of the score's that has its value
+
+
+@functools.lru_cache(maxsize=256)
+def join(
+    graphs: tuple[tuple[str, tuple[Capture, ...]], ...],
+    roles: tuple[str, ...],
+    needs_grad: bool,
+    masks: Masks,
+    facts: tuple[Fact, ...],
+) -> Joined:
+    """Returns one program for both mods, whose captures follow one another, each with a name of its own; and the band beside it.
+
+    graphs: each mod's as text, with its captures. roles: what each is, of "score_mod", "mask_mod" and "score_mod_gradient". facts:
+    of all captures, in their order.
+    """
+    taken: set[str] = {*ARGUMENTS, GRADIENT}
+    captures: list[Capture] = []
+    by_role: dict[str, Graph] = {}
+    for role, (text, of_graph) in zip(roles, graphs, strict=True):
+        names = {}
+        for capture in of_graph:
+            name, n = capture.name, 2
+            while name in taken:
+                name, n = f"{capture.name}_{n}", n + 1
+            taken.add(name)
+            names[capture.name] = name
+        by_role[role] = _renamed(cast(Graph, decode_graph(json.loads(text))), names)
+        captures += [capture._replace(name=names[capture.name]) for capture in of_graph]
+    named = list(zip(captures, facts, strict=True))
+    same = {capture.name: captures[fact.same_as].name for capture, fact in named if fact.same_as >= 0}
+    mods = _Mods(by_role.get("score_mod"), by_role.get("mask_mod"), by_role.get("score_mod_gradient"))
+    if mods.mask is not None and _is_always_true(mods.mask):
+        mods = mods._replace(mask=None)
+    left, right = None, None
+    if masks is not Masks.NONE:
+        fills = {capture.name: fact.fill for capture, fact in named}
+        tensors = frozenset(capture.name for capture in captures if not capture.is_number)
+        mods = _without_identity(_unmasked(mods, _Known(masks, fills, tensors, same)))
+        if mods.mask is not None:
+            left, right, rest = implied_band(mods.mask)
+            mods = mods._replace(mask=rest)
+    score = mods.score
+    if score is not None:
+        score, position, name = softcap_of(score, captures)
+        if name:
+            same = {of: name if known == captures[position].name else known for of, known in same.items()}
+            captures[position] = captures[position]._replace(name=name)
+    read = {name for graph in (score, mods.mask) if graph is not None for name in _read(graph)}
+    of_program = [capture for capture in captures if capture.needs_grad or capture.name in read]
+    derivative, is_given = _derivative(score, mods.given, of_program, needs_grad, same)
+    if is_given and derivative is not None:
+        read |= _read(derivative)
+    kept = tuple(i for i, capture in enumerate(captures) if capture.needs_grad or capture.name in read)
+    program = make_program([captures[i] for i in kept], score, mods.mask, derivative, is_given)
+    return Joined(program, kept, left, right, mods.has_floor)
+
+
+def _derivative(
+    score: Graph | None, given: Graph | None, captures: list[Capture], needs_grad: bool, same: Mapping[str, str]
+) -> tuple[Graph | None, bool]:
+    """Returns the gradient of the score and of captures, and whether it is the given one: not where that is the derived one too."""
+    captures_need_it = any(capture.needs_grad for capture in captures)
+    if score is None or not (needs_grad or captures_need_it):
+        return None, False
+    if given is not None and captures_need_it:
+        return _listed(given), True
+    derived = derive(score, captures)
+    if given is None or is_same_gradient(given, derived, same):
+        return derived, False
+    return _listed(given), True
+
+
+def _unmasked(mods: _Mods, known: _Known) -> _Mods:
+    """Returns the mods with what the score hides in the mask, where the results are the same."""
+    score, mask, given, _ = mods
+    if score is None:
+        return mods
+    split = split_hidden(score, known.fills)
+    if split.visible is None:
+        return mods
+    if given is not None:
+        # What is hidden has no weight, so its gradient is 0, and stays 0 under a linear bprop.
+        blocked = split_blocked(given, known.fills)
+        if blocked.visible is not None and _is_same_mask(split.visible, blocked.visible, known.same):
+            given = blocked.graph
+        elif not is_linear(given):
+            return mods
+    if split.is_finite:
+        band = implied_band(split.visible)
+        fits = known.masks is Masks.ALL or (known.masks is Masks.OPEN_LEFT and band.left is None)
+        if not fits or mask is not None or band.rest is not None:
+            return mods
+        if not is_near_its_score(split.graph, known.fills, known.tensors):
+            return mods
+    return _Mods(split.graph, split.visible if mask is None else conjunction(split.visible, mask), given, split.is_finite)
+
+
+def _is_same_mask(a: Graph, b: Graph, names: Mapping[str, str]) -> bool:
+    """Returns whether two masks let the same keys through; names: what captures of b are called in a."""
+    of_a, of_b = implied_band(a), implied_band(b)
+    if of_a[:2] != of_b[:2] or (of_a.rest is None) is not (of_b.rest is None):
+        return False
+    return of_a.rest is None or is_same(of_a.rest, cast(Graph, of_b.rest), names)
+
+
+def _without_identity(mods: _Mods) -> _Mods:
+    if mods.score is None or not is_identity(mods.score) or not (mods.given is None or is_identity(mods.given, GRADIENT)):
+        return mods
+    return mods._replace(score=None, given=None)
+
+
+def _read(graph: Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op == "placeholder" and node.users}
+
+
+def _listed(gradient: Graph) -> Graph:
+    """Returns a graph with its output in a list, as the outputs of a derivative are."""
+    output = next(node for node in gradient.nodes if node.op == "output")
+    output.args = ([output.args[0]],)
+    return gradient
+
+
+def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    new = Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = new.placeholder(names.get(node.target, node.target))
+        elif node.op == "call_function":
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+        else:
+            new.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
+            continue
+        copies[node].meta["dtype"] = node.meta["dtype"]
+    return new
+
+
+def _is_always_true(graph: Graph) -> bool:
+    result: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
+    return op_name(result) == "full" and bool(result.args[1])
