@@ -36,8 +36,8 @@ from flexattn.dispatch.select import Backend, select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
-from flexattn.lse_floor import check_floor
 from flexattn.mods.captures import find_captures
+from flexattn.validation import check_floor
 
 if TYPE_CHECKING:
     from flexattn.fp8_steps import Fp8Steps

@@ -32,8 +32,7 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
-from flexattn.lse_floor import check_floor
-from flexattn.validation import check_cu_seqlens_values, check_descale_values
+from flexattn.validation import check_cu_seqlens_values, check_descale_values, check_floor
 from flexattn.warn import warn_once
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class Settings(NamedTuple):
     deterministic: bool
     backend: str  # "auto" or a name
     mods: str = ""  # the text of a Program
-    has_floor: bool = False  # every lse must be above lse_floor.FLOOR: see there
+    has_floor: bool = False  # every lse must be above validation.FLOOR
     block_size_q: int = 0  # of the block mask
     block_size_kv: int = 0
     fp8_out: str = ""  # for q, k and v in FP8: the dtype of out and the gradients, as "bfloat16"

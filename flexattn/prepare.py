@@ -219,7 +219,7 @@ def _masks(band: Band, max_q: int, max_kv: int) -> int:
 def _trace_mods(
     score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, masks: int, q: Tensor
 ) -> Traced | Recorded:
-    from flexattn.mods.joined import Masks  # here, as calls without mods should not wait for its import
+    from flexattn.mods.bands import Masks  # here, as calls without mods should not wait for its import
 
     if torch.compiler.is_dynamo_compiling():
         from flexattn.mods.dynamo import record_mods

@@ -3,7 +3,7 @@
 So a causal or window mask costs what attn_mask_type and window_size cost, however it is written: blocks outside are never visited.
 
 A finite score that masks, such as -1e9, hides exactly where every query sees a key whose score is greater by 104 or more: exp of
-the difference is then 0 in float32. `flexattn.lse_floor` holds calls to that.
+the difference is then 0 in float32. `flexattn.validation.check_floor` holds calls to that.
 """
 
 from __future__ import annotations
@@ -18,16 +18,32 @@ import torch
 from torch.fx import Graph, Node
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, call, op_name
-from flexattn.lse_floor import MASKING
+from flexattn.validation import MASKING
 
 
 class Fill(enum.IntEnum):
-    """What a number does to a score that it replaces; of a gradient, ZERO passes none on."""
+    """Effect of a number on the score that it replaces; in place of a gradient, ZERO passes none on."""
 
     NONE = 0
     ZERO = 1
     MASKING = 2  # finite, at most `MASKING`
     HIDING = 3  # -inf
+
+
+class Masks(enum.IntEnum):
+    """Scores hidden by a mod that may become a band, and be left out of the program."""
+
+    NONE = 0
+    EXACT = 1  # -inf
+    OPEN_LEFT = 2  # and a finite score, where the band is open to the left, so that every query sees key 0
+    ALL = 3  # and a finite score under any band: there is no query whose window begins behind the last key
+
+
+class Fact(NamedTuple):
+    """Fact of a captured value in this call: what it does as a fill, and the position of the same value in score_mod's captures."""
+
+    fill: Fill
+    same_as: int = -1
 
 
 class Implied(NamedTuple):

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexattn.dispatch.mod_program import GRADIENT, Capture
-from flexattn.mods.joined import Masks
+from flexattn.mods.bands import Masks
 from flexattn.mods.trace import Mod, trace_mods
 from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import json
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from torch.fx import Graph, Node
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, Program, decode_graph, make_program, op_name
 from flexattn.mods.bands import (
+    Fact,
     Fill,
+    Masks,
     conjunction,
     implied_band,
     is_identity,
@@ -26,22 +27,6 @@ from flexattn.mods.derivative import derive
 from flexattn.mods.same import is_same, is_same_gradient, softcap_of
 
 
-class Masks(enum.IntEnum):
-    """What of the scores that a mod hides may become a band, and be left out of the program."""
-
-    NONE = 0
-    EXACT = 1  # -inf
-    OPEN_LEFT = 2  # and a finite score, where the band is open to the left, so that every query sees key 0
-    ALL = 3  # and a finite score under any band: there is no query whose window begins behind the last key
-
-
-class Fact(NamedTuple):
-    """Fact of a captured value in this call: what it does as a fill, and the position of the same value in score_mod's captures."""
-
-    fill: Fill
-    same_as: int = -1
-
-
 class Joined(NamedTuple):
     """Program of a call's mods, the positions of the captures that it takes, and the band beside it."""
 
@@ -49,7 +34,7 @@ class Joined(NamedTuple):
     kept: tuple[int, ...]
     left: int | None
     right: int | None
-    has_floor: bool  # the band is exact only where every query's lse is above `lse_floor.FLOOR`
+    has_floor: bool  # the band is exact only where every query's lse is above `validation.FLOOR`
 
 
 class _Mods(NamedTuple):

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import ARGUMENTS, Capture, Program, encode_graph
-from flexattn.mods.bands import Fill, fill_of
+from flexattn.mods.bands import Fact, Fill, Masks, fill_of
 from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
-from flexattn.mods.joined import Fact, Masks, join
 from flexattn.mods.tracer import NeedsValueError, trace
 from flexattn.warn import warn_once
 
@@ -40,7 +39,7 @@ class Traced(NamedTuple):
     left: int | None = None  # query i sees no key before i - left, and none after i + right; None: open
     right: int | None = None
     looked_at: tuple[Tensor, ...] = ()  # captured tensors whose shapes decide what the program is
-    has_floor: bool = False  # the band is exact only where every query's lse is above `lse_floor.FLOOR`
+    has_floor: bool = False  # the band is exact only where every query's lse is above `validation.FLOOR`
 
 
 class _Trace(NamedTuple):
@@ -90,6 +89,8 @@ def trace_mods(
 
     Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
     """
+    from flexattn.mods.joined import join  # here, as importing flexattn should not import what derives
+
     parts: list[tuple[_Trace, Captures]] = []
     gradient = getattr(score_mod, "score_mod_gradient", None)  # a backward that is given, not derived
     mods = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_gradient": gradient}

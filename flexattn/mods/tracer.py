@@ -26,7 +26,6 @@ from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dty
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.mods.captures import Captures, find_captures, with_floats
 from flexattn.mods.graph import INTEGERS, normalised, place_of
-from flexattn.mods.misuse import Misuse
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__)
@@ -54,6 +53,31 @@ class Trace(NamedTuple):
 
 class NeedsValueError(ValueError):
     """Raised where a mod asks for a value that is known only when a kernel runs."""
+
+
+class Misuse(Exception):
+    """Base of a mod's own errors that keep their type through a trace; `place` is ` at file:line: text` once that is known."""
+
+    place = ""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text + self.place
+
+
+class MisusedType(Misuse, TypeError):
+    """Raised for arguments that a node of a graph does not take."""
+
+
+class MisusedName(Misuse, KeyError, ValueError):
+    """Raised for a name that was not given."""
+
+
+class MisusedNode(Misuse, AttributeError, ValueError):
+    """Raised for a node that a graph does not have."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -524,7 +524,7 @@ def _is_of_cudnn(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] == _CUDNN
     kind = value if isinstance(value, type) else type(value)
-    return kind.__module__.partition(".")[0] == _CUDNN and hasattr(kind, "__members__")
+    return str(kind.__module__).partition(".")[0] == _CUDNN and hasattr(kind, "__members__")
 
 
 def _first(function: Any) -> frozenset[Chain]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from flexattn import attention, explain, mods
 from flexattn.functional import bind_call
 from flexattn.integrations.te import TEScoreMod
-from flexattn.lse_floor import FLOOR, MASKING
 from flexattn.ops import spec_to_run
+from flexattn.validation import FLOOR, MASKING
 from tests.support import te_callbacks
 from tests.support.te_callbacks import by_value
 

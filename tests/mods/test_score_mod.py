@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.mods.joined import Masks
+from flexattn.mods.bands import Masks
 from flexattn.mods.trace import cache_info, clear_cache, trace_mods
 
 HEADS, HEADS_KV = 4, 2
@@ -181,7 +181,7 @@ class Errors:
         (lambda score, b, h, q_idx, kv_idx: score + Errors.table[h, 0, 1], ["3 indices of a tensor with 2 dims"]),
         (lambda score, b, h, q_idx, kv_idx: score + Errors.table[h, q_idx * 0.5], ["indexes with a torch.float32 tensor"]),
         (lambda score, b, h, q_idx, kv_idx: (score, score), ["returned", "accepted: a 0-d tensor or a number"]),
-        (lambda score, b, h: score, ["cannot be traced", "TypeError"]),
+        (lambda score, b, h, q_idx: score, ["cannot be traced", "TypeError"]),
     ],
 )
 def test_what_cannot_be_traced_says_why(mod: Any, words: list[str]) -> None:

@@ -21,7 +21,8 @@ from torch.fx._symbolic_trace import is_fx_tracing
 from torch.utils.checkpoint import checkpoint
 
 from flexattn import attention, call_cache, explain
-from flexattn.mods.joined import Masks, join
+from flexattn.mods.bands import Masks
+from flexattn.mods.joined import join
 from flexattn.mods.trace import cache_info, clear_cache, trace_mods
 from flexattn.mods.tracer import trace
 from tests.conftest import FreshPython

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.misuse import MisusedType
+from flexattn.mods.tracer import MisusedType
 
 ON_EVERY_NODE = ("name", "compute_data_type")  # accepted, and without effect: arithmetic is the kernel's
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.integrations.te.graph_nodes import NODES, bind
-from flexattn.mods.misuse import MisusedName, MisusedNode, MisusedType
+from flexattn.mods.tracer import MisusedName, MisusedNode, MisusedType
 
 AXES = ("b", "h", "q_idx", "kv_idx")
 _DESCRIBED = (

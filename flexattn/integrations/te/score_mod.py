@@ -20,8 +20,8 @@ from torch import Tensor
 from flexattn.dispatch.mod_program import evaluate
 from flexattn.dispatch.neutral import neutral_state
 from flexattn.integrations.te.score_graph import AXES, GraphTensor, ScoreGraph, read_tensors
-from flexattn.mods.misuse import MisusedType
 from flexattn.mods.trace import trace_mods
+from flexattn.mods.tracer import MisusedType
 
 Callback = Callable[..., Any]
 Value = Tensor | float | int | bool
