@@ -140,7 +140,7 @@ def measure() -> list[dict[str, Any]]:
         (backend, *name): functools.partial(attention, **how, backend=backend) for backend in BACKENDS for name, how in ours.items()
     }
     made |= {("FlexAttention", *name): call for name, call in flex_attention_calls(SHAPE[1]).items()}
-    truth = {
+    truth: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal": {"attn_mask_type": "causal"},
         "softcap": {"softcap": CAP},
