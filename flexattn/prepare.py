@@ -109,7 +109,7 @@ def prepare(
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
     validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
-    check_sizes = getattr(score_mod, "check_sizes", None)
+    check_sizes = getattr(score_mod, "_flexattn_check_sizes", None)
     if check_sizes is not None and not torch.compiler.is_compiling():
         is_known = (q_format != "thd" or max_seqlen_q is not None), (kv_format != "thd" or max_seqlen_kv is not None)
         check_sizes(batch, heads, *(size if known else None for size, known in zip((max_q, max_kv), is_known, strict=True)))

@@ -125,6 +125,8 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
         alpha = kwargs["alpha"]
         args = (args[0], call(graph, "mul", (_node(graph, args[1], dtype), alpha), dtype))
     kwargs = {key: x for key, x in kwargs.items() if key == "rounding_mode" and x is not None}
+    if name == "ne" and _is_truth(args[0]) and args[1] in (0, False):  # as masks whose type is not known yet are written
+        return args[0]
     if name == "where":
         args = (args[0], *(_node(graph, x, dtype) for x in args[1:]))
     if name not in OPS or result.dim() != 0 or dtype not in (torch.float32, torch.float16, torch.bfloat16, *INTEGERS):
@@ -137,6 +139,10 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
     if not any(isinstance(x, Node) for x in args):
         args = (_node(graph, args[0], dtype), *args[1:])
     return call(graph, name, tuple(args), dtype, **kwargs)
+
+
+def _is_truth(x: Any) -> bool:
+    return isinstance(x, Node) and x.meta["dtype"] is torch.bool
 
 
 def cancel_factors(graph: Graph) -> None:

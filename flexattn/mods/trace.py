@@ -187,10 +187,10 @@ def _look_up(role: str, whole: Mod) -> tuple[_Trace, Captures] | None:
     return None
 
 
-def _refuse_callback(role: str, mod: Mod, whole: Mod) -> None:
+def _refuse_callback(role: str, mod: Mod) -> None:
     """Raises TypeError for a callback of TransformerEngine's form, which takes three arguments where a score_mod takes five."""
     try:
-        signature = inspect.signature(whole if type(whole) is functools.partial else mod)
+        signature = inspect.signature(mod)
     except (TypeError, ValueError):
         return
     accepted = []
@@ -207,7 +207,7 @@ def _refuse_callback(role: str, mod: Mod, whole: Mod) -> None:
 
 
 def _new_trace(role: str, mod: Mod, whole: Mod) -> tuple[_Trace, Captures]:
-    _refuse_callback(role, mod, whole)
+    _refuse_callback(role, mod)
     found, key = _found(role, whole)
     try:
         traced, met = trace(role, whole, found)

@@ -232,6 +232,10 @@ def called(callback: Any, tensors: Any = None) -> Tensor:
         (lambda: called(post_scale_bias, {"bias": torch.zeros(3, 1, 1)}), r"has shape \(3, 1, 1\), with 3 for h"),
         (lambda: called(post_scale_bias, {"bias": torch.zeros(2, 3)}), r"with 2 for sq, and the call has 4"),
         (
+            lambda: attention(*[torch.zeros(1, 4, 1, 8)] * 3, score_mod=takes_three, score_mod_tensors={"x": scalar(1.0)}),
+            "score_mod takes_three takes three arguments",
+        ),
+        (
             lambda: attention(*[torch.zeros(1, 4, 1, 8)] * 3, score_mod=takes_three),
             r"score_mod takes_three takes three arguments \(graph.*TEScoreMod\(score_mod, score_mod_bprop, score_mod_tensors\)",
         ),
@@ -240,3 +244,15 @@ def called(callback: Any, tensors: Any = None) -> Tensor:
 def test_errors(make: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         make()
+
+
+class Identity:
+    def check_sizes(self) -> None:
+        """A method of the user's own."""
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score
+
+
+def test_a_mods_own_methods_are_not_called(device: str) -> None:
+    close(run(Identity(), device, "eager"), run(None, device, "eager"))

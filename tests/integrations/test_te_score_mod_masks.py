@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flexattn import attention, explain, mods
+from flexattn.dispatch.spec import Operands
 from flexattn.functional import bind_call
 from flexattn.integrations.te import TEScoreMod
-from flexattn.ops import spec_to_run
+from flexattn.ops import Settings, spec_to_run
 from flexattn.validation import FLOOR, MASKING
 from tests.support import te_callbacks
 from tests.support.te_callbacks import by_value
@@ -121,6 +122,22 @@ def test_a_mod_in_torch_is_recognised_with_a_number_too(device: str) -> None:
     for fill in (-1e9, -INF):
         settings = settings_of(lambda s, b, h, i, j, fill=fill: torch.where(i >= j, s, fill), *inputs(device))
         assert (settings.window_right, settings.mods) == (0, "")
+
+
+@pytest.mark.parametrize("fill", [-1e9, -INF])
+def test_a_mask_is_a_band_under_torch_compile(fill: float, device: str) -> None:
+    """Dynamo's recording does not know the type of a comparison; a number in the dict is known there."""
+    q, k, v = (x.detach() for x in inputs(device))
+    mod, seen = TEScoreMod(selecting(BANDS["ge"][0]), None, {"fill": fill}), []
+
+    def note(module: Any, _: Any) -> Any:
+        seen.extend(node.args for node in module.graph.nodes if "attention_forward" in str(node.target))
+        return module
+
+    out = torch.compile(lambda q, k, v: attention(q, k, v, score_mod=mod), backend=note, fullgraph=True)(q, k, v)
+    settings = Settings(*seen[0][len(Operands._fields) :])
+    assert (settings.window_right, settings.mods, settings.has_floor) == (0, "", fill == -1e9)
+    close([out], [attention(q.double(), k.double(), v.double(), attn_mask_type="causal", backend="eager")])
 
 
 @pytest.mark.parametrize("number", [by_value, float])

@@ -124,7 +124,7 @@ class TEScoreMod:
             raise MisusedType(f"{role} {_name(callback)} returned {result!r}; accepted: a tensor of its graph")
         return result.value
 
-    def check_sizes(self, *sizes: int | None) -> None:
+    def _flexattn_check_sizes(self, *sizes: int | None) -> None:
         """Raises ValueError where a tensor does not fit a call's (b, h, sq, skv), so that it has no value for some score.
 
         None: a size that is not known. A tensor for longer sequences is read from its beginning.
