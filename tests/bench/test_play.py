@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU th
 
 SHAPE = "sweep-d64-causal-s512"
 FORWARD = (ROOT / "kernels_triton" / "portable" / "forward.py").read_text("utf-8")
-RESCALED = "v0, acc0 * decay[:, None]"
+RESCALED = "v0, acc0 * correction[:, None]"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_wrong_tile_in_a_sweep_is_never_timed(
     own_file: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measuring half of a sweep, with the interpreter in the GPU's place: a kernel that is wrong where blocks have 64 keys."""
-    path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "v0, (acc0 * decay[:, None] if META.BLOCK_N == 32 else acc0)"))
+    path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "v0, (acc0 * correction[:, None] if META.BLOCK_N == 32 else acc0)"))
     small = WORKLOADS[SHAPE].shortened(131)
     tiles = [Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)]
     launchers = kernel_file.launchers("forward", path, {})

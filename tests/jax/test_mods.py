@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flexattn
+from flexattn.mods.bands import Masks
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -93,13 +94,13 @@ def test_results_and_gradients(name: str) -> None:
 def test_bands_and_masks_equal_those_of_torch(name: str) -> None:
     """The captures' names apart; score_mods differ in conversions, which JAX writes down."""
     arrays = captures()
-    of_torch = trace_mods(*pairs(torch, *map(to_torch, arrays))[name], find_band=True)
+    of_torch = trace_mods(*pairs(torch, *map(to_torch, arrays))[name], masks=Masks.ALL)
     written = {}
     for role, mod in zip(("score_mod", "mask_mod"), pairs(jnp, *arrays)[name], strict=True):
         if mod is not None:
             traced = mods.trace(role, mod)
             written[role] = traced.written(mods.stand_ins(traced.arrays))
-    of_jax = trace_mods(written.get("score_mod"), written.get("mask_mod"), find_band=True)
+    of_jax = trace_mods(written.get("score_mod"), written.get("mask_mod"), masks=Masks.ALL)
     assert (of_jax.left, of_jax.right) == (of_torch.left, of_torch.right)
 
     def ops_of(graph: Any) -> list[str] | None:
