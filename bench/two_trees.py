@@ -33,7 +33,7 @@ Case = dict[str, Any]
 def case(
     b: int, s: int, h: int, d: int, dtype: str = "bfloat16", h_kv: int | None = None, sq: int | None = None, **more: Any
 ) -> Case:
-    """Shapes and arguments of one case; `bias`, `mod` and `fp8` name what `arguments_of` makes."""
+    """Shapes and arguments of one case; `bias`, `mod`, `fp8` and `d_v` name what `calls_of` makes."""
     return {"b": b, "s": s, "h": h, "d": d, "dtype": dtype, "h_kv": h_kv or h, "sq": sq or s, **more}
 
 
@@ -43,6 +43,8 @@ CASES: dict[str, Case] = {
     "plain causal, d 256, deterministic": case(2, 4096, 8, 256, attn_mask_type="causal", deterministic=True),
     "plain causal, 512 tokens": case(32, 512, 16, 128, attn_mask_type="causal"),
     "plain FP8 causal, d 128": case(2, 4096, 16, 128, attn_mask_type="causal", fp8=True),
+    "plain FP8 causal, deterministic": case(2, 4096, 16, 128, attn_mask_type="causal", fp8=True, deterministic=True),
+    "plain causal, d 192 and 128": case(2, 4096, 16, 192, d_v=128, attn_mask_type="causal"),
     "plain decode": case(32, 8192, 32, 128, h_kv=8, sq=1),
     "bias [1, h, s, s], d 128": case(2, 4096, 16, 128, bias=(1, 16, 4096, 4096), bias_type="post_scale_bias"),
     "bias [b, 1, 1, s], d 64": case(2, 4096, 32, 64, bias=(2, 1, 1, 4096), bias_type="post_scale_bias"),
@@ -70,9 +72,10 @@ def calls_of(one: Case) -> dict[str, Callable[[str], Any]]:
     made = dict(one)
     b, s, h, d, h_kv, sq = (made.pop(name) for name in ("b", "s", "h", "d", "h_kv", "sq"))
     dtype = getattr(torch, made.pop("dtype"))
+    d_v = made.pop("d_v", d)
     q, k, v = (
-        torch.randn(b, length, heads, d, device="cuda", dtype=dtype).requires_grad_()
-        for length, heads in ((sq, h), (s, h_kv), (s, h_kv))
+        torch.randn(b, length, heads, dim, device="cuda", dtype=dtype).requires_grad_()
+        for length, heads, dim in ((sq, h, d), (s, h_kv, d), (s, h_kv, d_v))
     )
     bias, mod, is_fp8 = made.pop("bias", None), made.pop("mod", None), made.pop("fp8", False)
     if bias is not None:
@@ -84,7 +87,7 @@ def calls_of(one: Case) -> dict[str, Callable[[str], Any]]:
         made["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
     if mod == "table":
         made["score_mod"] = lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + s]
-    dout = torch.randn_like(q)
+    dout = torch.randn(b, sq, h, d_v, device="cuda", dtype=dtype)
     leaves = [q, k, v]
 
     def forward(backend: str) -> list[Tensor]:
