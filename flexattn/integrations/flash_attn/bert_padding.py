@@ -1,0 +1,47 @@
+"""Removal of a batch's padding, and its return, under FlashAttention's names.
+
+The signatures are those of https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/bert_padding.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Returns the rows of input [n, ...] at indices, int64 [m], as [m, ...]."""
+    return input[indices]
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Returns a batch's tokens one after another. Waits for the device, as the lengths say the shapes.
+
+    Args:
+        hidden_states: [b, s, ...].
+        attention_mask: [b, s], bool or 0 and 1: the tokens that are there.
+        unused_mask: as attention_mask: tokens that keep a place and are not to be attended to.
+
+    Returns:
+        The tokens [total, ...]; their places in [b * s], int64; cu_seqlens, int32 [b + 1]; the longest length; and each sequence's
+        length without the unused tokens, int32 [b].
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = pad(lengths.cumsum(0), (1, 0)).int()
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, cu_seqlens, int(lengths.max()), attention_mask.sum(-1).int()
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Returns tokens [total, ...] at their places in [batch, seqlen, ...], and zeros elsewhere.
+
+    Args:
+        hidden_states, indices: `unpad_input`'s first two results.
+        batch, seqlen: the batch's shape.
+    """
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
