@@ -44,4 +44,4 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         batch, seqlen: the batch's shape.
     """
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])

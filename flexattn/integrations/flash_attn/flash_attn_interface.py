@@ -57,7 +57,8 @@ def _attend(tensors: tuple[Tensor, ...], options: _Options, packed: dict[str, An
     q, k, v = tensors
     named = _named(options, "padding_" if packed else "") | (packed or {})
     if not options.return_attn_probs:
-        return attention(q, k, v, **named)
+        result: Tensor = attention(q, k, v, **named)
+        return result
     out, lse = attention(q, k, v, return_lse=True, **named)
     return out, lse, None
 
