@@ -123,6 +123,26 @@ def test_what_is_refused():
         fa.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 5, 5, block_table=cu_seqlens)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cache(case):
+    q, k, v = (t.detach() for t in inputs(sq=2))
+    new_k, new_v = torch.randn(2, 2, 2, 2, 16).unbind(0)
+    before = k.clone()
+    lengths = torch.tensor([3, 7], dtype=torch.int32)
+    out, lse = fa.flash_attn_with_kvcache(q, k, v, new_k, new_v, cache_seqlens=lengths, return_softmax_lse=True, **case)
+    for i, n in enumerate((3, 7)):
+        assert torch.equal(k[i], torch.cat((before[i, :n], new_k[i], before[i, n + 2 :])))
+        assert torch.equal(v[i, n : n + 2], new_v[i])
+        of_one = dict(case)
+        if "alibi_slopes" in case and case["alibi_slopes"].dim() == 2:
+            of_one["alibi_slopes"] = case["alibi_slopes"][i]
+        right, right_lse = expected(q[i][None], k[i, : n + 2][None], v[i, : n + 2][None], of_one)
+        close(out[i], right[0])
+        close(lse[i], right_lse[0])
+    with pytest.raises(NotImplementedError, match="block_table is given"):
+        fa.flash_attn_with_kvcache(q, k, v, block_table=lengths)
+
+
 def test_padding_goes_and_returns():
     x = torch.randn(2, 4, 3)
     mask = torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0]])

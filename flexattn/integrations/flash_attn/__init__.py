@@ -21,6 +21,7 @@ from flexattn.integrations.flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flexattn.integrations.flash_attn.kv_cache import flash_attn_with_kvcache
 
 __all__ = [
     "bert_padding",
@@ -30,6 +31,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "install",
 ]
 
