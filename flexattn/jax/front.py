@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flexattn import functional, ops, validation
 from flexattn.dispatch import explain as explanations
-from flexattn.dispatch.spec import Operands
+from flexattn.dispatch.select import Decision
+from flexattn.dispatch.spec import BACKENDS, Operands
 from flexattn.fp8_ops import QuantizeConfig, planned
-from flexattn.jax import mods
+from flexattn.jax import cuda, mods
 from flexattn.jax.block_mask import BlockMask
 from flexattn.jax.call import Call, flat, meta_tensor
 from flexattn.jax.primitives import backward_p, forward_p
@@ -106,16 +107,30 @@ def attention(
 
 
 def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
-    """Returns which backend runs a call of `attention` on a CPU, the only platform so far, and why; runs nothing.
+    """Returns which backend runs a call of `attention`, and why; runs nothing.
 
-    Every array of floating point counts as one that needs its gradient. Raises what `attention` raises for the arguments, and
+    On the CUDA device that calls are compiled for (JAX's first, or that of `compiled_for`), else on a CPU. Every array of floating
+    point counts as one that needs its gradient. Raises what `attention` raises for the arguments, and
     BackendError where no backend runs the call.
     """
     given = _given(_DEFAULTS | {"score_mod_tensors": (), "q": q, "k": k, "v": v} | arguments)
     x, settings, config = given.prepare([True] * len(given.arrays))
     x = x if config is None else planned(x, settings, config)
-    spec = ops.spec_to_run(x, settings)._replace(device_type="cpu")
-    return explanations.explain(spec, settings.backend, x)
+    spec, device = ops.spec_to_run(x, settings), cuda.device()
+    if device is None:
+        return explanations.explain(spec._replace(device_type="cpu"), settings.backend, x)
+    cuda.check_backend(settings.backend)
+    found = explanations.explain(spec._replace(device_type="cuda", capability=device.capability), "triton", x)
+    return found._replace(
+        request=settings.backend,
+        forward=_alone(found.forward),
+        backward=None if found.backward is None else _alone(found.backward),
+    )
+
+
+def _alone(decision: Decision) -> Decision:
+    others = tuple((name, "it does not run from JAX on a CUDA device") for name in BACKENDS if name != decision.backend)
+    return decision._replace(why="on a CUDA device XLA launches Triton's kernels alone", rejected=others)
 
 
 class _Given(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as c
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -119,9 +119,9 @@ def _tensors(buffers: Any) -> list[Tensor]:
     return [_tensor(buffers.items[i]) for i in range(buffers.size)]
 
 
-def _call(attributes: Any) -> Call:
+def _text(attributes: Any) -> bytes:
     text = c.cast(attributes.items[0], c.POINTER(_Text)).contents
-    return parse(c.string_at(text.data, text.size).decode())
+    return c.string_at(text.data, text.size)
 
 
 def run_forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -162,8 +162,11 @@ def _quantized(call: Call, x: Operands) -> Operands:
     return fp8_ops.quantize_inputs(x, call.settings.qkv_format, call.config, fp8_ops.Delayed(), fp8_ops.FUNCTIONS)
 
 
-def _handler(run: Any) -> Any:
-    """Returns a handler that XLA can call, which writes what `run(call, tensors)` gives into its results."""
+def handler(run: Callable[[bytes, list[Tensor]], Sequence[Tensor]]) -> Any:
+    """Returns a handler that XLA can call on a CPU, which writes what `run(text, tensors)` gives into its results.
+
+    text: the custom call's only attribute. tensors: its operands, in XLA's own memory.
+    """
 
     def handle(pointer: Any) -> Any:
         frame = pointer.contents
@@ -177,7 +180,7 @@ def _handler(run: Any) -> Any:
                     metadata.traits = 0
                     return None
             if frame.stage == _EXECUTE:
-                found = run(_call(frame.attributes), _tensors(frame.operands))
+                found = run(_text(frame.attributes), _tensors(frame.operands))
                 for to, t in zip(_tensors(frame.results), found, strict=True):
                     to.copy_(t)
             return None
@@ -188,6 +191,9 @@ def _handler(run: Any) -> Any:
     return c.CFUNCTYPE(c.c_void_p, c.POINTER(_Frame))(handle)
 
 
-_handlers = {FORWARD: _handler(run_forward), BACKWARD: _handler(run_backward)}  # XLA keeps their addresses
+_handlers = {  # XLA keeps their addresses
+    FORWARD: handler(lambda text, tensors: run_forward(parse(text.decode()), tensors)),
+    BACKWARD: handler(lambda text, tensors: run_backward(parse(text.decode()), tensors)),
+}
 for _name, _function in _handlers.items():
     jax.ffi.register_ffi_target(_name, jax.ffi.pycapsule(c.cast(_function, c.c_void_p).value), platform="cpu")

@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching, mlir
 
 from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import Direction, with_classes
-from flexattn.jax import host
+from flexattn.jax import cuda, host
 from flexattn.jax.batching import fold_backward, fold_forward
 from flexattn.jax.call import Call, meta_tensor, shaped
 
@@ -57,10 +57,14 @@ def _on_host(name: str, shapes: Any) -> Any:
     return run
 
 
-def _unplanned(*arrays: Any, call: Call) -> Any:
+def _on_cuda(run: Any) -> Any:
+    return lambda *arrays, call: run(call, arrays)
+
+
+def _elsewhere(*arrays: Any, call: Call) -> Any:
     raise NotImplementedError(
-        "flexattn.jax runs on CPUs, by its eager backend; accepted: a computation on a CPU device, as under "
-        "jax.default_device(jax.devices('cpu')[0]); the kernels for GPUs are called from PyTorch (flexattn.attention)"
+        "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, as under "
+        "jax.default_device(jax.devices('cpu')[0])"
     )
 
 
@@ -70,10 +74,14 @@ def _no_second_order(*_: Any, **__: Any) -> Any:
     )
 
 
-for _primitive, _shapes, _fold in ((forward_p, forward_shapes, fold_forward), (backward_p, backward_shapes, fold_backward)):
+for _primitive, _shapes, _fold, _planned in (
+    (forward_p, forward_shapes, fold_forward, cuda.forward),
+    (backward_p, backward_shapes, fold_backward, cuda.backward),
+):
     _primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("call",)))
     _primitive.def_abstract_eval(_abstract(_shapes))
-    mlir.register_lowering(_primitive, mlir.lower_fun(_unplanned, multiple_results=True))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_elsewhere, multiple_results=True))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_on_cuda(_planned), multiple_results=True), platform="cuda")
     mlir.register_lowering(_primitive, mlir.lower_fun(_on_host(_primitive.name, _shapes), multiple_results=True), platform="cpu")
     ad.primitive_jvps[_primitive] = _no_second_order
     batching.primitive_batchers[_primitive] = _fold(_primitive)

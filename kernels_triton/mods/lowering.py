@@ -461,7 +461,8 @@ class _Lowering:
             sums = wanted.index(position)
             addend = f"tl.where(dscore == 0.0, 0.0, {self._operand(value).text})"
             where = " & ".join(inside) or "True"
-            self.lines.append(f"mod_math.accumulate(sums[{sums}], scales[{sums}], {offset}, {where}, {addend}, {over}, MODE)")
+            scale = f"scales[{sums}] if MODE == 'fixed' else None"
+            self.lines.append(f"mod_math.accumulate(sums[{sums}], {scale}, {offset}, {where}, {addend}, {over}, MODE)")
 
     def _indices(self, indices: Sequence[Any], pointer: str, name: str) -> tuple[list[tuple[str, bool]], list[str]]:
         """(each index and whether it has 64 bits, conditions that all are inside); a negative one counts from the end."""

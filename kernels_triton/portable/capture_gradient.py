@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     dout: Rows
     statistics: Statistics
     sums: Any  # a tuple: for each capture that needs a gradient a tensor, as MODE says
-    scales: Any
+    scales: Any  # a tuple: for each of `sums` its unit in mode "fixed", else none
 
 
 @kernel
@@ -158,12 +158,12 @@ def capture_gradients(
 
     if not deterministic:
         sums = [g.new_zeros(g.shape, dtype=torch.float64 if g.numel() <= FEW else torch.float32) for g in gradients]
-        run("add", sums, sums)
+        run("add", sums, ())
         for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total)
         return
     largest = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in gradients]  # the bits of a float that is not negative
-    run("max", largest, largest)
+    run("max", largest, ())
     room = 62 - max(0, math.ceil(math.log2(x.batch * x.num_heads * x.longest_q * x.longest_kv)))
     _, exponents = torch.frexp(torch.cat(largest).view(torch.float32))
     powers = torch.clamp(room - exponents, max=126)

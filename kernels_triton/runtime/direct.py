@@ -170,7 +170,7 @@ class Direct:
         self.pointers: list[Path] = []
         others: list[tuple[Path, str, str]] = []  # (where, code, part of a descriptor or "")
         order: list[tuple[str, int]] = []  # for each parameter of the kernel, its list and its place there
-        for path, kind in _leaves(binary.signature, ()):
+        for path, kind in leaves(binary.signature, ()):
             if kind.startswith("tensordesc"):
                 rank = len(self.metas[len(self.maps)]["block_size"])
                 order.append(("maps", len(self.maps)))
@@ -217,7 +217,7 @@ class Direct:
         """Loads a kernel; None for one with arguments that cannot be handed over here."""
         if binary is None:
             return None
-        kinds = [kind for _, kind in _leaves(binary.signature, ())]
+        kinds = [kind for _, kind in leaves(binary.signature, ())]
         if any(kind not in _CODES and kind[0] != "*" and not kind.startswith("tensordesc") for kind in kinds):
             return None
         descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
@@ -238,7 +238,7 @@ class Direct:
     def _maps(self, arguments: Sequence[Any]) -> list[_Maps]:
         found = []
         for position, path in enumerate(self.maps):
-            descriptor = _at(arguments, path)
+            descriptor = value_at(arguments, path)
             key = (position, *descriptor.shape, *descriptor.strides)
             maps = self.encoders.get(key)
             if maps is None:
@@ -312,16 +312,16 @@ class _Kind(NamedTuple):
     kind: str
 
 
-def _leaves(signature: Sequence[Any], path: Path) -> Iterator[_Kind]:
+def leaves(signature: Sequence[Any], path: Path) -> Iterator[_Kind]:
     """Yields the parts of a signature that are handed to the kernel: where each is among the arguments, and its type."""
     for i, kind in enumerate(signature):
         if isinstance(kind, (tuple, list)):
-            yield from _leaves(kind, (*path, i))
+            yield from leaves(kind, (*path, i))
         elif kind != "constexpr":
             yield _Kind((*path, i), kind)
 
 
-def _at(arguments: Sequence[Any], path: Path) -> Any:
+def value_at(arguments: Sequence[Any], path: Path) -> Any:
     found = arguments[path[0]]
     for i in path[1:]:
         found = found[i]

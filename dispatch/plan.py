@@ -1,0 +1,219 @@
+"""A call of the Triton backend as data: its buffers, its launches in their order, and what torch itself computes between them.
+
+Recorded on tensors without memory, for a GPU that need not be there, so that another framework can hold the memory and launch the
+kernels. `replay` records a call on tensors with memory, for torch to make again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    )
+)
+_ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero_.default))
+
+
+class PlanError(NotImplementedError):
+    """A call does something that a plan cannot hold."""
+
+
+class Device(NamedTuple):
+    """The GPU that a plan is for, which need not be there."""
+
+    capability: tuple[int, int]
+    processors: int  # streaming multiprocessors
+
+    @property
+    def architecture(self) -> int:
+        """Returns 90 for compute capability 9.0."""
+        return 10 * self.capability[0] + self.capability[1]
+
+
+class Buffer(NamedTuple):
+    """Memory that no other buffer shares."""
+
+    size: int  # elements
+    dtype: torch.dtype
+
+
+class View(NamedTuple):
+    """A contiguous tensor in a buffer; of no elements where `buffer` is None."""
+
+    buffer: int | None
+    offset: int  # elements
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Zero(NamedTuple):
+    """Memory is set to 0."""
+
+    view: View
+
+
+class Op(NamedTuple):
+    """One of torch's own operators; tensors among its arguments are Views."""
+
+    func: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    results: tuple[View, ...]
+
+
+class Kernel(NamedTuple):
+    """A launch, and the buffer at whose start each tensor among its arguments begins, in their order."""
+
+    launch: Any  # kernels_triton.runtime.launch.Launch
+    buffers: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """A call: its inputs' buffers, its steps, and its results."""
+
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[int | None, ...]  # None for an input of no elements
+    steps: tuple[Zero | Op | Kernel, ...]
+    results: tuple[View, ...]
+
+    def written(self) -> frozenset[int]:
+        """Returns the buffers that a step may write: all but the inputs."""
+        return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what torch is asked for, and how many launches came before it."""
+
+    def __init__(self, launches: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches = launches
+        self.events: list[Any] = []  # (launches before, func, arguments, keywords, results)
+        self.kept: list[Any] = []  # so that no storage's address comes twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.kept.append((args, kwargs, out))
+        if func not in _ALLOCATIONS and not _is_view(func, args, out):
+            self.events.append((len(self.launches), func, args, kwargs, out))
+        return out
+
+
+def _is_view(func: Any, args: Sequence[Any], out: Any) -> bool:
+    if func._schema.is_mutable or not args or not isinstance(args[0], Tensor):
+        return False
+    given = _storage(args[0])
+    return all(isinstance(t, Tensor) and _storage(t) == given for t in (out if isinstance(out, (tuple, list)) else (out,)))
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: Device) -> Plan:
+    """Returns the plan of `run`, a function of the inputs, which are contiguous tensors on the meta device.
+
+    Raises PlanError where two inputs share memory, where a kernel gets a tensor that begins within a buffer, and for a tensor of
+    torch's operators that is not contiguous.
+    """
+    from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+
+    if len({_storage(t) for t in inputs}) < len(inputs):
+        raise PlanError("two inputs of a call share their memory; accepted: each with its own")
+    with torch.no_grad(), pretended_device(device.architecture, device.processors), recorded_launches() as launches:
+        watch = _Watch(launches)
+        with watch:
+            results = list(run())
+    found = [event[1:] for event in watch.events]
+    tensors = [*inputs, *results, *(t for one in launches for t in tensors_of(one.arguments))]
+    tensors += [t for event in found for t in tree_flatten(event)[0] if isinstance(t, Tensor)]
+    memory = _Memory(tensors)
+    steps: list[Zero | Op | Kernel] = []
+    count = 0
+    for before, func, args, kwargs, out in [*watch.events, (len(launches), None, (), {}, ())]:
+        steps += (Kernel(one, tuple(memory.start_of(t, one) for t in tensors_of(one.arguments))) for one in launches[count:before])
+        count = before
+        if func in _ZEROS:
+            steps.append(Zero(memory.view_of(out)))
+        elif func is not None:
+            in_memory = functools.partial(tree_map_only, Tensor, memory.view_of)
+            outs = out if isinstance(out, (tuple, list)) else (out,)
+            steps.append(Op(func, in_memory(tuple(args)), in_memory(kwargs), tuple(memory.view_of(t) for t in outs)))
+    places = tuple(memory.view_of(t).buffer for t in inputs)
+    return Plan(tuple(memory.buffers), places, tuple(steps), tuple(memory.view_of(t) for t in results))
+
+
+def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among a launch's flat arguments, in order: those of descriptors and tuples too."""
+    for x in arguments:
+        if isinstance(x, Tensor):
+            yield x
+        elif hasattr(x, "block_shape"):  # a descriptor
+            yield x.base
+        elif isinstance(x, tuple):
+            yield from tensors_of(x)
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """Returns the first byte of a tensor in its storage, and the byte after its last; t has elements."""
+    begin = int(t.storage_offset()) * t.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return begin, begin + (int(last) + 1) * t.element_size()
+
+
+class _Memory:
+    """Buffers for tensors: one for each part of a storage that no tensor reaches beyond."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.buffers: list[Buffer] = []
+        self.parts: dict[int, list[tuple[int, int, int]]] = {}  # of a storage: (first byte, byte after the last, buffer)
+        found: dict[int, list[tuple[int, int, torch.dtype]]] = {}
+        for t in tensors:
+            if t.numel():
+                found.setdefault(_storage(t), []).append((*_extent(t), t.dtype))
+        for storage, extents in found.items():
+            parts: list[tuple[int, int, torch.dtype]] = []
+            for begin, end, dtype in sorted(extents, key=lambda extent: (extent[0], -extent[1])):
+                if parts and begin < parts[-1][1]:
+                    parts[-1] = (parts[-1][0], max(end, parts[-1][1]), parts[-1][2])
+                else:
+                    parts.append((begin, end, dtype))
+            self.parts[storage] = []
+            for begin, end, dtype in parts:
+                self.parts[storage].append((begin, end, len(self.buffers)))
+                self.buffers.append(Buffer(-((begin - end) // dtype.itemsize), dtype))
+
+    def _place(self, t: Tensor) -> tuple[int, int]:
+        """Returns the buffer of a tensor, and the byte of it where the tensor begins."""
+        begin, _ = _extent(t)
+        return next((buffer, begin - first) for first, end, buffer in self.parts[_storage(t)] if first <= begin < end)
+
+    def start_of(self, t: Tensor, launch: Any) -> int:
+        if not t.numel():
+            raise PlanError(f"{launch.kernel.__name__} gets a tensor of no elements")
+        buffer, offset = self._place(t)
+        if offset:
+            raise PlanError(f"{launch.kernel.__name__} gets a tensor that begins within another's memory")
+        return buffer
+
+    def view_of(self, t: Tensor) -> View:
+        if not t.numel():
+            return View(None, 0, tuple(t.shape), t.dtype)
+        if not t.is_contiguous():
+            raise PlanError(f"a tensor of shape {tuple(t.shape)} is not contiguous: its strides are {t.stride()}")
+        buffer, offset = self._place(t)
+        return View(buffer, offset // t.element_size(), tuple(t.shape), t.dtype)

@@ -1,0 +1,352 @@
+"""A call on a CUDA device: each launch of its plan becomes a custom call that jaxlib itself runs, with no Python when it runs.
+
+jaxlib's custom call for Triton kernels hands its operands, then its results, to the kernel's pointer parameters in their order
+(https://github.com/jax-ml/jax/blob/main/jaxlib/gpu/triton_kernels.cc). So whatever a kernel may write is an operand that is aliased
+to a result, and nothing that it writes may come by two parameters. From jaxlib 0.11.1 on it makes tensor maps too, which the
+kernels for sm_90 need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.dispatch import plan as plans
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
+from flexattn.dispatch.select import BackendError
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, with_classes
+from flexattn.jax.call import Call, jax_dtype, torch_dtype
+
+TARGET = "triton_kernel_call_ffi"
+BACKENDS = ("auto", "triton")
+
+
+class _Thread(threading.local):
+    device: Device | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def compiled_for(capability: tuple[int, int], processors: int) -> Iterator[None]:
+    """Inside, this thread compiles calls for CUDA devices of a kind that need not be there, as for `jax.export`.
+
+    Args:
+        capability: the compute capability, as (9, 0).
+        processors: streaming multiprocessors, as 132. Programs are divided by it; another number gives the same results.
+    """
+    before, _thread.device = _thread.device, Device(capability, processors)
+    try:
+        yield
+    finally:
+        _thread.device = before
+
+
+def device() -> Device | None:
+    """Returns the kind of CUDA device that calls are compiled for: that of `compiled_for`, or of JAX's first; None without one."""
+    return _thread.device or _found()
+
+
+@functools.cache
+def _found() -> Device | None:
+    try:
+        first = jax.devices("cuda")[0]
+    except RuntimeError:  # JAX has no such platform
+        return None
+    major, minor = map(int, first.compute_capability.split("."))
+    return Device((major, minor), first.core_count)
+
+
+def forward(call: Call, arrays: Sequence[Any]) -> list[Any]:
+    """Returns out, lse and max_logit of a call in a trace for a CUDA device."""
+    return _run(_forward_plan(call, _signature(call, arrays), _device()), arrays)
+
+
+def backward(call: Call, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of a call in a trace for a CUDA device; arrays: operands, out, lse, dout, and dlse if it counts."""
+    return _run(_backward_plan(call, _signature(call, arrays), _device()), arrays)
+
+
+def _device() -> Device:
+    found = device()
+    if found is None:
+        raise NotImplementedError(
+            "the call is compiled for CUDA, and JAX has no CUDA device to ask for its compute capability; accepted: "
+            "flexattn.jax.compiled_for((9, 0), processors=132) around the compilation"
+        )
+    return found
+
+
+_Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def _signature(call: Call, arrays: Sequence[Any]) -> _Signature:
+    names = (*call.names(), *("what the backward is given",) * (len(arrays) - call.num_operands))
+    of_rng = ((2,), torch.int64)  # the four words of uint32, as torch has them
+    return tuple(
+        of_rng if name == "rng_state" else (tuple(x.shape), torch_dtype(name, x.dtype))
+        for name, x in zip(names, arrays, strict=True)
+    )
+
+
+def _metas(signature: _Signature) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in signature]
+
+
+def _spec_on(device: Device, call: Call, x: Operands) -> AttentionSpec:
+    return with_classes(call.spec(x), x)._replace(device_type="cuda", capability=device.capability)
+
+
+def check_backend(backend: str) -> None:
+    """Raises BackendError for a backend that XLA cannot launch on a CUDA device."""
+    if backend not in BACKENDS:
+        raise BackendError(
+            f"backend is {backend!r}; accepted from JAX on a CUDA device: 'auto' or 'triton', whose kernels XLA launches itself"
+        )
+
+
+def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> AttentionSpec:
+    check_backend(call.settings.backend)
+    if call.config is not None:
+        raise NotImplementedError(
+            "fp8_recipe is given; accepted on a CUDA device: None, with q, k and v in 16 bits, or in FP8 with their descales"
+        )
+    if call.settings.has_floor:
+        raise NotImplementedError(
+            "a mod masks by a finite number, which has to be checked where the call runs; accepted on a CUDA device: -jnp.inf"
+        )
+    if reason := triton_backend.unsupported(spec, direction):
+        raise BackendError(f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device there is no other backend")
+    return spec
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
+    metas = _metas(signature)
+    x = call.operands(metas)
+    spec = _checked(_spec_on(on, call, x), call, "forward")
+    if spec.needs_grad:  # a call without a backward fails here, not after its forward
+        _checked(spec, call, "backward")
+    return plans.record(lambda: triton_backend.forward(spec, x), metas, on)
+
+
+@functools.lru_cache(maxsize=256)
+def _backward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
+    metas = _metas(signature)
+    x, incoming = call.operands(metas[: call.num_operands]), metas[call.num_operands :]
+    out, lse, dout, dlse = (*incoming, None)[:4]
+    settings = ops.settings_of_backward(call.settings)
+    spec = _checked(_spec_on(on, call._replace(settings=settings), x), call, "backward")._replace(needs_lse_grad=dlse is not None)
+
+    def run() -> list[Tensor]:
+        found = triton_backend.backward(spec, x, out, lse, dout, dlse)  # type: ignore[arg-type]
+        return [t for t in (*found[:-1], *(found.dmod_tensors or ())) if t is not None]
+
+    return plans.record(run, metas, on)
+
+
+def _run(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+    """Returns a plan's results for the arrays of its inputs, in a trace."""
+    with jax.enable_x64(True):  # launchers sum some gradients in 64 bits, which JAX would make 32 in silence
+        return _stepped(plan, arrays)
+
+
+def _stepped(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+    of: dict[int, Any] = {place: x for place, x in zip(plan.inputs, arrays, strict=True) if place is not None}
+
+    def read(view: View) -> Any:
+        if view.buffer is None:
+            return jnp.zeros(view.shape, jax_dtype(view.dtype))
+        array, size = of[view.buffer], _size(view)
+        if array.dtype != jax_dtype(view.dtype):
+            raise plans.PlanError(f"memory of {array.dtype} is read as {view.dtype}")
+        if array.size != size:
+            array = jax.lax.dynamic_slice(array.reshape(-1), (view.offset,), (size,))
+        return array.reshape(view.shape)
+
+    def write(view: View, value: Any) -> None:
+        if view.buffer is None:
+            return
+        buffer, size = plan.buffers[view.buffer], _size(view)
+        value = jnp.broadcast_to(value, view.shape).astype(jax_dtype(view.dtype)).reshape(-1)
+        if size == buffer.size and buffer.dtype == view.dtype:
+            of[view.buffer] = value
+        elif buffer.dtype == view.dtype:
+            array = of.get(view.buffer, _uninitialised(plan, view.buffer)).reshape(-1)
+            of[view.buffer] = jax.lax.dynamic_update_slice(array, value, (view.offset,))
+        else:
+            raise plans.PlanError(f"memory of {buffer.dtype} is written as {view.dtype}")
+
+    for step in plan.steps:
+        if isinstance(step, Zero):
+            if step.view.buffer is not None and step.view.buffer not in of:  # what else is in the buffer is anything
+                buffer = plan.buffers[step.view.buffer]
+                of[step.view.buffer] = jnp.zeros(buffer.size, jax_dtype(buffer.dtype))
+            else:
+                write(step.view, jnp.zeros((), jax_dtype(step.view.dtype)))
+        elif isinstance(step, Op):
+            _compute(step, read, write)
+        else:
+            _launch(plan, step, of)
+    return [read(view) for view in plan.results]
+
+
+def _size(view: View) -> int:
+    return functools.reduce(lambda a, b: a * b, view.shape, 1)
+
+
+def _uninitialised(plan: Plan, place: int) -> Any:
+    buffer = plan.buffers[place]
+    return jax.lax.empty((buffer.size,), jax_dtype(buffer.dtype))
+
+
+def _launch(plan: Plan, step: Kernel, of: dict[int, Any]) -> None:
+    """Adds one custom call; `of` has the arrays of the buffers, and gets the new ones of those that the kernel may write."""
+    opaque, order = _custom_call(step.launch, _device().architecture)
+    places = [step.buffers[i] for i in order]
+    written = sorted(plan.written() & set(places))
+    if twice := [place for place in written if places.count(place) > 1]:
+        # XLA may copy a buffer that a call both aliases and reads again, and the kernel would write to both.
+        raise plans.PlanError(
+            f"{step.launch.kernel.__name__} takes what it may write by two arguments ({len(twice)} buffers), which XLA's "
+            "custom call cannot express; such a call does not run from JAX on a CUDA device yet"
+        )
+    for place in places:
+        if place not in of:
+            of[place] = _uninitialised(plan, place)
+    results = jax.ffi.ffi_call(
+        TARGET,
+        [jax.ShapeDtypeStruct(of[place].shape, of[place].dtype) for place in written],
+        input_output_aliases={places.index(place): i for i, place in enumerate(written)},
+    )(*(of[place] for place in places), opaque=opaque)
+    of |= zip(written, results, strict=True)
+
+
+def _custom_call(launch: Any, architecture: int) -> tuple[bytes, list[int]]:
+    """Returns jaxlib's description of a launch, and for each of its buffers the place of its tensor among the launch's."""
+    from flexattn.kernels_triton.runtime.direct import leaves, value_at
+    from flexattn.kernels_triton.runtime.store import binary_of
+
+    lib = _jaxlib()
+    compiled = _compiled(launch, architecture)
+    binary = binary_of(compiled)
+    if binary is None:
+        raise plans.PlanError(f"{launch.kernel.__name__} needs scratch memory, a cluster or attributes of a launch")
+    place = {id(t): i for i, t in enumerate(plans.tensors_of(launch.arguments))}
+    aligned = {path for path, attributes in compiled.src.attrs.items() if ["tt.divisibility", 16] in attributes}
+    parameters, order, maps = [], [], iter(binary.maps)
+    for path, kind in leaves(binary.signature, ()):
+        value = value_at(launch.arguments, path)
+        if kind.startswith("tensordesc"):
+            order.append(place[id(value.base)])
+            parameters += _descriptor(lib, value, next(maps))
+        elif kind.startswith("*"):
+            order.append(place[id(value)])
+            parameters.append(lib.create_array_parameter(0, 16 if path in aligned else 0))
+        else:
+            parameters.append(lib.create_scalar_parameter(float(value) if kind.startswith("fp") else int(value), kind))
+    kernel = lib.TritonKernel(binary.name, binary.num_warps, 1, binary.shared, compiled.asm["ptx"], "", architecture)
+    call = lib.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
+    return zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), order
+
+
+def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[Any]:
+    """Returns the parameters of a tensor map, which jaxlib encodes from its buffer's address, and of its shape and strides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    if not hasattr(lib, "create_tma_descriptor_parameter"):
+        raise NotImplementedError(
+            f"jaxlib {jax.lib.__version__} passes no tensor maps to a kernel, which those for compute capability 9.0 need; "
+            "pip install 'jax[cuda13]>=0.11.1', or set FLEXATTN_HOPPER=never for the portable kernels"
+        )
+    shape, strides = [int(n) for n in descriptor.shape], [int(n) for n in descriptor.strides]
+    tensor_map = lib.create_tma_descriptor_parameter(
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+        swizzle=meta["swizzle"],
+        shape=shape,
+        strides=strides,
+        block_shape=list(meta["block_size"]),
+        oob_fill=int(descriptor.padding == "nan"),
+    )
+    numbers = [lib.create_scalar_parameter(n, "i32") for n in shape] + [lib.create_scalar_parameter(n, "i64") for n in strides]
+    return [tensor_map, *numbers]
+
+
+def _jaxlib() -> Any:
+    from jax._src.lib import gpu_triton  # jax has no public name for it; jax-triton and TransformerEngine take it from here too
+
+    if not hasattr(gpu_triton, "TritonKernel"):
+        raise NotImplementedError(
+            "JAX's CUDA plugin is not installed, which describes kernels to XLA; pip install 'jax[cuda13]>=0.11.1'"
+        )
+    return gpu_triton
+
+
+def _compiled(launch: Any, architecture: int) -> Any:
+    from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, request_for
+    from flexattn.kernels_triton.runtime.launch import description_of
+
+    text = description_of(launch, architecture)
+    with _lock:
+        found = _kernels.get(text)
+        if found is None:
+            found = _kernels[text] = compiled_from(request_for(launch, architecture))
+        return found
+
+
+_kernels: dict[str, Any] = {}
+_lock = threading.Lock()
+
+_aten = torch.ops.aten
+
+
+def _sum(x: Any, dims: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None) -> Any:
+    return jnp.sum(x, None if dims is None else tuple(dims), dtype=None if dtype is None else jax_dtype(dtype), keepdims=keepdim)
+
+
+def _cast(x: Any, *, dtype: Any = None, **_: Any) -> Any:
+    return x if dtype is None else x.astype(jax_dtype(dtype))
+
+
+# What launchers compute by torch, in JAX; the first argument of an operator that writes is where the result goes.
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    _aten.fill_.Scalar: lambda x, value: jnp.asarray(value),
+    _aten.copy_.default: lambda x, value, non_blocking=False: value,
+    _aten.clone.default: lambda x, memory_format=None: x,
+    _aten._to_copy.default: _cast,
+    _aten.sum.dim_IntList: _sum,
+    _aten.sum.IntList_out: _sum,
+    _aten.amax.default: lambda x, dims, keepdim=False: jnp.max(x, tuple(dims), keepdims=keepdim),
+    _aten.amax.out: lambda x, dims, keepdim=False, out=None: jnp.max(x, tuple(dims), keepdims=keepdim),
+    _aten.div.Tensor: lambda x, y: x / y,
+    _aten.mul.Tensor: lambda x, y: x * y,
+    _aten.isfinite.default: jnp.isfinite,
+    _aten.where.ScalarOther: jnp.where,
+    _aten.where.self: jnp.where,
+}
+
+
+def _compute(step: Op, read: Callable[[View], Any], write: Callable[[View, Any], None]) -> None:
+    function = _FUNCTIONS.get(step.func)
+    if function is None:
+        raise plans.PlanError(f"{step.func} has no counterpart in JAX; such a call does not run from JAX on a CUDA device yet")
+    of = lambda x: read(x) if isinstance(x, View) else x  # noqa: E731
+    first = step.arguments[0]
+    if step.func in (_aten.fill_.Scalar, _aten.copy_.default):  # what they overwrite may be memory without a value
+        value = function(None, *map(of, step.arguments[1:]))
+    else:
+        value = function(*map(of, step.arguments), **{name: x for name, x in step.keywords.items() if name != "out"})
+    assert isinstance(first, View)
+    write(step.results[0], value)

@@ -1,0 +1,102 @@
+"""Plans of calls: their buffers, steps and results, recorded without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.plan import Device, Kernel, Op, PlanError, View, Zero, record
+from flexattn.testing import make_call, make_inputs
+
+DEVICE = Device((8, 0), 4)
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def launched(*tensors: torch.Tensor) -> None:
+    """Launches a kernel that gets these tensors."""
+    from flexattn.kernels_triton.runtime.launch import Launch, Tile, make
+
+    class Anything:
+        __name__ = "anything"
+
+    make(Launch(Anything(), Tile(16, 16, 4, 1), (tensors, 3), 1), tensors[0].device)
+
+
+def test_plan_of_a_call() -> None:
+    spec, x = make_call(make_inputs(lengths_q=[17, 17]), attn_mask_type="causal")
+    spec, x = spec._replace(device_type="cuda", capability=DEVICE.capability), x.on_meta()
+    plan = record(lambda: triton_backend.forward(spec, x), [x.q, x.k, x.v], DEVICE)
+    (step,) = plan.steps
+    assert isinstance(step, Kernel)
+    assert step.launch.kernel.__name__ == "_attn_fwd_kernel"
+    assert set(plan.inputs) < set(step.buffers)
+    out, lse, max_logit = plan.results
+    assert out.shape == (2, 17, 4, 16)
+    assert {out.buffer, lse.buffer} == plan.written()
+    assert max_logit == View(None, 0, (0,), torch.float32)
+
+
+def test_views_that_lie_apart_are_buffers_of_their_own() -> None:
+    x = meta(4)
+
+    def run() -> list[torch.Tensor]:
+        both = torch.empty(2, 8, device="meta")
+        launched(x, *both)
+        return [both[1]]
+
+    plan = record(run, [x], DEVICE)
+    assert [buffer.size for buffer in plan.buffers] == [4, 8, 8]
+    assert plan.steps[0].buffers == (0, 1, 2)  # type: ignore[union-attr]
+    assert plan.results == (View(2, 0, (8,), torch.float32),)
+
+
+def test_what_torch_computes_stands_between_the_launches() -> None:
+    x = meta(4)
+
+    def run() -> list[torch.Tensor]:
+        sums = torch.zeros(3, 4, device="meta")
+        launched(x, sums)
+        total = sums.sum(0)
+        launched(total)
+        return [total]
+
+    plan = record(run, [x], DEVICE)
+    zero, first, op, last = plan.steps
+    assert isinstance(zero, Zero)
+    assert isinstance(first, Kernel)
+    assert isinstance(op, Op)
+    assert isinstance(last, Kernel)
+    assert op.arguments[0] == zero.view
+    assert (op.results[0].buffer,) == last.buffers
+
+
+def gets_part_of_a_buffer(x: torch.Tensor) -> list[torch.Tensor]:
+    whole = torch.empty(8, device="meta")
+    launched(x, whole, whole[4:])
+    return []
+
+
+def gives_every_second(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty(8, device="meta")[::2]]
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [(gets_part_of_a_buffer, "begins within another's memory"), (gives_every_second, "not contiguous")],
+)
+def test_what_a_plan_cannot_hold(run: Any, text: str) -> None:
+    x = meta(4)
+    with pytest.raises(PlanError, match=text):
+        record(lambda: run(x), [x], DEVICE)
+
+
+def test_inputs_that_share_memory_are_refused() -> None:
+    x = meta(4)
+    with pytest.raises(PlanError, match="two inputs of a call share their memory"):
+        record(list, [x, x.view(2, 2)], DEVICE)

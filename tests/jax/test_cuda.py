@@ -1,0 +1,232 @@
+"""Calls on CUDA devices, with none there: the launches that XLA would make, made in its memory by Triton's interpreter, and the
+compiled program as it is exported."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.dispatch import plan as plans
+from flexattn.testing import make_inputs
+from tests.jax.test_attention import check
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
+jnp = jax.numpy
+fj = pytest.importorskip("flexattn.jax")
+from jax.interpreters import mlir  # noqa: E402
+
+from flexattn.jax import cuda, host, primitives  # noqa: E402
+
+LENGTHS = [5, 0, 19]
+_launches: list[Any] = []
+
+
+def _real(x: Any, memory: Iterator[torch.Tensor]) -> Any:
+    """Returns a launch's argument with XLA's memory in the place of each tensor without any."""
+    if isinstance(x, torch.Tensor):
+        flat = next(memory).reshape(-1).view(torch.uint8).view(x.dtype)
+        return torch.as_strided(flat, x.shape, x.stride(), 0)
+    if isinstance(x, tuple):
+        parts = [_real(part, memory) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
+
+
+def _interpret(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs a launch on the operands of its custom call, in their order, as jaxlib hands them to a kernel."""
+    from flexattn.kernels_triton.runtime.launch import make
+
+    number, results = json.loads(text)
+    launch = _launches[number]
+    make(launch._replace(arguments=_real(launch.arguments, iter(tensors))), torch.device("cpu"))
+    return [tensors[i] for i in results]
+
+
+_HANDLER = host.handler(_interpret)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Makes this machine's CPU a CUDA device of compute capability 8.0 to flexattn.jax; gives the launches."""
+    from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("the kernels of this process are not interpreted")
+    _launches.clear()
+
+    def custom_call(launch: Any, architecture: int) -> tuple[bytes, list[int]]:
+        _launches.append(launch)
+        text = json.dumps([len(_launches) - 1, launch_results.pop()])
+        return text.encode(), [*range(len([*plans.tensors_of(launch.arguments)]))]
+
+    launch_results: list[Any] = []
+    launch = cuda._launch
+
+    def launched(plan: Any, step: Any, of: Any) -> None:
+        launch_results.append([step.buffers.index(place) for place in sorted(plan.written() & set(step.buffers))])
+        launch(plan, step, of)
+
+    def poisoned(plan: Any, place: int) -> Any:
+        size, dtype = plan.buffers[place].size, cuda.jax_dtype(plan.buffers[place].dtype)
+        return jnp.full(size, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
+
+    monkeypatch.setattr(cuda, "_uninitialised", poisoned)
+    monkeypatch.setattr(cuda, "_custom_call", custom_call)
+    monkeypatch.setattr(cuda, "_launch", launched)
+    monkeypatch.setattr(cuda, "TARGET", "interpreted_kernel")
+    jax.ffi.register_ffi_target(
+        "interpreted_kernel", jax.ffi.pycapsule(ctypes.cast(_HANDLER, ctypes.c_void_p).value), platform="cpu"
+    )
+    jax.clear_caches()
+    both = (
+        (primitives.forward_p, cuda.forward, primitives.forward_shapes),
+        (primitives.backward_p, cuda.backward, primitives.backward_shapes),
+    )
+    for primitive, planned, _ in both:
+        rule = mlir.lower_fun(primitives._on_cuda(planned), multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform="cpu")
+    with cuda.compiled_for((8, 0), processors=4):
+        yield _launches
+    for primitive, _, shapes in both:
+        rule = mlir.lower_fun(primitives._on_host(primitive.name, shapes), multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform="cpu")
+    jax.clear_caches()
+
+
+TENSORS = ("bias", "alibi_slopes", "softmax_offset")
+
+
+@pytest.mark.sample("arguments")
+@pytest.mark.parametrize("d", [16, 40])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attn_mask_type": "causal_bottom_right", "window_size": (9, 0), "softcap": 3.0},
+        {"bias_type": "alibi", "attn_mask_type": "causal", "alibi_slopes": (4,)},
+        {"bias_type": "post_scale_bias", "bias": (1, 4, 17, 23)},
+        {"bias_type": "pre_scale_bias", "bias": (2, 1, 17, 23), "softmax_type": "off-by-one"},
+        {"softmax_type": "learnable", "softmax_offset": (4,)},
+        {"dropout_p": 0.25, "rng_state": torch.tensor([2**33 + 5, 0])},
+    ],
+    ids=lambda arguments: "-".join(map(str, arguments)),
+)
+def test_launches_in_xlas_memory_equal_the_reference(interpreted: list[Any], arguments: dict[str, Any], d: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    given = {
+        name: torch.randn(x, generator=generator) if type(x) is tuple and name in TENSORS else x for name, x in arguments.items()
+    }
+    check(make_inputs(lengths_q=[17, 17], lengths_kv=[23, 23], head_dim_qk=d), **given)
+    assert any("fwd" in one.kernel.__name__ for one in interpreted)
+    assert any("bwd" in one.kernel.__name__ for one in interpreted)
+
+
+def test_packed_sequences_in_xlas_memory_equal_the_reference(interpreted: list[Any]) -> None:
+    check(make_inputs("thd", lengths_q=LENGTHS, lengths_kv=[7, 3, 13], gap=2), attn_mask_type="padding_causal")
+    assert interpreted
+
+
+def test_gradients_of_captures(interpreted: list[Any]) -> None:
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 4, 16))
+    slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
+
+    def loss(attend: Any, q: Any, slopes: Any) -> Any:
+        return (attend(q, slopes) ** 2).sum()
+
+    def ours(q: Any, slopes: Any) -> Any:
+        return fj.attention(q, k, v, attn_mask_type="causal", score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+
+    def plain(q: Any, slopes: Any) -> Any:
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k) / 4
+        i, j = jnp.arange(40)[:, None], jnp.arange(40)[None]
+        scores = jnp.where(i >= j, scores - slopes[:, None, None] * (i - j), -jnp.inf)
+        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
+
+    found = jax.jit(jax.grad(lambda *x: loss(ours, *x), (0, 1)))(q, slopes)
+    with jax.enable_x64(True):
+        q, k, v, slopes = (x.astype(jnp.float64) for x in (q, k, v, slopes))
+        exact = jax.grad(lambda *x: loss(plain, *x), (0, 1))(q, slopes)
+        for a, b in zip(found, exact, strict=True):
+            assert abs(a - b).max() < 2e-5 * abs(b).max()
+    assert any("captures" in one.kernel.__name__ for one in interpreted)
+
+
+EXPORTED = """
+import json, sys
+import jax, jax.numpy as jnp
+from flexattn.jax import attention, compiled_for, cuda
+
+names, custom_call = [], cuda._custom_call
+def noted(launch, architecture):
+    names.append(launch.kernel.__name__)
+    return custom_call(launch, architecture)
+cuda._custom_call = noted
+q = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+call = jax.grad(lambda *x: attention(*x, attn_mask_type="causal").astype(jnp.float32).sum(), (0, 1, 2))
+check = jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)
+major, minor = map(int, sys.argv[1].split("."))
+with compiled_for((major, minor), processors=132):
+    text = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(q, q, q).mlir_module()
+print(json.dumps([names, text.count("@" + cuda.TARGET), text.count("#stablehlo.output_operand_alias<")]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "aliases", "names"),
+    [
+        ("8.0", 11, ["_attn_fwd_kernel", "_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"]),
+        (
+            "9.0",
+            10,
+            [
+                *("_attn_fwd_hopper_kernel", "_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel"),
+                "_attn_bwd_dq_conversion_kernel",
+            ],
+        ),
+    ],
+)
+def test_exported_program_has_the_launches(fresh_python: Any, capability: str, aliases: int, names: list[str]) -> None:
+    try:
+        from jax._src.lib import gpu_triton
+    except ImportError as e:
+        pytest.skip(f"JAX's CUDA plugin, which describes kernels, is not installed: {e}")
+    if not hasattr(gpu_triton, "TritonKernel"):
+        pytest.skip("JAX's CUDA plugin, which describes kernels, is not installed: pip install --no-deps jax-cuda13-plugin")
+    if capability == "9.0" and not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
+        pytest.skip("tensor maps, which the kernels for sm_90 need, come with jaxlib 0.11.1")
+    done = fresh_python("-c", EXPORTED, capability, env={"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [names, len(names), aliases]
+
+
+def test_explain_names_the_kernels() -> None:
+    q = jax.random.normal(jax.random.key(0), (1, 64, 2, 32)).astype(jnp.bfloat16)
+    with cuda.compiled_for((9, 0), processors=132):
+        found = str(fj.explain(q, q, q, attn_mask_type="causal"))
+    assert "forward: triton" in found, found
+    assert "sm_90" in found
+
+
+def test_no_gpu_and_no_kind_named() -> None:
+    q = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
+    with pytest.raises(NotImplementedError, match="compiled_for"):
+        jax.export.export(jax.jit(fj.attention), platforms=["cuda"])(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"backend": "eager"}, flexattn.BackendError, "accepted from JAX on a CUDA device"),
+        ({"fp8_recipe": flexattn.fp8.Recipe()}, NotImplementedError, "fp8_recipe"),
+        ({"score_mod": lambda s, b, h, i, j: jnp.where(i < j, -1e9, s)}, NotImplementedError, "-jnp.inf"),
+    ],
+)
+def test_what_does_not_run_on_cuda_says_so(arguments: dict[str, Any], error: Any, text: str) -> None:
+    q = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.bfloat16)
+    with cuda.compiled_for((9, 0), processors=132), pytest.raises(error, match=text):
+        jax.export.export(jax.jit(lambda *x: fj.attention(*x, **arguments)), platforms=["cuda"])(q, q, q)
