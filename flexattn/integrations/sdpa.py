@@ -1,0 +1,138 @@
+"""torch's scaled_dot_product_attention, argument for argument, run by `flexattn.attention`: with masks, and their gradients.
+
+The signature is that of https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.functional import attention
+from flexattn.mods.trace import Mod
+from flexattn.validation import describe
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Returns attention as torch.nn.functional.scaled_dot_product_attention does; all dims before the last two broadcast.
+
+    Args:
+        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64.
+        key, value: [..., h_kv, skv, d] and [..., h_kv, skv, d_v], of query's dtype.
+        attn_mask: of at least two dims, broadcastable to [..., h, sq, skv]: bool, True where the query sees the key, or query's
+            dtype or float32, added to the scaled scores. A float mask gets its gradient where it requires one.
+        dropout_p: in [0, 1); applied always, as torch does.
+        is_causal: whether query i sees keys j <= i alone, whatever the lengths, on top of attn_mask.
+        scale: of the scores; None is 1/sqrt(d).
+        enable_gqa: whether query heads share heads of key and value: h is a multiple of h_kv.
+
+    Returns:
+        [..., h, sq, d_v] of query's dtype, 0 for a query that sees no key. Tokens lie before heads in memory where query's do.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit together; nested tensors; what `flexattn.attention` raises.
+        BackendError: no backend can run the call.
+    """
+    _check(query, key, value)
+    heads, lead = _heads(query, key, value, enable_gqa)
+    is_alone = query.dim() == key.dim() == value.dim() == 2
+    q, k, v = (_as_4d(x, lead, h) for x, h in zip((query, key, value), heads, strict=True))
+    if scale is not None and scale < 0:
+        q, scale = -q, -scale
+    arguments: dict[str, Any] = {
+        "attn_mask_type": "causal" if is_causal else "no_mask",
+        "softmax_scale": scale,
+        "dropout_p": dropout_p,
+    }
+    if attn_mask is not None:
+        arguments |= _masked(attn_mask, query.dtype, lead, (*q.shape[:3], k.shape[2]))
+    if q.stride(1) < q.stride(2):  # out, and the gradients, are laid out as q is
+        out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments).transpose(1, 2)
+    else:
+        out = attention(q, k, v, qkv_format="bhsd", **arguments)
+    return out.flatten(0, 2) if is_alone else out.unflatten(0, lead) if lead else out[0]  # type: ignore[no-any-return]
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
+            came = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else describe(x)
+            raise ValueError(f"{name} is {came}; accepted: a dense tensor [..., tokens, head dim]")
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """Returns how many heads query, key and value are to have, and the dims before them, which are the same for all."""
+    tensors = (query, key, value)
+    num_q, num_k, num_v = (x.shape[-3] if x.dim() > 2 else 1 for x in tensors)
+    shapes = f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
+    broadcast: Any = torch.broadcast_shapes  # which has no types
+    try:
+        lead = tuple(broadcast(*(x.shape[:-3] for x in tensors)))
+        heads = num_q if enable_gqa else broadcast((num_q,), (num_k,), (num_v,))[0]
+    except RuntimeError as e:
+        hint = "" if enable_gqa else "; heads of key and value are shared with enable_gqa=True"
+        raise ValueError(f"{shapes}; accepted: dims before the last two that broadcast{hint}") from e
+    if enable_gqa and (min(x.dim() for x in tensors) < 3 or any(n == 0 or num_q % n for n in (num_k, num_v))):
+        raise ValueError(f"{shapes} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both")
+    num_kv = num_k if num_k == num_v else heads
+    return (heads, num_kv, num_kv), lead
+
+
+def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
+    """Returns x as [batch, heads, tokens, head dim], without a copy where lead is one dim and no head is to be repeated."""
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    if x.shape[-3] != heads:
+        x = x.repeat_interleave(heads // x.shape[-3], -3) if x.shape[-3] > 1 else x.expand(*x.shape[:-3], heads, *x.shape[-2:])
+    return _one_batch(x.expand(*lead, *x.shape[-3:]))
+
+
+def _one_batch(x: Tensor) -> Tensor:
+    """Returns x [..., h, s, d] as [b, h, s, d]."""
+    return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
+
+
+def _masked(mask: Tensor, dtype: torch.dtype, lead: tuple[int, ...], scores: tuple[int, ...]) -> dict[str, Any]:
+    """Returns attention's arguments for attn_mask.
+
+    dtype: query's. lead: the dims before the heads. scores: (batch, heads, queries, keys).
+    """
+    whole = (*lead, *scores[1:])
+    accepted = f"at least two dims that broadcast to {list(whole)}"
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.float32, dtype):
+        accepted = f"bool, {dtype} or torch.float32, with {accepted}"
+        raise TypeError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
+    fits = 2 <= mask.dim() <= max(len(whole), 4) and all(
+        size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
+    mask = mask.reshape(*(1,) * (len(lead) + 3 - mask.dim()), *mask.shape)
+    batch = mask.shape[:-3]
+    if any(n != 1 for n in batch):
+        mask = mask.expand(*lead, *mask.shape[-3:])
+    mask = _one_batch(mask)[:1] if all(n == 1 for n in batch) else _one_batch(mask)
+    if mask.dtype != torch.bool:
+        return {"bias_type": "post_scale_bias", "bias": mask}
+    return {"mask_mod": _visible(mask)}
+
+
+def _visible(mask: Tensor) -> Mod:
+    """Returns a mask_mod that reads mask, 4-d, whose dims of size 1 are the same for all."""
+    one_b, one_h, one_i, one_j = (n == 1 for n in mask.shape)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask[0 if one_b else b, 0 if one_h else h, 0 if one_i else i, 0 if one_j else j]
+
+    return visible

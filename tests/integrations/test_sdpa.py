@@ -1,0 +1,200 @@
+"""scaled_dot_product_attention with torch's signature, against torch's own function in float64, gradients included."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+from flexattn.integrations.sdpa import scaled_dot_product_attention as ours
+
+H, SQ, SKV, D, D_V = 4, 5, 7, 8, 6
+
+
+def make(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def qkv(lead: tuple[int, ...] = (2, H), lead_kv: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    lead_kv = lead if lead_kv is None else lead_kv
+    sizes = ((*lead, SQ, D), (*lead_kv, SKV, D), (*lead_kv, SKV, D_V))
+    return [make(*size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
+
+
+def check(tensors: list[Tensor], mask: Tensor | None = None, tolerance: float = 1e-12, **named: Any) -> None:
+    """Compares out and all gradients, the mask's too, with torch's for the same numbers in float64."""
+    double = [t.detach().double().requires_grad_() for t in tensors]
+    masks = [mask, mask]
+    if mask is not None and mask.requires_grad:
+        masks[1] = mask.detach().double().requires_grad_()
+    out, want = ours(*tensors, masks[0], **named), torchs(*double, masks[1], **named)
+    assert out.shape == want.shape
+    assert out.dtype == tensors[0].dtype
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    leaves, theirs = ([*x, m] if m is not None and m.requires_grad else x for x, m in ((tensors, masks[0]), (double, masks[1])))
+    dout = make(*out.shape, seed=9, dtype=out.dtype).detach()
+    got = torch.autograd.grad(out, leaves, dout)
+    for a, b in zip(got, torch.autograd.grad(want, theirs, dout.double()), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+MASKS = [
+    *((SQ, SKV), (1, SKV), (SQ, 1), (1, 1), (H, SQ, SKV), (1, SQ, SKV), (H, 1, SKV)),
+    *((2, H, SQ, SKV), (2, 1, SQ, SKV), (1, H, SQ, SKV), (2, H, 1, SKV), (2, 1, 1, SKV), (2, H, SQ, 1), (1, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_every_shape_of_mask(shape: tuple[int, ...]) -> None:
+    mask = make(*shape, seed=5)
+    check(qkv(), mask)
+    check(qkv(), mask.detach() > 0.0)  # hides all keys of some queries in most shapes
+    check(qkv(lead_kv=(2, 2)), mask, enable_gqa=True)
+
+
+def test_a_query_without_keys_gets_zeros_and_no_gradient() -> None:
+    seen = torch.ones(SQ, SKV, dtype=torch.bool)
+    seen[2] = False
+    hidden = torch.zeros(SQ, SKV, dtype=torch.float64).masked_fill(~seen, -math.inf).requires_grad_()
+    for mask in (seen, hidden):
+        check(qkv(), mask)
+        assert not ours(*qkv(), mask)[:, :, 2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for mask in (None, make(SQ, SKV, dtype=dtype), make(2, 1, SQ, SKV, dtype=torch.float32), make(SQ, SKV).detach() > 0):
+        check(qkv(dtype=dtype), mask, tolerance, scale=0.3)
+
+
+LEADS = {
+    "one head": ((), ()),
+    "no batch": ((H,), (H,)),
+    "no batch, one head of keys": ((H,), (1,)),
+    "heads for a query without": ((), (H,)),
+    "keys without heads": ((H,), ()),
+    "one batch of keys": ((2, H), (1, H)),
+    "one batch of queries": ((1, H), (2, H)),
+    "keys without a batch": ((2, H), (H,)),
+    "one head of keys": ((2, H), (2, 1)),
+    "one head of queries": ((2, 1), (2, H)),
+    "five dims": ((3, 2, H), (3, 2, H)),
+    "five dims, broadcast": ((3, 1, H), (1, 2, H)),
+}
+
+
+@pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS.keys())
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_leading_dims(lead: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool) -> None:
+    check(qkv(*lead), is_causal=is_causal)
+    if not is_causal:
+        check(qkv(*lead), make(SQ, SKV, seed=6))
+
+
+def test_masks_of_five_dims() -> None:
+    for shape in ((3, 2, H, SQ, SKV), (3, 1, 1, SQ, SKV), (1, 2, 1, 1, SKV), (2, 1, SQ, SKV), (1, 1, H, 1, SKV)):
+        check(qkv((3, 2, H)), make(*shape, seed=6))
+        check(qkv((3, 2, H)), make(*shape, seed=6).detach() > 0)
+
+
+def test_key_and_value_may_have_different_heads() -> None:
+    q, k, v = make(2, H, SQ, D), make(2, 2, SKV, D, seed=1), make(2, 1, SKV, D_V, seed=2)
+    check([q, k, v], enable_gqa=True)
+    check([q[0].detach().requires_grad_(), k[0].detach().requires_grad_(), v[0].detach().requires_grad_()], enable_gqa=True)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 0.7, -0.7])
+def test_scale(scale: float | None) -> None:
+    check(qkv(), make(SQ, SKV, seed=6), scale=scale)
+
+
+def test_causal_begins_top_left_on_top_of_a_mask() -> None:
+    mask = make(SQ, SKV, seed=6).detach() > -0.5
+    q, k, v = qkv()
+    torch.testing.assert_close(ours(q, k, v, mask, is_causal=True), torchs(q, k, v, mask & torch.ones_like(mask).tril()))
+
+
+def test_no_keys_or_queries() -> None:
+    for sq, skv in ((0, SKV), (SQ, 0)):
+        tensors = [make(2, H, sq, D), make(2, H, skv, D), make(2, H, skv, D)]
+        assert torch.equal(ours(*tensors), torchs(*tensors))
+    assert ours(*qkv((0, H))).shape == (0, H, SQ, D_V)
+
+
+def test_dropout_keeps_the_mean_and_follows_torchs_generator() -> None:
+    q, k = make(1, 2, 64, D, dtype=torch.float32), make(1, 2, 512, D, dtype=torch.float32)
+    v, mask = torch.ones(1, 2, 512, 1), make(64, 512, dtype=torch.float32).detach()
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(ours(q, k, v, mask, dropout_p=0.25))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    assert abs(outs[0].mean() - 1.0) < 0.02
+    assert outs[0].std() > 0.01
+
+
+def test_out_is_laid_out_as_the_query_is() -> None:
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        tensors = [t.detach().permute(order).contiguous().permute(order) for t in qkv()]
+        assert ours(*tensors).permute(order).is_contiguous()
+        torch.testing.assert_close(ours(*tensors), torchs(*tensors))
+
+
+def test_compiles_in_one_graph() -> None:
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for mask in (make(SQ, SKV, dtype=torch.float32), make(2, 1, 1, SKV).detach() > 0, None):
+        tensors = qkv(dtype=torch.float32)
+        torch.testing.assert_close(compiled(*tensors, mask), ours(*tensors, mask))
+
+
+def test_signature_is_torchs() -> None:
+    doc = torchs.__doc__ or ""
+    text = re.search(r"\((query.*?)\)", doc, re.DOTALL)
+    assert text is not None
+    names = [part.split("=")[0].strip() for part in text[1].split(",")]
+    defaults = {part.split("=")[0].strip(): part.split("=")[1].strip() for part in text[1].split(",") if "=" in part}
+    parameters = inspect.signature(ours).parameters
+    assert list(parameters) == names
+    assert {n: str(p.default) for n, p in parameters.items() if p.default is not p.empty} == defaults
+
+
+REFUSED = {
+    "an int mask": ({"attn_mask": torch.ones(SQ, SKV, dtype=torch.int32)}, TypeError, "attn_mask is .*accepted: bool"),
+    "a mask of another half type": ({"attn_mask": torch.ones(SQ, SKV).half()}, TypeError, "attn_mask is"),
+    "a mask of one dim": ({"attn_mask": torch.ones(SKV)}, ValueError, "attn_mask is .*at least two dims"),
+    "a mask of another length": ({"attn_mask": torch.ones(SQ, SKV + 1)}, ValueError, r"\[2, 4, 5, 7\]"),
+    "a mask of three dims that begins with a batch": ({"attn_mask": torch.ones(2, SQ, SKV)}, ValueError, "attn_mask is"),
+    "a mask with a dim too many": ({"attn_mask": torch.ones(2, 2, H, SQ, SKV)}, ValueError, "attn_mask is"),
+    "grouped heads": ({"key": torch.ones(2, 2, SKV, D), "value": torch.ones(2, 2, SKV, D)}, ValueError, "enable_gqa=True"),
+    "heads that do not divide": (
+        {"key": torch.ones(2, 3, SKV, D), "value": torch.ones(2, 3, SKV, D), "enable_gqa": True},
+        ValueError,
+        "query's heads a multiple",
+    ),
+    "a vector": ({"query": torch.ones(D)}, ValueError, "query is"),
+    "lengths that differ": ({"value": torch.ones(2, H, SKV + 1, D)}, ValueError, "v has"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(case: tuple[dict[str, Any], type[Exception], str]) -> None:
+    change, error, text = case
+    q, k, v = (t.detach() for t in qkv(dtype=torch.float32))
+    with pytest.raises(error, match=text):
+        ours(**{"query": q, "key": k, "value": v, **change})
+
+
+def test_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "drop_ins.md").read_text("utf-8")
+    section = page.split("## FlexAttention")[0]
+    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(code, {"__name__": "page"})
