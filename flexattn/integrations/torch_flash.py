@@ -1,11 +1,12 @@
-"""flexattn behind torch's own front doors: scaled_dot_product_attention's flash backend, and varlen_attn.
+"""flexattn behind torch's own front doors: scaled_dot_product_attention's flash and memory-efficient backends, and varlen_attn.
 
     from flexattn.integrations import torch_flash
     torch_flash.register()
     torch.nn.attention.activate_flash_attention_impl("flexattn")
 
-From then on what torch would give to FlashAttention runs here, without a change in the code that calls it, until
-`torch.nn.attention.restore_flash_attention_impl()`. Importing this module changes nothing, and neither does `register`.
+From then on what torch would give to FlashAttention, and to its memory-efficient kernels, which take masks, runs here, without a
+change in the code that calls it, until `torch.nn.attention.restore_flash_attention_impl()`. Importing this module changes nothing,
+and neither does `register`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def _activate(key: str = "CUDA") -> _Handle:
         "_flash_attention_backward": _backward,
         "_scaled_dot_product_flash_attention": _sdpa_forward,
         "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+        "_scaled_dot_product_efficient_attention": _masked_forward,
+        "_scaled_dot_product_efficient_attention_backward": _masked_backward,
     }.items():
         if hasattr(torch.ops.aten, name):  # the one that writes into a given tensor came with torch 2.13
             library.impl(name, function, key)
@@ -269,6 +272,67 @@ def _sdpa_backward(
     gradients = ops._backward_op(dout, None, result, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
     given = (query, key, value)
     return tuple(_laid_out_as(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, given, strict=True))
+
+
+def _masked_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    rng_state = _rng_state(dropout_p, query.device)
+    x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
+    out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=compute_log_sumexp))
+    sq = query.shape[2]
+    kept = -(-sq // 32) * 32 if compute_log_sumexp else 0  # as torch's kernels do, which compiled code counts on
+    padded = lse.new_zeros(*lse.shape[:2], kept)
+    padded[..., :sq].copy_(lse[..., :kept])
+    seed, offset = torch.zeros(2, dtype=torch.int64, device=query.device) if rng_state is None else rng_state
+    return out.transpose(1, 2), padded, seed.clone(), offset.clone()
+
+
+def _masked_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    q, k, v, dout, result = (t.transpose(1, 2) for t in (query, key, value, grad_out, out))
+    rng_state = torch.stack((philox_seed, philox_offset)) if dropout_p else None
+    x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
+    needs_bias_grad = attn_bias is not None and grad_input_mask[3]
+    settings = settings._replace(needs_grad=True, needs_bias_grad=needs_bias_grad)
+    lse = logsumexp[..., : query.shape[2]].contiguous()
+    dq, dk, dv, dbias, *_ = ops._backward_op(dout, None, result, lse, *x, *settings)
+    return (*(g.contiguous().transpose(1, 2) for g in (dq, dk, dv)), _aligned(dbias) if needs_bias_grad else None)
+
+
+def _bias(attn_bias: Tensor | None) -> dict[str, Any]:
+    return {} if attn_bias is None else {"bias_type": "post_scale_bias", "bias": attn_bias}
+
+
+def _aligned(dbias: Tensor) -> Tensor:
+    """Returns dbias in rows whose lengths are multiples of 16, as torch's kernels do, which compiled code counts on."""
+    *outer, columns = dbias.shape
+    if columns % 16 == 0:
+        return dbias
+    return dbias.new_empty(*outer, -(-columns // 16) * 16)[..., :columns].copy_(dbias)
 
 
 def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:

@@ -76,6 +76,68 @@ def test_sdpa_drops_the_same_weights_in_the_backward(active: None) -> None:
         torch.testing.assert_close(got, expected)
 
 
+MASKS = {"whole": (2, 4, 7, 9), "one row of it": (2, 1, 1, 9), "by head": (1, 4, 7, 9), "none": None}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_masked_sdpa(active: None, shape: tuple[int, ...] | None, is_causal: bool, is_trained: bool) -> None:
+    leaves = [t[:, :, :n].detach().requires_grad_() for t, n in zip(qkv(2, 4, 9, 8, heads_kv=4), (7, 9, 9), strict=True)]
+    mask = None if shape is None else torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    bias = None if mask is None else mask.requires_grad_(is_trained).expand(2, 4, 7, 9)  # as torch hands it on
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*leaves, bias, True, is_causal=is_causal, scale=0.3)
+    want, want_lse = written_out(leaves, mask, is_causal)
+    torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse[..., :7].double(), want_lse, rtol=2e-6, atol=2e-6)
+    assert lse.shape == (2, 4, 32)
+    assert out.transpose(1, 2).is_contiguous()
+    trained = [*leaves, mask] if is_trained and mask is not None else leaves
+    for got, expected in zip(gradients(out, trained), gradients(want, trained), strict=True):
+        torch.testing.assert_close(got, expected, rtol=5e-6, atol=5e-6)
+
+
+def written_out(leaves: list[Tensor], mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of q, k and v in float64, at a scale of 0.3."""
+    q, k, v = (t.double() for t in leaves)
+    scores = 0.3 * q @ k.mT + (0.0 if mask is None else mask.double())
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def test_masked_sdpa_drops_the_same_weights_in_the_backward(active: None) -> None:
+    leaves, bias = qkv(1, 2, 9, 8, heads_kv=2), torch.randn(1, 2, 9, 9)
+    out, _, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(*leaves, bias, True, dropout_p=0.5)
+    named: dict[str, Any] = {"bias_type": "post_scale_bias", "bias": bias, "rng_state": torch.stack((seed, offset))}
+    want = flexattn.attention(*leaves, qkv_format="bhsd", dropout_p=0.5, backend="eager", **named)
+    torch.testing.assert_close(out, want)
+    for got, expected in zip(gradients(out, leaves), gradients(want, leaves), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_masked_sdpa_keeps_no_lse_without_a_backward(active: None) -> None:
+    leaves = [t.detach() for t in qkv(1, 2, 9, 8, heads_kv=2)]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*leaves, None, False)
+    assert lse.shape == (1, 2, 0)
+    torch.testing.assert_close(out, flexattn.attention(*leaves, qkv_format="bhsd", backend="eager"))
+
+
+@pytest.mark.parametrize("skv", [7, 16])
+def test_masked_sdpas_results_are_laid_out_as_torch_says(active: None, skv: int) -> None:
+    leaves = [t[:, :, :n].detach() for t, n in zip(qkv(2, 4, 16, 8, heads_kv=4), (7, skv, skv), strict=True)]
+    bias, dout = torch.randn(2, 4, 7, skv), torch.randn(2, 4, 7, 8)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    results = efficient(*leaves, bias, True)
+    gradients = backward(dout, *leaves, bias, *results, 0.0, [True] * 4)
+    on_meta = [t.to("meta") for t in (dout, *leaves, bias)]
+    promised = efficient(*on_meta[1:], True)
+    of_gradients = backward(*on_meta, *promised, 0.0, [True] * 4)
+    for got, want in zip((*results, *gradients), (*promised, *of_gradients), strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
 def test_varlen_attn(active: None, window: tuple[int, int]) -> None:
     leaves = qkv(12, 4, 8, heads_kv=2)
