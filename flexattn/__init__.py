@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexattn import fp8
+from flexattn import fp8, mods
 from flexattn.backward import Gradients, attention_backward
 from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
@@ -24,5 +24,6 @@ __all__ = [
     "explain",
     "fp8",
     "merge_attention",
+    "mods",
     "warmup",
 ]

@@ -110,10 +110,10 @@ def attention(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    q: Tensor = None,  # type: ignore[assignment]  # so that a call of query=, key= and value= comes to the hints
+    k: Tensor = None,  # type: ignore[assignment]
+    v: Tensor = None,  # type: ignore[assignment]
+    *positional: Any,
     qkv_format: str = "bshd",
     attn_mask_type: str = "no_mask",
     window_size: tuple[int, int] = OPEN_WINDOW,
@@ -146,6 +146,7 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     backend: str | None = None,
+    **foreign: Any,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, fused, for every format, mask and kind of score below, alone or combined.
 
@@ -262,6 +263,8 @@ def attention(
         ... ).shape
         torch.Size([8, 2, 64])
     """
+    if positional or foreign:
+        _refuse_foreign(positional, foreign)
     key, call = None, None
     is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)
     if not torch.compiler.is_compiling():
@@ -362,6 +365,25 @@ def attention(
     )
     out, lse, max_logit = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
     return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+
+
+def _own_signature() -> inspect.Signature:
+    """Returns `attention`'s signature as callers are to see it: q, k and v are needed, and what only becomes a hint is left out."""
+    signature = inspect.signature(attention)
+    catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = [p for p in signature.parameters.values() if p.kind not in catch_all]
+    return signature.replace(parameters=[p.replace(default=p.empty) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in own])
+
+
+# Python has no other way without a wrapper, which would cost each call more than two empty collections do.
+SIGNATURE = _own_signature()
+attention.__signature__ = SIGNATURE  # type: ignore[attr-defined]
+
+
+def _refuse_foreign(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    from flexattn.hints import refuse_foreign  # here, as right calls never need it
+
+    refuse_foreign(SIGNATURE, positional, named)
 
 
 def run_first(
@@ -479,7 +501,11 @@ def explain(
 
 def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
     """Returns the operands and settings of a call of `attention`, with nothing run; raises what it raises for the arguments."""
-    call = inspect.signature(attention).bind(*arguments, **named)
+    try:
+        call = SIGNATURE.bind(*arguments, **named)
+    except TypeError:
+        _refuse_foreign(arguments[3:], named)
+        raise
     call.apply_defaults()
     x, settings, config = prepare(**call.arguments)
     return (x if config is None else fp8_ops.planned(x, settings, config)), settings

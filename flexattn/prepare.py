@@ -93,6 +93,7 @@ def prepare(
     )
     max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
     max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
+    validation.warn_of_one_query(attn_mask_type, max_q, max_kv)
     validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
     validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)

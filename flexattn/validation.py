@@ -100,6 +100,19 @@ def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
             )
 
 
+def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
+    """Warns once where one query sees the first key alone though there are more, as decoding with the wrong diagonal does."""
+    if attn_mask_type not in ("causal", "padding_causal") or torch.compiler.is_compiling():
+        return
+    if isinstance(max_q, int) and isinstance(max_kv, int) and max_q == 1 and max_kv > 1:
+        warn_once(
+            "one query",
+            f"attn_mask_type is {attn_mask_type!r} with one query and {max_kv} keys: it counts from the first key, which is all "
+            f"that the query sees; where it is the last of the sequence, as in decoding, use {attn_mask_type + '_bottom_right'!r}",
+            of_caller=True,
+        )
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format), ("v", v, kv_format)):
         _check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None if name == "q" else q.device)

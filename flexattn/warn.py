@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 
@@ -9,10 +10,21 @@ _warned: set[str] = set()
 _lock = threading.Lock()
 
 
-def warn_once(key: str, message: str) -> None:
-    """Gives a RuntimeWarning the first time that `key` comes in the process, in whichever thread."""
+def warn_once(key: str, message: str, *, of_caller: bool = False) -> None:
+    """Gives a RuntimeWarning the first time that `key` comes in the process, in whichever thread.
+
+    of_caller: the warning is about the code that called flexattn, and names its line; else that of flexattn that warns.
+    """
     with _lock:
         if key in _warned:
             return
         _warned.add(key)
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    warnings.warn(message, RuntimeWarning, stacklevel=_levels_to_caller() if of_caller else 2)
+
+
+def _levels_to_caller() -> int:
+    """Returns how many frames above `warn_once` the first one outside of flexattn is, counted as `stacklevel` counts."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "flexattn":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -18,6 +18,7 @@ from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.select import Decision
 from flexattn.dispatch.spec import BACKENDS, Operands
 from flexattn.fp8_ops import QuantizeConfig, planned
+from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
 from flexattn.jax.block_mask import BlockMask
 from flexattn.jax.call import Call, flat, meta_tensor
@@ -35,6 +36,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(functional.attention).parameters.items() if p.default is not p.empty}
 
 
+@with_hints
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.mods.trace import Mod
-from flexattn.validation import describe
+from flexattn.mods.trace import Mod, refuse_misplaced
+from flexattn.validation import check_flag, describe
 
 __all__ = [
     "alibi",
@@ -119,6 +119,7 @@ def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: in
     transformers library's T5.
     """
     _check_tensor("table", table)
+    check_flag("bidirectional", bidirectional)
     _check_counts(max_distance=max_distance)
     if table.dim() != 2:
         raise ValueError(f"table has shape {tuple(table.shape)}; accepted: [buckets, h]")
@@ -220,3 +221,4 @@ def _check_masks(name: str, mask_mods: tuple[Any, ...]) -> None:
     for i, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             raise TypeError(f"mask_mods[{i}] of mods.{name}() is {describe(mask_mod)}; accepted: a function of b, h, q_idx, kv_idx")
+        refuse_misplaced(f"mask_mods[{i}] of mods.{name}()", "mask_mod", mask_mod)

@@ -206,7 +206,25 @@ def _refuse_callback(role: str, mod: Mod) -> None:
         )
 
 
+def refuse_misplaced(argument: str, role: str, mod: Any) -> None:
+    """Raises TypeError for a function of flexattn.mods that was not called, and for a mod of the other role that one made.
+
+    role: "mask_mod" or "score_mod", that which `argument` is to be.
+    """
+    made = mod.func if isinstance(mod, functools.partial) else mod
+    if torch.compiler.is_compiling() or getattr(made, "__module__", None) != "flexattn.mods.library":
+        return
+    names = list(inspect.signature(made).parameters)
+    if not made.__name__.startswith("_"):
+        call = f"mods.{made.__name__}"
+        raise TypeError(f"{argument} is {call} itself; accepted: what it returns, {call}({', '.join(names)})")
+    other = "score_mod" if names[0] == "score" else "mask_mod"
+    if other != role:
+        raise TypeError(f"{argument} is a {other} of flexattn.mods; accepted: a {role}; pass this as {other}")
+
+
 def _new_trace(role: str, mod: Mod, whole: Mod) -> tuple[_Trace, Captures]:
+    refuse_misplaced(role, role, mod)
     _refuse_callback(role, mod)
     found, key = _found(role, whole)
     try:

@@ -1,0 +1,231 @@
+"""Foreign names for arguments of `attention`, and the errors that say ours. Read only once a call is known to be wrong.
+
+The names are those of the signatures of
+
+- FlashAttention 2 to 4: https://github.com/Dao-AILab/flash-attention
+- SDPA, MultiheadAttention and FlexAttention: https://docs.pytorch.org/docs/stable/nn.html
+- TransformerEngine: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+- xformers: https://facebookresearch.github.io/xformers/components/ops.html
+- transformers: https://huggingface.co/docs/transformers/attention_interface
+- jax.nn: https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
+- the cuDNN frontend: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
+- FlashInfer: https://docs.flashinfer.ai
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from flexattn.validation import describe
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Hint(NamedTuple):
+    names: tuple[str, ...]
+    of: str  # whose they are
+    ours: str  # what to do instead
+
+
+HINTS = (
+    Hint(("query", "query_layer", "query_states"), "SDPA, TransformerEngine and transformers", "q"),
+    Hint(("key", "key_layer", "key_states"), "SDPA, TransformerEngine and transformers", "k"),
+    Hint(("value", "value_layer", "value_states"), "SDPA, TransformerEngine and transformers", "v"),
+    Hint(
+        ("causal",),
+        "FlashAttention",
+        "attn_mask_type='causal_bottom_right', whose last query sees every key ('causal' counts from the first key, as SDPA does)",
+    ),
+    Hint(
+        ("is_causal",),
+        "SDPA, jax.nn and transformers",
+        "attn_mask_type='causal', which counts from the first key (transformers means 'causal_bottom_right')",
+    ),
+    Hint(("use_causal_mask",), "cuDNN", "attn_mask_type='causal'"),
+    Hint(("use_causal_mask_bottom_right",), "cuDNN", "attn_mask_type='causal_bottom_right'"),
+    Hint(
+        ("diagonal_alignment",),
+        "cuDNN",
+        "attn_mask_type='causal' (top left) or 'causal_bottom_right'; for a window without a causal mask bottom_right_diagonal",
+    ),
+    Hint(("scale", "sm_scale", "scaling", "attn_scale"), "SDPA, Triton, transformers and cuDNN", "softmax_scale"),
+    Hint(
+        ("attn_mask",),
+        "SDPA and MultiheadAttention",
+        "for a bool m, where SDPA's True is a key that is seen, mask_mod=lambda b, h, i, j: m[b, h, i, j] (MultiheadAttention's "
+        "True is hidden: ~m[...]); for one that is added, bias_type='post_scale_bias' and bias=m",
+    ),
+    Hint(
+        ("mask", "attention_mask"),
+        "jax.nn, transformers and TransformerEngine",
+        "for padding an attn_mask_type with padding in its name, cu_seqlens_q and cu_seqlens_kv; else a mask_mod, True for a "
+        "key that is seen (TransformerEngine's True is hidden); for one that is added, bias_type='post_scale_bias' and bias",
+    ),
+    Hint(
+        ("key_padding_mask",),
+        "MultiheadAttention",
+        "where True is hidden: mask_mod=lambda b, h, i, j: ~key_padding_mask[b, j]; or attn_mask_type='padding' and cu_seqlens_kv",
+    ),
+    Hint(
+        ("attn_bias", "position_bias", "core_attention_bias"),
+        "xformers, T5 and TransformerEngine",
+        "bias_type='post_scale_bias' and bias (xformers' mask classes: attn_mask_type, window_size and cu_seqlens_q)",
+    ),
+    Hint(("core_attention_bias_type", "attn_bias_type"), "TransformerEngine", "bias_type"),
+    Hint(("use_alibi_mask",), "cuDNN", "bias_type='alibi'"),
+    Hint(
+        ("dropout", "p", "attention_dropout", "dropout_probability"),
+        "transformers, xformers, TransformerEngine and cuDNN",
+        "dropout_p",
+    ),
+    Hint(
+        ("sliding_window", "sliding_window_length"),
+        "transformers and cuDNN",
+        "window_size=(w - 1, 0) with a causal attn_mask_type: a left side of w - 1 and the query's own token",
+    ),
+    Hint(
+        ("window", "window_left", "left_window_size", "local_window_size"),
+        "FlashInfer and jax.nn",
+        "window_size=(left, right), inclusive, -1 for open",
+    ),
+    Hint(("diagonal_band_left_bound", "diagonal_band_right_bound"), "cuDNN", "window_size=(left, right), inclusive, -1 for open"),
+    Hint(("cu_seqlens_k", "cu_seq_k", "cu_seq_lens_k"), "FlashAttention, varlen_attn and transformers", "cu_seqlens_kv"),
+    Hint(("cu_seq_q", "cu_seq_lens_q"), "varlen_attn and transformers", "cu_seqlens_q"),
+    Hint(("cu_seqlens",), "packed calls", "cu_seqlens_q and cu_seqlens_kv"),
+    Hint(("max_seqlen_k", "max_k", "max_length_k"), "FlashAttention, varlen_attn and transformers", "max_seqlen_kv"),
+    Hint(("max_q", "max_length_q"), "varlen_attn and transformers", "max_seqlen_q"),
+    Hint(("max_seqlen",), "packed calls", "max_seqlen_q and max_seqlen_kv"),
+    Hint(
+        ("seqused_q", "query_seq_lengths", "seq_len_q"),
+        "FlashAttention 3, jax.nn and cuDNN",
+        "cu_seqlens_q, 0 and the running sum of the lengths, with an attn_mask_type with padding in its name (for thd, where the "
+        "slots are longer, cu_seqlens_q_padded says where they begin)",
+    ),
+    Hint(
+        ("seqused_k", "cache_seqlens", "key_value_seq_lengths", "seq_len_kv"),
+        "FlashAttention, jax.nn and cuDNN",
+        "cu_seqlens_kv, 0 and the running sum of the lengths, with an attn_mask_type with padding in its name (for thd, where the "
+        "slots are longer, cu_seqlens_kv_padded says where they begin)",
+    ),
+    Hint(("use_padding_mask",), "cuDNN", "attn_mask_type='padding', cu_seqlens_q and cu_seqlens_kv"),
+    Hint(
+        ("block_table", "page_table", "paged_attention_k_table", "paged_attention_v_table"),
+        "FlashAttention and cuDNN",
+        "nothing yet: gather the pages into k and v before the call",
+    ),
+    Hint(
+        ("return_attn_probs", "need_weights", "output_attentions"),
+        "FlashAttention, MultiheadAttention and transformers",
+        "return_lse=True: the weights are never made, and are exp(score - lse)",
+    ),
+    Hint(("return_softmax_lse", "generate_stats", "return_residual"), "FlashAttention, cuDNN and jax.nn", "return_lse"),
+    Hint(("return_aux",), "FlexAttention", "return_lse, and return_max_logit, which is one number for each head"),
+    Hint(
+        ("logits_soft_cap", "logit_cap", "attn_logit_softcapping", "soft_cap"), "FlashInfer and configurations of models", "softcap"
+    ),
+    Hint(
+        ("s_aux", "learnable_sink", "sinks", "sink", "sink_token"),
+        "transformers, FlashAttention 4 and cuDNN",
+        "softmax_type='learnable' and softmax_offset",
+    ),
+    Hint(("q_descale",), "FlashAttention 3", "descale_q, which is for query heads: repeat it for the heads of each group"),
+    Hint(("k_descale",), "FlashAttention 3", "descale_k"),
+    Hint(("v_descale",), "FlashAttention 3", "descale_v"),
+    Hint(
+        ("score_mod_bprop", "score_mod_bwd"),
+        "TransformerEngine and FlashAttention 4",
+        "score_mod alone, whose backward is derived; for TransformerEngine's callbacks on graphs "
+        "score_mod=flexattn.integrations.te.TEScoreMod(score_mod, score_mod_bprop, tensors)",
+    ),
+    Hint(("aux_tensors",), "FlashAttention 4", "score_mod_tensors, or tensors that score_mod captures"),
+    Hint(("qkv_layout", "layout", "input_layout", "tensor_layout"), "TransformerEngine and SageAttention", "qkv_format"),
+    Hint(
+        ("enable_gqa", "num_splits", "pack_gqa", "sm_margin", "kernel_options", "op", "implementation"),
+        "SDPA, FlashAttention 3, FlexAttention, xformers and jax.nn",
+        "nothing: leave it out, it is chosen inside (`backend` asks for a backend)",
+    ),
+    Hint(
+        ("rng_gen", "generator", "seed"),
+        "TransformerEngine and SageAttention",
+        "rng_state, int64 [2], a seed and an offset; without it torch.manual_seed applies",
+    ),
+    Hint(("rotary_cos", "rotary_sin", "rotary_interleaved"), "FlashAttention", "nothing: rotate q and k before the call"),
+    Hint(("use_deterministic_algorithm",), "cuDNN", "deterministic"),
+)
+_HINT_OF = {name: hint for hint in HINTS for name in hint.names}
+
+# The order behind q, k and v, of functions that are called by position.
+_FLASH = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs")
+_FLASH_VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *_FLASH)
+_SDPA = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_FLEX = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
+
+
+def refuse_foreign(own: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raises a TypeError for arguments that a function like `attention` does not have: whose each is, and what is ours.
+
+    own: the function's signature. positional: what came behind q, k and v. named: what came by name, its own arguments or not.
+    """
+    lines = [_line(name, own) for name in named if name not in own.parameters]
+    if positional:
+        lines.insert(0, _of_order(positional, own))
+    if lines:
+        raise TypeError("; ".join(lines)) from None
+
+
+def with_hints(function: F) -> F:
+    """Wraps a function like `attention` so that arguments that it does not have raise what `refuse_foreign` does.
+
+    For functions that are traced: the arguments are bound before each call. The signature stays.
+    """
+    own = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> Any:
+        try:
+            own.bind(*positional, **named)
+        except TypeError:
+            refuse_foreign(own, positional[3:], named)
+            raise
+        return function(*positional, **named)
+
+    return call  # type: ignore[return-value]
+
+
+def _line(name: str, own: inspect.Signature) -> str:
+    hint = _HINT_OF.get(name)
+    if hint is not None:
+        return f"{name} is no argument of attention() but of {hint.of}; accepted instead: {hint.ours}"
+    near = difflib.get_close_matches(name, own.parameters, n=2)
+    if near:
+        return f"{name} is no argument of attention(); did you mean {' or '.join(near)}?"
+    return f"{name} is no argument of attention(); accepted: {', '.join(own.parameters)}"
+
+
+def _of_order(positional: Sequence[Any], own: inspect.Signature) -> str:
+    """Returns the line of a call by position: whose order it seems to be, by its first argument's type, and each name here."""
+    came = ", ".join(map(describe, positional[:3])) + (", ..." if len(positional) > 3 else "")
+    line = f"attention() takes three positional arguments, q, k and v, and behind them came {came}; accepted: all others by name"
+    whose, order = _order_of(positional)
+    if len(positional) > len(order):
+        return line
+    given = [name for name, value in zip(order, positional, strict=False) if value is not None]
+    here = [f"for {name}: {_HINT_OF[name].ours}" if name in _HINT_OF else f"{name}=" for name in given]
+    return f"{line}. In {whose} order these are {'; '.join(here)}" if here else line
+
+
+def _order_of(positional: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
+    first = positional[0]
+    if isinstance(first, Tensor):
+        return ("SDPA's", _SDPA) if first.is_floating_point() or first.dim() > 1 else ("FlashAttention's", _FLASH_VARLEN)
+    if callable(first) or (len(positional) > 1 and type(positional[1]).__name__ == "BlockMask"):
+        return "FlexAttention's", _FLEX
+    if first is None:
+        return "SDPA's", _SDPA
+    return ("FlashAttention's", _FLASH) if isinstance(first, (int, float)) else ("", ())

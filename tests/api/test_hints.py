@@ -1,0 +1,250 @@
+"""Calls as other libraries spell them: each error says whose the name is and what is ours, and the signature stays what it was."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import flexattn
+from flexattn import hints, mods, warn
+from flexattn.functional import bind_call
+from flexattn.testing import make_inputs
+
+Q = torch.randn(2, 5, 4, 16)
+CU = torch.tensor([0, 5, 10], dtype=torch.int32)
+OWN = inspect.signature(flexattn.attention)
+
+# Names behind q, k and v as the signatures of these libraries have them, that `attention` spells in another way.
+FOREIGN = {
+    "flash_attn_func": "causal return_attn_probs",
+    "flash_attn_varlen_func": "cu_seqlens_k max_seqlen_k causal return_attn_probs block_table",
+    "flash_attn_with_kvcache": "rotary_cos rotary_sin cache_seqlens block_table causal rotary_interleaved return_softmax_lse",
+    "FlashAttention 3": "causal q_descale k_descale v_descale seqused_q seqused_k page_table num_splits pack_gqa sm_margin",
+    "FlashAttention 4": "causal learnable_sink num_splits pack_gqa score_mod_bwd aux_tensors page_table",
+    "scaled_dot_product_attention": "query key value attn_mask is_causal scale enable_gqa",
+    "flex_attention": "query key value scale enable_gqa kernel_options return_aux",
+    "varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k scale enable_gqa seqused_k block_table num_splits return_aux",
+    "MultiheadAttention": "query key value key_padding_mask need_weights attn_mask is_causal",
+    "DotProductAttention": "query_layer key_layer value_layer attention_mask core_attention_bias_type core_attention_bias",
+    "fused_attn_fwd": "attn_bias attn_bias_type attn_scale dropout qkv_layout layout rng_gen",
+    "TransformerEngine's layer": "attention_dropout score_mod_bprop",
+    "memory_efficient_attention": "query key value attn_bias p scale op",
+    "jax.nn.dot_product_attention": "query key value mask scale is_causal query_seq_lengths key_value_seq_lengths implementation "
+    "local_window_size return_residual",
+    "cuDNN's sdpa": "attn_scale use_alibi_mask use_padding_mask seq_len_q seq_len_kv use_causal_mask use_causal_mask_bottom_right "
+    "sliding_window_length diagonal_alignment diagonal_band_left_bound diagonal_band_right_bound dropout paged_attention_k_table "
+    "paged_attention_v_table generate_stats sink_token use_deterministic_algorithm",
+    "transformers": "attention_mask scaling sliding_window s_aux cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k "
+    "position_bias output_attentions",
+    "FlashInfer": "sm_scale logits_soft_cap window_left",
+    "SageAttention": "tensor_layout sm_scale",
+}
+
+
+@pytest.mark.parametrize("whose", FOREIGN)
+def test_foreign_name_raises_what_is_ours(whose: str) -> None:
+    for name in FOREIGN[whose].split():
+        with pytest.raises(TypeError, match=rf"^{name} is no argument of attention\(\) but of .*; accepted instead: ."):
+            flexattn.attention(Q, Q, Q, **{name: None})  # type: ignore[call-overload]
+
+
+def test_no_own_name_is_foreign_and_each_hint_names_what_is_there() -> None:
+    assert not hints._HINT_OF.keys() & OWN.parameters.keys()
+    assert sum(len(hint.names) for hint in hints.HINTS) == len(hints._HINT_OF)
+    for hint in hints.HINTS:
+        assert hint.ours.startswith("nothing") or {*re.findall(r"\w+", hint.ours)} & {*OWN.parameters}, hint
+
+
+def test_values_in_hints_are_accepted() -> None:
+    """Arguments that a hint writes with a value, as attn_mask_type='causal', are values that `attention` takes."""
+    written = {pair for hint in hints.HINTS for pair in re.findall(r"(\w+)='(\w+)'", hint.ours)}
+    beside = {
+        "padding": {"cu_seqlens_q": CU, "cu_seqlens_kv": CU},
+        "post_scale_bias": {"bias": Q.new_zeros(1, 1, 5, 5)},
+        "learnable": {"softmax_offset": Q.new_zeros(4)},
+    }
+    assert len(written) >= 6
+    for name, value in written:
+        flexattn.explain(Q, Q, Q, **{name: value}, **beside.get(value, {}))
+
+
+def test_all_foreign_names_of_a_call_are_named() -> None:
+    with pytest.raises(TypeError) as e:
+        flexattn.attention(query=Q, key=Q, value=Q, is_causal=True, softcap=1.0)  # type: ignore[call-overload]
+    for name in ("query", "key", "value", "is_causal"):
+        assert f"{name} is no argument" in str(e.value)
+    assert "softcap" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("softmaxscale", "did you mean softmax_scale"), ("zzz", "accepted: q, k, v, qkv_format, attn_mask_type")]
+)
+def test_unknown_name_says_what_is_there(name: str, said: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is no argument.*{said}"):
+        flexattn.attention(Q, Q, Q, **{name: 1})  # type: ignore[call-overload]
+
+
+BY_POSITION: dict[str, tuple[tuple[Any, ...], list[str]]] = {
+    "flash_attn_func": (
+        (0.0, 0.25, True),
+        ["0.0 (float)", "FlashAttention's order", "dropout_p=; softmax_scale=; for causal: attn_m"],
+    ),
+    "flash_attn_varlen_func": (
+        (CU, CU, 5, 5),
+        ["FlashAttention's order", "cu_seqlens_q=; for cu_seqlens_k: cu_seqlens_kv; max_seq"],
+    ),
+    "sdpa, bool": (
+        (torch.ones(5, 5).bool(),),
+        ["torch.bool tensor of shape (5, 5)", "SDPA's order", "for attn_mask: ", "mask_mod="],
+    ),
+    "sdpa, float": ((torch.ones(5),), ["SDPA's order", "bias_type='post_scale_bias'"]),
+    "sdpa, causal": ((None, 0.0, True), ["SDPA's order", "dropout_p=; for is_causal: attn_mask_type='causal'"]),
+    "flex_attention": ((lambda s, b, h, i, j: s,), ["FlexAttention's order these are score_mod="]),
+    "too many": (tuple(range(20)), ["0 (int), 1 (int), 2 (int), ...; accepted: all others by name"]),
+    "None": ((None,), ["accepted: all others by name"]),
+    "a format": (("bhsd",), ["'bhsd' (str); accepted: all others by name"]),
+}
+
+
+@pytest.mark.parametrize("order", BY_POSITION)
+def test_call_by_position_names_its_arguments(order: str) -> None:
+    positional, said = BY_POSITION[order]
+    for call in (flexattn.attention, bind_call):
+        with pytest.raises(TypeError) as e:
+            call(Q, Q, Q, *positional)  # type: ignore[call-overload, operator]
+        assert all(part in str(e.value) for part in said), str(e.value)
+
+
+def test_explain_and_bound_calls_give_the_same_hints() -> None:
+    with pytest.raises(TypeError, match="causal is no argument of"):
+        flexattn.explain(Q, Q, Q, causal=True)
+    with pytest.raises(TypeError, match="missing a required argument: 'k'"):
+        bind_call(Q)
+    for call in (flexattn.attention, flexattn.explain):
+        with pytest.raises(TypeError, match="v is None"):
+            call(Q, Q)  # type: ignore[operator]
+
+
+def test_signature_is_that_of_right_calls() -> None:
+    kinds = {p.kind for p in OWN.parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    assert list(OWN.parameters)[:4] == ["q", "k", "v", "qkv_format"]
+    with pytest.raises(TypeError, match="missing a required argument"):
+        OWN.bind(Q, Q)
+    assert inspect.getfullargspec(flexattn.attention).varkw is None
+    assert pickle.loads(pickle.dumps(flexattn.attention)) is flexattn.attention
+
+
+def test_compiled_call_is_one_graph_and_its_hint_the_same() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(flexattn.attention, fullgraph=True, backend=counter)
+    for _ in range(2):
+        assert torch.equal(compiled(Q, Q, Q, attn_mask_type="causal"), flexattn.attention(Q, Q, Q, attn_mask_type="causal"))
+    assert counter.frame_count == 1
+    with pytest.raises(TypeError, match="causal is no argument of attention"):
+        torch.compile(flexattn.attention, backend=counter)(Q, Q, Q, causal=True)  # type: ignore[call-overload]
+
+
+def test_function_with_hints_keeps_its_signature() -> None:
+    @hints.with_hints
+    def attend(q: int, k: int, v: int, *, softmax_scale: float = 1.0) -> float:
+        return q * k * v * softmax_scale
+
+    assert attend(2, 3, 4, softmax_scale=0.5) == 12
+    assert str(inspect.signature(attend)).startswith("(q: 'int', k: 'int', v: 'int', *, softmax_scale:")
+    with pytest.raises(TypeError, match="scale is no argument of attention"):
+        attend(2, 3, 4, scale=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="for causal: "):
+        attend(2, 3, 4, 0.0, 0.5, True)  # type: ignore[call-arg, misc]
+    with pytest.raises(TypeError, match="missing a required argument"):
+        attend(2, 3)  # type: ignore[call-arg]
+
+
+def causal_calls() -> dict[str, tuple[bool, Callable[[], Any]]]:
+    """Calls, and whether each warns of one query that sees the first key alone."""
+    one, many = Q[:, :1], Q
+    lengths_q, lengths_kv = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed = make_inputs("thd", lengths_q=(1, 1), lengths_kv=(5, 3))._asdict()
+
+    def call(q: Any, k: Any, **arguments: Any) -> Callable[[], Any]:
+        return lambda: flexattn.attention(q, k, k, **arguments)
+
+    lengths = {"cu_seqlens_q": lengths_q, "cu_seqlens_kv": lengths_kv}
+    return {
+        "causal": (True, call(one, many, attn_mask_type="causal")),
+        "padding_causal": (True, call(one, many, attn_mask_type="padding_causal", **lengths)),
+        "packed": (True, lambda: flexattn.attention(**packed, attn_mask_type="padding_causal")),
+        "bottom right": (False, call(one, many, attn_mask_type="causal_bottom_right")),
+        "no mask": (False, call(one, many)),
+        "one key": (False, call(one, one, attn_mask_type="causal")),
+        "many queries": (False, call(many, many, attn_mask_type="causal")),
+        "two queries": (False, call(Q[:, :2], many, attn_mask_type="causal")),
+    }
+
+
+@pytest.mark.parametrize("name", causal_calls())
+def test_one_query_that_sees_the_first_key_alone_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warn, "_warned", set())
+    warns, call = causal_calls()[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        call()
+    assert len(caught) == warns
+    if warns:
+        assert "_bottom_right'" in str(caught[0].message)
+        assert caught[0].filename == __file__  # the line that called, none of ours
+
+
+def test_mods_are_there_after_import_flexattn() -> None:
+    code = "import flexattn; print(flexattn.mods.causal().__name__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "_causal\n"
+    assert "mods" in flexattn.__all__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"mask_mod": mods.causal}, "mask_mod is mods.causal itself; accepted: what it returns, mods.causal()"),
+        ({"mask_mod": mods.sliding_window}, "what it returns, mods.sliding_window(left, right)"),
+        ({"score_mod": mods.softcap}, "score_mod is mods.softcap itself"),
+        ({"score_mod": mods.causal()}, "score_mod is a mask_mod of flexattn.mods; accepted: a score_mod; pass this as mask_mod"),
+        ({"mask_mod": mods.softcap(2.0)}, "mask_mod is a score_mod of flexattn.mods"),
+        (
+            {"mask_mod": mods.document(torch.zeros(2, 5).int()), "score_mod": mods.document(torch.zeros(5).int())},
+            "score_mod is a mask",
+        ),
+    ],
+)
+def test_mod_in_the_wrong_place_is_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError) as e:
+        flexattn.attention(Q, Q, Q, **arguments)
+    assert said in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: mods.both(mods.causal), "mask_mods[0] of mods.both() is mods.causal itself"),
+        (lambda: mods.either(mods.causal(), mods.softcap(2.0)), "mask_mods[1] of mods.either() is a score_mod"),
+        (lambda: mods.alibi(4), "slopes is 4 (int); accepted: a tensor"),
+        (lambda: mods.document([0, 1]), "document_ids is [0, 1] (list); accepted: a tensor"),
+        (lambda: mods.prefix_lm(3), "prefix_lengths is 3 (int); accepted: a tensor"),
+        (lambda: mods.relative_bias(torch.ones(32, 4), bidirectional=1), "bidirectional is 1 (int); accepted: True, False"),
+    ],
+)
+def test_functions_of_mods_name_a_wrong_argument(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TypeError) as e:
+        make()
+    assert said in str(e.value)
