@@ -18,6 +18,7 @@ from torch import Tensor
 from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
+from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
@@ -111,9 +112,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
             f"the graphs take fp16 and bf16, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v, or use backend='triton'"
         )
     largest = 256 if is_backward else 512
-    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= largest:
-            return f"the head dim of {name} is {dim}; the {direction} takes multiples of 8 up to {largest}; pad it with zeros"
+    if reason := head_dim_error(spec, f"the {direction} takes", 8, largest, "larger ones run on backend='eager'"):
+        return reason
     if spec.num_heads > MOST_HEADS:
         return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
     if spec.softcap:

@@ -173,9 +173,10 @@ def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failure
     for name in preferred.order:
         reason = unsupported(name, spec, direction, "auto", failures)
         if reason is None:
-            measured = preferred.source or "not measured yet"
-            first = "the first" if not rejected else "the first that can run it"
-            why = f"{first} in the order {', '.join(preferred.order)} for {spec.device_type}: {preferred.why} ({measured})"
+            order = f"in the order {', '.join(preferred.order)} for {spec.device_type}"
+            why = f"the first {order}: {preferred.why} ({preferred.source or 'not measured yet'})"
+            if rejected:  # the order's reason speaks for one that cannot run it
+                why = f"the first that can run it {order}"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
     rejected += [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name not in preferred.order]

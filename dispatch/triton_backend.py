@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
+from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, dout_like
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
@@ -32,16 +33,20 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
-    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 256:
-            return f"the head dim of {name} is {dim}; the kernels take multiples of 8 up to 256; pad it with zeros"
+    if reason := head_dim_error(spec, "the kernels take", 8, 256, _beyond_256(spec)):
+        return reason
     return device_error(spec.device_type, spec.capability)
 
 
+def _beyond_256(spec: AttentionSpec) -> str:
+    """Returns what to do about a head dim that padding does not bring within the kernels' reach."""
+    parts = "; or give v in parts of up to 256 columns, a call each" if spec.head_dim_qk <= 256 else ""
+    return f"larger ones run on backend='eager', and 16-bit forwards up to 512 on backend='cudnn' too{parts}"
+
+
 def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    for name, dim in (("q and k", spec.head_dim_qk), ("v", spec.head_dim_v)):
-        if dim % 16 or not 16 <= dim <= 256:
-            return f"the head dim of {name} is {dim}; in FP8 the kernels take multiples of 16 up to 256; pad it with zeros"
+    if reason := head_dim_error(spec, "in FP8 the kernels take", 16, 256, "larger ones run on backend='eager'"):
+        return reason
     if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
         return (
             "FP8 matrix instructions begin with compute capability 8.9 (Ada), and this is "

@@ -53,6 +53,12 @@ RULES = (
         "q, k and v are in different FP8 dtypes, and cuDNN's forward takes one; quantise all three to the same",
     ),
     Rule(
+        BOTH,
+        lambda x: max(x.head_dim_qk, x.head_dim_v) > 256,
+        "the head dims are {head_dim_qk} and {head_dim_v}; cuDNN's FP8 graphs take up to 256; larger ones run on backend='eager'",
+        declined=BOTH,
+    ),
+    Rule(
         ("forward",),
         lambda x: any(dim % 16 or not 16 <= dim <= 256 for dim in (x.head_dim_qk, x.head_dim_v)),
         "the head dims are {head_dim_qk} and {head_dim_v}; cuDNN's FP8 forward takes multiples of 16 up to 256; pad with zeros",
@@ -61,8 +67,8 @@ RULES = (
     Rule(
         ("backward",),
         lambda x: (x.head_dim_qk, x.head_dim_v) != (128, 128),
-        "the head dims are {head_dim_qk} and {head_dim_v}; cuDNN's FP8 backward takes 128 alone on sm_90; pad with zeros, or use "
-        "backend='triton'",
+        "the head dims are {head_dim_qk} and {head_dim_v}; cuDNN's FP8 backward takes 128 alone on sm_90; pad smaller "
+        "ones with zeros, or use backend='triton'",
         declined=("backward",),
     ),
     Rule(

@@ -1,0 +1,99 @@
+"""Sentences about head dims: padding is advised where it helps, and what is said to run larger ones does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import cudnn_backend, eager_backend, triton_backend
+from flexattn.dispatch.select import BackendError, select
+from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Fp8
+
+DIMS = (4, 12, 16, 250, 256, 257, 264, 300, 505, 512, 513, 1024)
+
+
+def spec_of(dim_qk: int, dim_v: int, **changes: Any) -> AttentionSpec:
+    spec = AttentionSpec(
+        q_format="bshd",
+        kv_format="bshd",
+        dtype=torch.bfloat16,
+        num_heads=8,
+        num_heads_kv=8,
+        head_dim_qk=dim_qk,
+        head_dim_v=dim_v,
+        padding=False,
+        band=Band(None, 0, False),
+        bias_type="no_bias",
+        bias_dims=None,
+        softmax_type="vanilla",
+        softcap=False,
+        dropout=False,
+        return_max_logit=False,
+        needs_grad=True,
+        needs_bias_grad=False,
+        deterministic=False,
+        device_type="cuda",
+        capability=(9, 0),
+        length_q=1024,
+        length_kv=1024,
+    )
+    return spec._replace(**changes)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("backend", ["triton", "cudnn"])
+def test_padding_is_advised_where_it_helps(backend: str, dim: int, direction: Direction) -> None:
+    unsupported = {"triton": triton_backend.unsupported, "cudnn": cudnn_backend.rule_error}[backend]
+    reason = unsupported(spec_of(dim, 64), direction)
+    padded = unsupported(spec_of(-(-dim // 8) * 8, 64), direction)
+    if reason is None:
+        assert dim % 8 == 0
+    else:
+        assert reason.startswith(f"the head dim of q and k is {dim}; ")
+        assert ("pad it with zeros" in reason) == (padded is None)
+        assert ("larger ones run on backend='eager'" in reason) == (padded is not None)
+        assert eager_backend.unsupported(spec_of(dim, 64), direction) is None
+    parts = "; or give v in parts of up to 256 columns, a call each" if backend == "triton" and padded is not None else ""
+    assert unsupported(spec_of(64, dim), direction) == (reason and reason.replace("q and k", "v") + parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_said_of_cudnn_is_so(dtype: torch.dtype) -> None:
+    """The sentence of the Triton kernels: 16-bit forwards up to 512 run on cuDNN too, and no others."""
+    said = triton_backend.unsupported(spec_of(512, 512), "forward")
+    assert said is not None
+    assert "16-bit forwards up to 512 on backend='cudnn' too" in said
+    is_16_bit = dtype != torch.float32
+    assert (cudnn_backend.rule_error(spec_of(512, 512, dtype=dtype), "forward") is None) == is_16_bit
+    assert cudnn_backend.rule_error(spec_of(520, 520, dtype=dtype), "forward") is not None
+    assert cudnn_backend.rule_error(spec_of(512, 512, dtype=dtype), "backward") is not None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("dim", "can_pad"), [(40, True), (250, True), (257, False), (264, False), (512, False)])
+def test_fp8_is_told_to_pad_where_that_helps(dim: int, can_pad: bool, direction: Direction) -> None:
+    fp8 = Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, bf16_backward=False)
+    spec = spec_of(dim, dim, dtype=torch.float8_e4m3fn, fp8=fp8)
+    for reason in (triton_backend.unsupported(spec, direction), cudnn_backend.rule_error(spec, direction)):
+        assert reason is not None
+        assert ("with zeros" in reason) == can_pad or "pad smaller ones with zeros" in reason
+        assert ("larger ones run on backend='eager'" in reason) != can_pad
+    assert eager_backend.unsupported(spec, direction) is None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_fallback_gives_no_reason_for_a_backend_that_cannot(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_backend, "device_error", lambda *_: "cuDNN is not here")
+    select.cache_clear()
+    decision = select(spec_of(512, 512), direction, "auto")
+    select.cache_clear()
+    assert decision.backend == "eager"
+    assert decision.why == "the first that can run it in the order triton, cudnn, eager for cuda"
+    assert decision.warning is not None
+    assert "larger ones run on backend='eager'" in decision.warning
+    with pytest.raises(BackendError, match="eager: can run it; ask for it with backend='eager'"):
+        select(spec_of(512, 512), direction, "triton")
+    select.cache_clear()
