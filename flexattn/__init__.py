@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexattn import fp8, mods
+from flexattn import fp8, mods, nn
 from flexattn.backward import Gradients, attention_backward
 from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
@@ -25,5 +25,6 @@ __all__ = [
     "fp8",
     "merge_attention",
     "mods",
+    "nn",
     "warmup",
 ]

@@ -23,8 +23,8 @@ def warn_once(key: str, message: str, *, of_caller: bool = False) -> None:
 
 
 def _levels_to_caller() -> int:
-    """Returns how many frames above `warn_once` the first one outside of flexattn is, counted as `stacklevel` counts."""
+    """Returns the `stacklevel` in `warn_once` of the first frame outside of flexattn, and of torch, whose modules call ours."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "flexattn":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("flexattn", "torch"):
         level, frame = level + 1, frame.f_back
     return level
