@@ -14,6 +14,7 @@ from flexattn import autograd, call_cache, fp8, fp8_ops, ops, validation
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, from_bshd
+from flexattn.nested import attend_nested, is_jagged
 from flexattn.prepare import default_alibi_slopes, prepare
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def attention(
     Args:
         q: [b, sq, h, d], [sq, b, h, d], [b, h, sq, d] or [t_q, h, d], as `qkv_format` says. float16, bfloat16 or float32
             (float64 on the eager backend), on a CPU or CUDA device; k and v are like it in both. Or, for inference, float8_e4m3fn
-            or float8_e5m2, with descales.
+            or float8_e5m2, with descales. q, k and v may be jagged nested tensors, [b, jagged, h, d], or [b, h, jagged, d] with
+            "bhsd".
         k: as q, with h_kv heads, skv tokens and q's head dim.
         v: as k, with a head dim d_v of its own.
         qkv_format: "bshd", "sbhd", "bhsd" or "thd" (sequences packed one after another, without padding), or two of them, q's and
@@ -291,9 +293,10 @@ def attention(
         if key is not None and call is not None:
             out, lse, max_logit = call.run(key, return_lse)
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)
-    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        from flexattn.sharded import attend_sharded
-
+    is_nested = is_jagged(q) and is_jagged(k) and is_jagged(v)
+    if is_nested or _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
+        if is_fp8 and is_nested:
+            raise ValueError("q, k and v are nested and the call is in FP8; accepted: their values() as thd, with their offsets()")
         if is_fp8:
             raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
         arguments = {
@@ -325,6 +328,10 @@ def attention(
             "return_max_logit": return_max_logit,
             "backend": backend,
         }
+        if is_nested:
+            return attend_nested(attention, q, k, v, arguments)
+        from flexattn.sharded import attend_sharded  # here, as importing torch.distributed.tensor takes long
+
         return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
     prepared = prepare(
         q,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
+from flexattn.nested import is_jagged
 from flexattn.validation import describe
 
 
@@ -28,7 +29,8 @@ def scaled_dot_product_attention(
     """Returns attention as torch.nn.functional.scaled_dot_product_attention does; all dims before the last two broadcast.
 
     Args:
-        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64.
+        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. Or, with key and value, a jagged
+            nested tensor [b, h, jagged, d].
         key, value: [..., h_kv, skv, d] and [..., h_kv, skv, d_v], of query's dtype.
         attn_mask: of at least two dims, broadcastable to [..., h, sq, skv]: bool, True where the query sees the key, or query's
             dtype or float32, added to the scaled scores. A float mask gets its gradient where it requires one.
@@ -41,9 +43,13 @@ def scaled_dot_product_attention(
         [..., h, sq, d_v] of query's dtype, 0 for a query that sees no key. Tokens lie before heads in memory where query's do.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit together; nested tensors; what `flexattn.attention` raises.
+        ValueError, TypeError: shapes or dtypes that do not fit together; nested tensors with attn_mask; what `flexattn.attention`
+            raises.
         BackendError: no backend can run the call.
     """
+    if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
+        mask = "causal" if is_causal else "no_mask"
+        return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
     _check(query, key, value)
     heads, lead = _heads(query, key, value, enable_gqa)
     is_alone = query.dim() == key.dim() == value.dim() == 2
@@ -68,7 +74,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
             came = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else describe(x)
-            raise ValueError(f"{name} is {came}; accepted: a dense tensor [..., tokens, head dim]")
+            raise ValueError(
+                f"{name} is {came}; accepted: a dense tensor [..., tokens, head dim], or three jagged nested tensors without "
+                "attn_mask"
+            )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, int, int], tuple[int, ...]]:

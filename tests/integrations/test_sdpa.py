@@ -122,6 +122,19 @@ def test_causal_begins_top_left_on_top_of_a_mask() -> None:
     torch.testing.assert_close(ours(q, k, v, mask, is_causal=True), torchs(q, k, v, mask & torch.ones_like(mask).tril()))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_tensors(is_causal: bool) -> None:
+    parts = [[make(n, H, d, seed=i) for n in (5, 3, 7)] for i, d in ((0, D), (1, D), (2, D))]
+    nested = [torch.nested.as_nested_tensor(some, layout=torch.jagged).transpose(1, 2) for some in parts]
+    out = ours(*nested, is_causal=is_causal, scale=0.3).transpose(1, 2).values()
+    alone = [torchs(*(part.transpose(0, 1) for part in trio), is_causal=is_causal, scale=0.3) for trio in zip(*parts, strict=True)]
+    outs = [out, torch.cat([one.transpose(0, 1) for one in alone])]
+    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+    leaves, dout = [part for some in parts for part in some], make(*outs[0].shape, seed=9)
+    for a, b in zip(*(torch.autograd.grad(out, leaves, dout) for out in outs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_no_keys_or_queries() -> None:
     for sq, skv in ((0, SKV), (SQ, 0)):
         tensors = [make(2, H, sq, D), make(2, H, skv, D), make(2, H, skv, D)]
@@ -179,6 +192,12 @@ REFUSED = {
         {"key": torch.ones(2, 3, SKV, D), "value": torch.ones(2, 3, SKV, D), "enable_gqa": True},
         ValueError,
         "query's heads a multiple",
+    ),
+    "nested with a mask": (
+        {n: torch.nested.nested_tensor([torch.ones(H, 2, D)], layout=torch.jagged) for n in ("query", "key", "value")}
+        | {"attn_mask": torch.ones(2, 2)},
+        ValueError,
+        "query is a nested tensor.*without attn_mask",
     ),
     "a vector": ({"query": torch.ones(D)}, ValueError, "query is"),
     "lengths that differ": ({"value": torch.ones(2, H, SKV + 1, D)}, ValueError, "v has"),

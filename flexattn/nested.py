@@ -1,0 +1,59 @@
+"""attention() of jagged nested tensors, whose values and offsets are packed sequences: nothing is copied, and nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OWN = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_JAGGED_DIM = {"bshd": 1, "bhsd": 2}
+
+
+def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
+    """Returns attend(q, k, v, **arguments), where q, k and v are jagged nested tensors; out is one with q's sequences.
+
+    Raises ValueError for a format other than "bshd" and "bhsd", a jagged dim that is not that format's s, and for cu_seqlens.
+    """
+    fmt = arguments["qkv_format"]
+    given = [name for name in _OWN if arguments[name] is not None]
+    if given:
+        raise ValueError(f"{given[0]} is given and q, k and v are nested; accepted: None, as nested tensors say their own lengths")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if fmt not in _JAGGED_DIM or x.dim() != 4 or x._ragged_idx != _JAGGED_DIM[fmt]:
+            raise ValueError(
+                f"{name} is nested with shape {tuple(x.shape)} and qkv_format is {fmt!r}; accepted: [batch, jagged, heads, head "
+                'dim] with "bshd" and [batch, heads, jagged, head dim] with "bhsd"'
+            )
+    if fmt == "bhsd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = str(arguments["attn_mask_type"])
+    if not mask.startswith("padding"):
+        mask = "padding" if mask == "no_mask" else "padding_" + mask
+    arguments |= {"qkv_format": "thd", "attn_mask_type": mask}
+    for side, x in (("q", q), ("kv", k)):
+        arguments |= {f"cu_seqlens_{side}{ending}": starts for ending, starts in _starts(x).items()}
+        if arguments[f"max_seqlen_{side}"] is None:  # what x knows without a look at its offsets, if it does
+            arguments[f"max_seqlen_{side}"] = x._maybe_max_seqlen
+    result = attend(*(x.values() for x in (q, k, v)), **arguments)
+    out, *others = result if isinstance(result, tuple) else (result,)
+    out = torch.nested.nested_tensor_from_jagged(
+        out, q.offsets(), q.lengths(), min_seqlen=q._maybe_min_seqlen, max_seqlen=q._maybe_max_seqlen
+    )
+    out = out.transpose(1, 2) if fmt == "bhsd" else out
+    return (out, *others) if others else out
+
+
+def is_jagged(x: Any) -> bool:
+    """Returns whether x is a jagged nested tensor; quick where it is a plain one."""
+    return type(x) is not Tensor and isinstance(x, Tensor) and x.layout == torch.jagged
+
+
+def _starts(x: Any) -> dict[str, Tensor]:
+    """Returns the cu_seqlens of x, by the ending of their names, with where each sequence starts where there are gaps."""
+    offsets, lengths = x.offsets().to(torch.int32), x.lengths()
+    if lengths is None:
+        return {"": offsets}
+    return {"": torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), "_padded": offsets}
