@@ -277,10 +277,9 @@ def attention(
         ):
             tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
             tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state)
-        others: tuple[Any, ...] = (
-            *(qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type),
-            *(softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend),
-        )
+        others: tuple[Any, ...]  # joined of two: unpacking both into one would make a list first, in each call
+        others = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
+        others += (softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
