@@ -63,11 +63,14 @@ def scaled_dot_product_attention(
     }
     if attn_mask is not None:
         arguments |= _masked(attn_mask, query.dtype, lead, (*q.shape[:3], k.shape[2]))
+    out: Tensor
     if q.stride(1) < q.stride(2):  # out, and the gradients, are laid out as q is
         out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments).transpose(1, 2)
     else:
         out = attention(q, k, v, qkv_format="bhsd", **arguments)
-    return out.flatten(0, 2) if is_alone else out.unflatten(0, lead) if lead else out[0]  # type: ignore[no-any-return]
+    if len(lead) == 1:
+        return out
+    return out.flatten(0, 2) if is_alone else out.reshape(*lead, *out.shape[1:]) if lead else out[0]
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -84,6 +87,9 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
     """Returns how many heads query, key and value are to have, and the dims before them, which are the same for all."""
     tensors = (query, key, value)
     num_q, num_k, num_v = (x.shape[-3] if x.dim() > 2 else 1 for x in tensors)
+    lead, heads = tuple(query.shape[:-3]), num_q
+    if key.shape[:-3] == value.shape[:-3] == lead and num_q == num_k == num_v and query.dim() > 2:  # nothing to broadcast
+        return (heads, heads, heads), lead
     shapes = f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
     broadcast: Any = torch.broadcast_shapes  # which has no types
     try:
@@ -100,6 +106,8 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
 
 def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
     """Returns x as [batch, heads, tokens, head dim], without a copy where lead is one dim and no head is to be repeated."""
+    if x.shape[:-2] == (*lead, heads) and len(lead) == 1:
+        return x
     if x.dim() == 2:
         x = x.unsqueeze(0)
     if x.shape[-3] != heads:
