@@ -176,6 +176,19 @@ def test_one_query_over_all_keys_needs_no_mask() -> None:
     assert attention_mask(B, 1, S, S - 1, 0, attention_mask=padding) is None
     window = masking_utils.sliding_window_causal_mask_function(S)
     assert attention_mask(B, 1, S, 40, 41 - S, mask_function=window, local_size=S) is None
+    narrower = masking_utils.sliding_window_causal_mask_function(S - 1)
+    mask = attention_mask(B, 1, S, 40, 41 - S, mask_function=narrower, local_size=S - 1)
+    qkv = _qkv(sq=1)
+    _same_with_gradients(_ours(qkv, mask), _dense(qkv, torch.arange(S) > 0), qkv)
+
+
+@pytest.mark.parametrize(("name", "q_offset"), [("bidirectional window", 0), ("causal", 20), ("window", 16)])
+def test_a_diagonal_that_does_not_end_at_the_last_key_stays_where_it_is(name: str, q_offset: int) -> None:
+    options: dict[str, Any] = {"mask_function": _function(name), "allow_is_bidirectional_skip": True}
+    place = (B, 10, S, q_offset, 0)
+    seen = masking_utils.sdpa_mask(*place, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    qkv = _qkv(sq=10)
+    _same_with_gradients(_ours(qkv, attention_mask(*place, **options)), _dense(qkv, seen), qkv)
 
 
 def test_a_model_that_computes_with_its_mask_gets_a_tensor() -> None:

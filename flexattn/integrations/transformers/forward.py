@@ -73,7 +73,6 @@ def attention_forward(
             "output_attentions=True: flexattn never makes the softmax weights, and returns None for them; "
             'use attn_implementation="eager" where they are needed',
         )
-    query, key, value = _autocast(query, key, value)
     arguments: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if s_aux is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": s_aux}
@@ -213,12 +212,3 @@ def _apart(packed: tuple[Packed, Packed], mask_mod: MaskFunction | None, query: 
         return same if mask_mod is None else same & mask_mod(b, h, q_idx, kv_idx)
 
     return visible
-
-
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the tensors in autocast's dtype where it is on, as torch's own attention takes them."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
