@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexattn import block_mask as block_masks
 from flexattn.functional import attention
+from flexattn.integrations.flex_maxima import row_maxima
 from flexattn.mods.trace import Mod
 from flexattn.validation import describe
 
@@ -46,14 +47,15 @@ def flex_attention(
         return_lse: whether to return (out, lse); not beside return_aux.
         kernel_options: torch's names, with fwd_ or bwd_ before them as well: how torch's kernels run, and promises about the mask,
             none of which decides what is computed. They are not used.
-        return_aux: torch's AuxRequest: (out, AuxOutput) is returned, with lse where it is asked for.
+        return_aux: torch's AuxRequest: (out, AuxOutput) is returned, with lse and max_scores where they are asked for. max_scores
+            takes a second pass over all scores, in plain torch, a few queries at a time; not within torch.compile.
 
     Returns:
         out [b, h, sq, d_v] of query's dtype, 0 for a query that sees no key; lse is float32 (float64 for float64) [b, h, sq], -inf
-        for such a query, and differentiable.
+        for such a query, and differentiable; max_scores are like it and are not differentiable.
 
     Raises:
-        NotImplementedError: return_aux asks for max_scores.
+        NotImplementedError: return_aux asks for max_scores within torch.compile.
         ValueError, TypeError: shapes or dtypes that do not fit together, a name in kernel_options that torch does not document,
             nested tensors, a mod that cannot be traced; what `flexattn.attention` raises.
         BackendError: no backend can run the call.
@@ -62,10 +64,10 @@ def flex_attention(
     _check_kernel_options(kernel_options)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse is True and return_aux is given; accepted: one of them, as return_aux=AuxRequest(lse=True)")
-    if return_aux is not None and return_aux.max_scores:
+    if return_aux is not None and return_aux.max_scores and torch.compiler.is_compiling():
         raise NotImplementedError(
-            "return_aux asks for max_scores, the maximum of each query, which is not there; accepted: AuxRequest(lse=True); "
-            "flexattn.attention(..., return_max_logit=True) returns the maximum of each head"
+            "return_aux asks for max_scores within torch.compile; accepted: AuxRequest(lse=True), or the call outside of it; "
+            "flexattn.attention(..., return_max_logit=True) returns the maximum of each head, compiled too"
         )
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
@@ -79,7 +81,8 @@ def flex_attention(
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return out, AuxOutput(lse=lse if return_aux.lse else None)
+    maxima = row_maxima(query, key, value, **arguments) if return_aux.max_scores else None
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=maxima)
 
 
 def create_block_mask(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from flexattn.integrations import flex_maxima
 from flexattn.integrations.flex import create_block_mask, flex_attention
 
 Mod = Callable[..., Tensor]
@@ -37,8 +38,8 @@ def qkv(h_kv: int = H, b_kv: int = 2, dtype: torch.dtype = torch.float64) -> lis
 
 def written_out(
     tensors: list[Tensor], score_mod: Mod | None, mask_mod: Mod | None, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns out and lse."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, lse and the largest score of each query."""
     q, k, v = tensors
     batch, heads, sq, _ = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[1], 1).expand(batch, -1, -1, -1) for t in (k, v))
@@ -50,20 +51,22 @@ def written_out(
         scores = scores.masked_fill(~mask_mod(b, h, i, j), -math.inf)
     empty = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return weights @ v, scores.logsumexp(-1)
+    return weights @ v, scores.logsumexp(-1), scores.amax(-1)
 
 
 def check(score_mod: Mod | None, mask_mod: Mod | None, h_kv: int = H, captured: tuple[Tensor, ...] = (), **named: Any) -> None:
     """Compares out and lse with torch's and with what is written out, and the gradients, the captured tensors' too, with that."""
     tensors = qkv(h_kv)
     block_mask = None if mask_mod is None else torchs.create_block_mask(mask_mod, 2, H, SQ, SKV, "cpu", 32)
-    out, aux = flex_attention(*tensors, score_mod, block_mask, enable_gqa=h_kv != H, return_aux=AuxRequest(lse=True), **named)
+    out, aux = flex_attention(*tensors, score_mod, block_mask, enable_gqa=h_kv != H, return_aux=AuxRequest(True, True), **named)
     with torch.no_grad():
         theirs = torchs.flex_attention(*(t.detach() for t in tensors), score_mod, block_mask, enable_gqa=h_kv != H, **named)
-    want, want_lse = written_out(tensors, score_mod, mask_mod, named.get("scale"))
+    want, want_lse, maxima = written_out(tensors, score_mod, mask_mod, named.get("scale"))
     torch.testing.assert_close(out, theirs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(aux.lse, want_lse, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(aux.max_scores, maxima.detach(), rtol=1e-12, atol=1e-12)
+    assert not aux.max_scores.requires_grad
     dout, dlse = make(*out.shape, seed=9), make(*aux.lse.shape, seed=10)
     seen = want_lse > -math.inf
     leaves = [*tensors, *captured]
@@ -115,7 +118,7 @@ def test_one_batch_of_keys_for_all_queries() -> None:
     tensors = qkv(b_kv=1)
     mask_mod = MASKS["lengths"]
     mask = create_block_mask(mask_mod, 2, None, SQ, SKV, "cpu", 32)
-    out, (want, _) = flex_attention(*tensors, block_mask=mask), written_out(tensors, None, mask_mod)
+    out, (want, *_) = flex_attention(*tensors, block_mask=mask), written_out(tensors, None, mask_mod)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     dout = make(*out.shape, seed=9)
     for a, b in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(want, tensors, dout), strict=True):
@@ -167,6 +170,27 @@ def test_what_is_returned() -> None:
         assert aux.max_scores is None
 
 
+def test_maxima_are_found_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [t.detach() for t in qkv(2)]
+    mask = create_block_mask(causal, None, None, SQ, SKV, "cpu", 32)
+    request = AuxRequest(max_scores=True)
+    _, whole = flex_attention(*tensors, block_mask=mask, enable_gqa=True, return_aux=request)
+    monkeypatch.setattr(flex_maxima, "MOST_AT_ONCE", 3 * H * SKV)
+    _, parts = flex_attention(*tensors, block_mask=mask, enable_gqa=True, return_aux=request)
+    torch.testing.assert_close(parts.max_scores, whole.max_scores)
+    torch.testing.assert_close(parts.max_scores, written_out(tensors, None, causal)[2])
+    half = flex_attention(*(t.half() for t in tensors), block_mask=mask, enable_gqa=True, return_aux=request)[1]
+    assert half.max_scores.dtype == torch.float32
+    torch.testing.assert_close(half.max_scores.double(), whole.max_scores, rtol=4e-3, atol=4e-3)
+
+
+def test_maxima_are_refused_within_a_compiled_function() -> None:
+    tensors = [t.detach() for t in qkv()]
+    compiled = torch.compile(lambda *t: flex_attention(*t, return_aux=AuxRequest(max_scores=True)), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"max_scores within torch\.compile"):
+        compiled(*tensors)
+
+
 def test_kernel_options_change_nothing() -> None:
     tensors = [t.detach() for t in qkv()]
     options = {"BLOCK_M": 64, "bwd_BLOCK_N1": 32, "fwd_num_warps": 4, "PRESCALE_QK": True, "BACKEND": "TRITON"}
@@ -180,7 +204,7 @@ def test_half_precision() -> None:
     mask = create_block_mask(causal, None, None, SQ, SKV, "cpu", 32)
     out = flex_attention(*tensors, block_mask=mask)
     assert out.dtype == torch.float16
-    want, _ = written_out([t.double() for t in tensors], None, causal)
+    want, *_ = written_out([t.double() for t in tensors], None, causal)
     torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
 
 
@@ -222,11 +246,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         lambda q, k, v: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True)),
         ValueError,
         "return_lse is True and return_aux is given",
-    ),
-    "maxima": (
-        lambda q, k, v: flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True)),
-        NotImplementedError,
-        "max_scores.*return_max_logit",
     ),
     "a mask of other lengths": (
         lambda q, k, v: flex_attention(q[:, :, :32], k, v, block_mask=create_block_mask(causal, None, None, SQ, SKV, "cpu", 32)),
