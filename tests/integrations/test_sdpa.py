@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
+import flexattn
 from flexattn.integrations.sdpa import scaled_dot_product_attention as ours
 
 H, SQ, SKV, D, D_V = 4, 5, 7, 8, 6
@@ -160,6 +161,15 @@ def test_out_is_laid_out_as_the_query_is() -> None:
         tensors = [t.detach().permute(order).contiguous().permute(order) for t in qkv()]
         assert ours(*tensors).permute(order).is_contiguous()
         torch.testing.assert_close(ours(*tensors), torchs(*tensors))
+
+
+@pytest.mark.parametrize("shape", [(33, 50), (2, 1, 1, 50), (1, 1, 33, 1), (2, H, 33, 50)], ids=str)
+@pytest.mark.parametrize("is_float", [False, True])
+def test_the_kernels_read_every_shape_of_mask(shape: tuple[int, ...], is_float: bool) -> None:
+    tensors = [make(2, H, n, 16, seed=i, dtype=torch.float32) for i, n in enumerate((33, 50, 50))]
+    mask = make(*shape, seed=5, dtype=torch.float32)
+    with flexattn.attention_backend("triton"):
+        check(tensors, mask if is_float else mask.detach() > 0, 1e-5)
 
 
 def test_compiles_in_one_graph() -> None:
