@@ -1,17 +1,10 @@
-"""A call on a CUDA device: each launch of its plan becomes a custom call that jaxlib itself runs, with no Python when it runs.
-
-jaxlib's custom call for Triton kernels hands its operands, then its results, to the kernel's pointer parameters in their order
-(https://github.com/jax-ml/jax/blob/main/jaxlib/gpu/triton_kernels.cc). So whatever a kernel may write is an operand that is aliased
-to a result, and nothing that it writes may come by two parameters. From jaxlib 0.11.1 on it makes tensor maps too, which the
-kernels for sm_90 need.
-"""
+"""A call on a CUDA device: each launch of its plan becomes a custom call that jaxlib itself runs, with no Python when it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +20,8 @@ from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, with_classes
 from flexattn.jax.call import Call, jax_dtype, torch_dtype
+from flexattn.jax.custom_call import TARGET, custom_call
 
-TARGET = "triton_kernel_call_ffi"
 BACKENDS = ("auto", "triton")
 
 
@@ -214,100 +207,22 @@ def _uninitialised(plan: Plan, place: int) -> Any:
 
 def _launch(plan: Plan, step: Kernel, of: dict[int, Any]) -> None:
     """Adds one custom call; `of` has the arrays of the buffers, and gets the new ones of those that the kernel may write."""
-    opaque, order = _custom_call(step.launch, _device().architecture)
-    places = [step.buffers[i] for i in order]
-    written = sorted(plan.written() & set(places))
-    if twice := [place for place in written if places.count(place) > 1]:
-        # XLA may copy a buffer that a call both aliases and reads again, and the kernel would write to both.
-        raise plans.PlanError(
-            f"{step.launch.kernel.__name__} takes what it may write by two arguments ({len(twice)} buffers), which XLA's "
-            "custom call cannot express; such a call does not run from JAX on a CUDA device yet"
-        )
-    for place in places:
+    call = custom_call(step, plan.written(), _device().architecture)
+    written = [*call.again, *sorted((plan.written() & set(call.operands)) - set(call.again))]
+    for place in call.operands:
         if place not in of:
             of[place] = _uninitialised(plan, place)
     results = jax.ffi.ffi_call(
         TARGET,
         [jax.ShapeDtypeStruct(of[place].shape, of[place].dtype) for place in written],
-        input_output_aliases={places.index(place): i for i, place in enumerate(written)},
-    )(*(of[place] for place in places), opaque=opaque)
+        input_output_aliases={call.operands.index(place): i for i, place in enumerate(written)},
+    )(*(of[place] for place in call.operands), opaque=call.text)
+    # Without a barrier, XLA may give a result that becomes a slice of something, as in a scan, that slice for its memory, although
+    # the kernel writes to the operand that the result is aliased to. Later versions look at aliases first:
+    # https://github.com/openxla/xla/blob/main/xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc
+    results = jax.lax.optimization_barrier(results)
     of |= zip(written, results, strict=True)
 
-
-def _custom_call(launch: Any, architecture: int) -> tuple[bytes, list[int]]:
-    """Returns jaxlib's description of a launch, and for each of its buffers the place of its tensor among the launch's."""
-    from flexattn.kernels_triton.runtime.direct import leaves, value_at
-    from flexattn.kernels_triton.runtime.store import binary_of
-
-    lib = _jaxlib()
-    compiled = _compiled(launch, architecture)
-    binary = binary_of(compiled)
-    if binary is None:
-        raise plans.PlanError(f"{launch.kernel.__name__} needs scratch memory, a cluster or attributes of a launch")
-    place = {id(t): i for i, t in enumerate(plans.tensors_of(launch.arguments))}
-    aligned = {path for path, attributes in compiled.src.attrs.items() if ["tt.divisibility", 16] in attributes}
-    parameters, order, maps = [], [], iter(binary.maps)
-    for path, kind in leaves(binary.signature, ()):
-        value = value_at(launch.arguments, path)
-        if kind.startswith("tensordesc"):
-            order.append(place[id(value.base)])
-            parameters += _descriptor(lib, value, next(maps))
-        elif kind.startswith("*"):
-            order.append(place[id(value)])
-            parameters.append(lib.create_array_parameter(0, 16 if path in aligned else 0))
-        else:
-            parameters.append(lib.create_scalar_parameter(float(value) if kind.startswith("fp") else int(value), kind))
-    kernel = lib.TritonKernel(binary.name, binary.num_warps, 1, binary.shared, compiled.asm["ptx"], "", architecture)
-    call = lib.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
-    return zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), order
-
-
-def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[Any]:
-    """Returns the parameters of a tensor map, which jaxlib encodes from its buffer's address, and of its shape and strides."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    if not hasattr(lib, "create_tma_descriptor_parameter"):
-        raise NotImplementedError(
-            f"jaxlib {jax.lib.__version__} passes no tensor maps to a kernel, which those for compute capability 9.0 need; "
-            "pip install 'jax[cuda13]>=0.11.1', or set FLEXATTN_HOPPER=never for the portable kernels"
-        )
-    shape, strides = [int(n) for n in descriptor.shape], [int(n) for n in descriptor.strides]
-    tensor_map = lib.create_tma_descriptor_parameter(
-        elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
-        swizzle=meta["swizzle"],
-        shape=shape,
-        strides=strides,
-        block_shape=list(meta["block_size"]),
-        oob_fill=int(descriptor.padding == "nan"),
-    )
-    numbers = [lib.create_scalar_parameter(n, "i32") for n in shape] + [lib.create_scalar_parameter(n, "i64") for n in strides]
-    return [tensor_map, *numbers]
-
-
-def _jaxlib() -> Any:
-    from jax._src.lib import gpu_triton  # jax has no public name for it; jax-triton and TransformerEngine take it from here too
-
-    if not hasattr(gpu_triton, "TritonKernel"):
-        raise NotImplementedError(
-            "JAX's CUDA plugin is not installed, which describes kernels to XLA; pip install 'jax[cuda13]>=0.11.1'"
-        )
-    return gpu_triton
-
-
-def _compiled(launch: Any, architecture: int) -> Any:
-    from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, request_for
-    from flexattn.kernels_triton.runtime.launch import description_of
-
-    text = description_of(launch, architecture)
-    with _lock:
-        found = _kernels.get(text)
-        if found is None:
-            found = _kernels[text] = compiled_from(request_for(launch, architecture))
-        return found
-
-
-_kernels: dict[str, Any] = {}
-_lock = threading.Lock()
 
 _aten = torch.ops.aten
 
@@ -332,6 +247,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.amax.out: lambda x, dims, keepdim=False, out=None: jnp.max(x, tuple(dims), keepdims=keepdim),
     _aten.div.Tensor: lambda x, y: x / y,
     _aten.mul.Tensor: lambda x, y: x * y,
+    _aten.cat.default: lambda arrays, dim=0: jnp.concatenate(arrays, dim),
+    _aten.frexp.Tensor: jnp.frexp,
+    _aten.ldexp.Tensor: jnp.ldexp,
     _aten.isfinite.default: jnp.isfinite,
     _aten.where.ScalarOther: jnp.where,
     _aten.where.self: jnp.where,
@@ -342,11 +260,15 @@ def _compute(step: Op, read: Callable[[View], Any], write: Callable[[View, Any],
     function = _FUNCTIONS.get(step.func)
     if function is None:
         raise plans.PlanError(f"{step.func} has no counterpart in JAX; such a call does not run from JAX on a CUDA device yet")
-    of = lambda x: read(x) if isinstance(x, View) else x  # noqa: E731
-    first = step.arguments[0]
+
+    def given(x: Any) -> Any:
+        if isinstance(x, (list, tuple)) and not isinstance(x, View):
+            return [given(one) for one in x]
+        return read(x) if isinstance(x, View) else x
+
     if step.func in (_aten.fill_.Scalar, _aten.copy_.default):  # what they overwrite may be memory without a value
-        value = function(None, *map(of, step.arguments[1:]))
+        found = function(None, *map(given, step.arguments[1:]))
     else:
-        value = function(*map(of, step.arguments), **{name: x for name, x in step.keywords.items() if name != "out"})
-    assert isinstance(first, View)
-    write(step.results[0], value)
+        found = function(*map(given, step.arguments), **{name: x for name, x in step.keywords.items() if name != "out"})
+    for view, value in zip(step.results, found if isinstance(found, tuple) else (found,), strict=True):
+        write(view, value)

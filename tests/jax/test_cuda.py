@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.dispatch import plan as plans
 from flexattn.testing import make_inputs
 from tests.jax.test_attention import check
 
@@ -21,10 +20,11 @@ jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 from jax.interpreters import mlir  # noqa: E402
 
-from flexattn.jax import cuda, host, primitives  # noqa: E402
+from flexattn.jax import cuda, custom_call, host, primitives  # noqa: E402
+from flexattn.jax.custom_call import CustomCall  # noqa: E402
 
 LENGTHS = [5, 0, 19]
-_launches: list[Any] = []
+_steps: list[Any] = []
 
 
 def _real(x: Any, memory: Iterator[torch.Tensor]) -> Any:
@@ -42,10 +42,11 @@ def _interpret(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Runs a launch on the operands of its custom call, in their order, as jaxlib hands them to a kernel."""
     from flexattn.kernels_triton.runtime.launch import make
 
-    number, results = json.loads(text)
-    launch = _launches[number]
-    make(launch._replace(arguments=_real(launch.arguments, iter(tensors))), torch.device("cpu"))
-    return [tensors[i] for i in results]
+    number, operands, results = json.loads(text)
+    step, memory = _steps[number], dict(zip(operands, tensors, strict=True))
+    launch = step.launch
+    make(launch._replace(arguments=_real(launch.arguments, iter([memory[i] for i in step.buffers]))), torch.device("cpu"))
+    return [memory[i] for i in results]
 
 
 _HANDLER = host.handler(_interpret)
@@ -58,27 +59,20 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     if not INTERPRETED:
         pytest.skip("the kernels of this process are not interpreted")
-    _launches.clear()
+    _steps.clear()
 
-    def custom_call(launch: Any, architecture: int) -> tuple[bytes, list[int]]:
-        _launches.append(launch)
-        text = json.dumps([len(_launches) - 1, launch_results.pop()])
-        return text.encode(), [*range(len([*plans.tensors_of(launch.arguments)]))]
-
-    launch_results: list[Any] = []
-    launch = cuda._launch
-
-    def launched(plan: Any, step: Any, of: Any) -> None:
-        launch_results.append([step.buffers.index(place) for place in sorted(plan.written() & set(step.buffers))])
-        launch(plan, step, of)
+    def interpreted_call(step: Any, written: frozenset[int], architecture: int) -> CustomCall:
+        _steps.append(step)
+        operands = tuple(dict.fromkeys(step.buffers))
+        text = json.dumps([len(_steps) - 1, operands, sorted(written & set(operands))])
+        return CustomCall(text.encode(), operands, ())
 
     def poisoned(plan: Any, place: int) -> Any:
         size, dtype = plan.buffers[place].size, cuda.jax_dtype(plan.buffers[place].dtype)
         return jnp.full(size, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
     monkeypatch.setattr(cuda, "_uninitialised", poisoned)
-    monkeypatch.setattr(cuda, "_custom_call", custom_call)
-    monkeypatch.setattr(cuda, "_launch", launched)
+    monkeypatch.setattr(cuda, "custom_call", interpreted_call)
     monkeypatch.setattr(cuda, "TARGET", "interpreted_kernel")
     jax.ffi.register_ffi_target(
         "interpreted_kernel", jax.ffi.pycapsule(ctypes.cast(_HANDLER, ctypes.c_void_p).value), platform="cpu"
@@ -92,7 +86,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         rule = mlir.lower_fun(primitives._on_cuda(planned), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
     with cuda.compiled_for((8, 0), processors=4):
-        yield _launches
+        yield _steps
     for primitive, _, shapes in both:
         rule = mlir.lower_fun(primitives._on_host(primitive.name, shapes), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
@@ -122,8 +116,8 @@ def test_launches_in_xlas_memory_equal_the_reference(interpreted: list[Any], arg
         name: torch.randn(x, generator=generator) if type(x) is tuple and name in TENSORS else x for name, x in arguments.items()
     }
     check(make_inputs(lengths_q=[17, 17], lengths_kv=[23, 23], head_dim_qk=d), **given)
-    assert any("fwd" in one.kernel.__name__ for one in interpreted)
-    assert any("bwd" in one.kernel.__name__ for one in interpreted)
+    assert any("fwd" in one.launch.kernel.__name__ for one in interpreted)
+    assert any("bwd" in one.launch.kernel.__name__ for one in interpreted)
 
 
 def test_packed_sequences_in_xlas_memory_equal_the_reference(interpreted: list[Any]) -> None:
@@ -153,7 +147,7 @@ def test_gradients_of_captures(interpreted: list[Any]) -> None:
         exact = jax.grad(lambda *x: loss(plain, *x), (0, 1))(q, slopes)
         for a, b in zip(found, exact, strict=True):
             assert abs(a - b).max() < 2e-5 * abs(b).max()
-    assert any("captures" in one.kernel.__name__ for one in interpreted)
+    assert any("captures" in one.launch.kernel.__name__ for one in interpreted)
 
 
 EXPORTED = """
@@ -161,18 +155,19 @@ import json, sys
 import jax, jax.numpy as jnp
 from flexattn.jax import attention, compiled_for, cuda
 
-names, custom_call = [], cuda._custom_call
-def noted(launch, architecture):
-    names.append(launch.kernel.__name__)
-    return custom_call(launch, architecture)
-cuda._custom_call = noted
+names, custom_call = [], cuda.custom_call
+def noted(step, written, architecture):
+    names.append(step.launch.kernel.__name__)
+    return custom_call(step, written, architecture)
+cuda.custom_call = noted
 q = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
 call = jax.grad(lambda *x: attention(*x, attn_mask_type="causal").astype(jnp.float32).sum(), (0, 1, 2))
 check = jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)
 major, minor = map(int, sys.argv[1].split("."))
 with compiled_for((major, minor), processors=132):
     text = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(q, q, q).mlir_module()
-print(json.dumps([names, text.count("@" + cuda.TARGET), text.count("#stablehlo.output_operand_alias<")]))
+counts = [text.count(it) for it in ("@" + cuda.TARGET, "#stablehlo.output_operand_alias<", "stablehlo.optimization_barrier")]
+print(json.dumps([names, *counts]))
 """
 
 
@@ -201,7 +196,26 @@ def test_exported_program_has_the_launches(fresh_python: Any, capability: str, a
         pytest.skip("tensor maps, which the kernels for sm_90 need, come with jaxlib 0.11.1")
     done = fresh_python("-c", EXPORTED, capability, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [names, len(names), aliases]
+    assert json.loads(done.stdout) == [names, len(names), aliases, len(names)]
+
+
+def test_parameters_move_by_their_names() -> None:
+    ptx = """.version 8.7
+.visible .entry kernel(
+\t.param .align 64 .b8 kernel_param_0[128],
+\t.param .u64 .ptr .global .align 1 kernel_param_1,
+\t.param .u32 kernel_param_2,
+\t.param .u64 .ptr .global .align 1 kernel_param_3
+)
+.reqntid 128
+{ ld.param.b32 %r1, [kernel_param_2]; }
+"""
+    moved = custom_call._with_parameters_in_order(ptx, [1, 2, 0])
+    declared, body = moved.split("\n)\n")
+    assert [line.rstrip(",").split()[-1] for line in declared.splitlines()[2:]] == [
+        *("kernel_param_1", "kernel_param_2", "kernel_param_0[128]", "kernel_param_3")
+    ]
+    assert body == ptx.split("\n)\n")[1]
 
 
 def test_explain_names_the_kernels() -> None:

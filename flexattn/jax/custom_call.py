@@ -1,0 +1,154 @@
+"""A launch as jaxlib's custom call for Triton kernels.
+
+jaxlib hands the call's operands, then its results, to the kernel's pointer parameters in their order
+(https://github.com/jax-ml/jax/blob/main/jaxlib/gpu/triton_kernels.cc). So whatever a kernel may write is an operand that is aliased
+to a result. From jaxlib 0.11.1 on it makes tensor maps too, which the kernels for sm_90 need.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from flexattn.dispatch.plan import Kernel, PlanError, tensors_of
+
+TARGET = "triton_kernel_call_ffi"
+
+
+class CustomCall(NamedTuple):
+    """A launch's description, and the buffers that its kernel gets.
+
+    A kernel may get what it writes by two parameters. XLA would copy an operand that a call both aliases and reads again, so the
+    second of these parameters comes last: there jaxlib hands over the results, and the one that is aliased is the same memory.
+    """
+
+    text: bytes
+    operands: tuple[int, ...]
+    again: tuple[int, ...]  # handed over as results, before all other results
+
+
+class _Argument(NamedTuple):
+    parameters: list[Any]  # jaxlib's
+    numbers: range  # of these among the kernel's parameters
+    buffer: int | None  # that the first of them points to
+
+
+def custom_call(step: Kernel, written: frozenset[int], architecture: int) -> CustomCall:
+    """Returns a launch's custom call; written: the buffers that the plan may write; architecture: 90 for sm_90.
+
+    Raises PlanError for a launch that jaxlib cannot make.
+    """
+    from flexattn.kernels_triton.runtime.store import binary_of
+
+    launch, lib = step.launch, _jaxlib()
+    compiled = _compiled(launch, architecture)
+    binary = binary_of(compiled)
+    if binary is None:
+        raise PlanError(f"{launch.kernel.__name__} needs scratch memory, a cluster or attributes of a launch")
+    operands: list[_Argument] = []
+    again: list[_Argument] = []
+    for one in _arguments(step, compiled, binary):
+        is_second = one.buffer in written and any(one.buffer == other.buffer for other in operands)
+        (again if is_second else operands).append(one)
+    if len({one.buffer for one in again}) < len(again):
+        raise PlanError(
+            f"{launch.kernel.__name__} takes what it may write by three arguments, which XLA's custom call cannot express; such a "
+            "call does not run from JAX on a CUDA device yet"
+        )
+    ptx = compiled.asm["ptx"]
+    if again:
+        ptx = _with_parameters_in_order(ptx, [n for one in (*operands, *again) for n in one.numbers])
+    kernel = lib.TritonKernel(binary.name, binary.num_warps, 1, binary.shared, ptx, "", architecture)
+    parameters = [parameter for one in (*operands, *again) for parameter in one.parameters]
+    call = lib.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
+    buffers = (tuple(one.buffer for one in some if one.buffer is not None) for some in (operands, again))
+    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), *buffers)
+
+
+def _arguments(step: Kernel, compiled: Any, binary: Any) -> list[_Argument]:
+    """Returns the arguments of a launch that its kernel has parameters for."""
+    from flexattn.kernels_triton.runtime.direct import leaves, value_at
+
+    lib, arguments = _jaxlib(), step.launch.arguments
+    buffer_of = {id(t): place for t, place in zip(tensors_of(arguments), step.buffers, strict=True)}
+    aligned = {path for path, attributes in compiled.src.attrs.items() if ["tt.divisibility", 16] in attributes}
+    found: list[_Argument] = []
+    count, maps = 0, iter(binary.maps)
+    for path, kind in leaves(binary.signature, ()):
+        value, buffer = value_at(arguments, path), None
+        if kind.startswith("tensordesc"):
+            parameters, buffer = _descriptor(lib, value, next(maps)), buffer_of[id(value.base)]
+        elif kind.startswith("*"):
+            parameters, buffer = [lib.create_array_parameter(0, 16 if path in aligned else 0)], buffer_of[id(value)]
+        else:
+            parameters = [lib.create_scalar_parameter(float(value) if kind.startswith("fp") else int(value), kind)]
+        found.append(_Argument(parameters, range(count, count + len(parameters)), buffer))
+        count += len(parameters)
+    return found
+
+
+def _with_parameters_in_order(ptx: str, order: Sequence[int]) -> str:
+    """Returns PTX whose kernel declares its parameters in another order: `order` has their numbers; what it omits stays last.
+
+    Parameters have names, by which the kernel reads them, so only the declarations move
+    (https://docs.nvidia.com/cuda/parallel-thread-execution/#kernel-function-parameters).
+    """
+    entry = re.search(r"(\.entry\s+\w+\()(.*?)(\)\s)", ptx, re.DOTALL)
+    assert entry is not None
+    declared = [text.strip() for text in entry[2].split(",")]
+    moved = [*(declared[i] for i in order), *declared[len(order) :]]
+    assert sorted(moved) == sorted(declared)
+    return ptx[: entry.start()] + entry[1] + "\n\t" + ",\n\t".join(moved) + "\n" + entry[3] + ptx[entry.end() :]
+
+
+def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[Any]:
+    """Returns the parameters of a tensor map, which jaxlib encodes from its buffer's address, and of its shape and strides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    if not hasattr(lib, "create_tma_descriptor_parameter"):
+        raise NotImplementedError(
+            f"jaxlib {jax.lib.__version__} passes no tensor maps to a kernel, which those for compute capability 9.0 need; "
+            "pip install 'jax[cuda13]>=0.11.1', or set FLEXATTN_HOPPER=never for the portable kernels"
+        )
+    shape, strides = [int(n) for n in descriptor.shape], [int(n) for n in descriptor.strides]
+    tensor_map = lib.create_tma_descriptor_parameter(
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+        swizzle=meta["swizzle"],
+        shape=shape,
+        strides=strides,
+        block_shape=list(meta["block_size"]),
+        oob_fill=int(descriptor.padding == "nan"),
+    )
+    numbers = [lib.create_scalar_parameter(n, "i32") for n in shape] + [lib.create_scalar_parameter(n, "i64") for n in strides]
+    return [tensor_map, *numbers]
+
+
+def _jaxlib() -> Any:
+    from jax._src.lib import gpu_triton  # jax has no public name for it; jax-triton and TransformerEngine take it from here too
+
+    if not hasattr(gpu_triton, "TritonKernel"):
+        raise NotImplementedError(
+            "JAX's CUDA plugin is not installed, which describes kernels to XLA; pip install 'jax[cuda13]>=0.11.1'"
+        )
+    return gpu_triton
+
+
+def _compiled(launch: Any, architecture: int) -> Any:
+    from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, request_for
+    from flexattn.kernels_triton.runtime.launch import description_of
+
+    text = description_of(launch, architecture)
+    with _lock:
+        found = _kernels.get(text)
+        if found is None:
+            found = _kernels[text] = compiled_from(request_for(launch, architecture))
+        return found
+
+
+_kernels: dict[str, Any] = {}
+_lock = threading.Lock()
