@@ -140,7 +140,7 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
             results = list(run())
     found = [event[1:] for event in watch.events]
     tensors = [*inputs, *results, *(t for one in launches for t in tensors_of(one.arguments))]
-    tensors += [t for event in found for t in tree_flatten(event)[0] if isinstance(t, Tensor)]
+    tensors += [t for event in found if event[0] not in _ZEROS for t in tree_flatten(event)[0] if isinstance(t, Tensor)]
     memory = _Memory(tensors)
     steps: list[Zero | Op | Kernel] = []
     count = 0
@@ -148,7 +148,7 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
         steps += (Kernel(one, tuple(memory.start_of(t, one) for t in tensors_of(one.arguments))) for one in launches[count:before])
         count = before
         if func in _ZEROS:
-            steps.append(Zero(memory.view_of(out)))
+            steps += map(Zero, memory.parts_of(out))
         elif func is not None:
             in_memory = functools.partial(tree_map_only, Tensor, memory.view_of)
             outs = out if isinstance(out, (tuple, list)) else (out,)
@@ -201,6 +201,14 @@ class _Memory:
         """Returns the buffer of a tensor, and the byte of it where the tensor begins."""
         begin, _ = _extent(t)
         return next((buffer, begin - first) for first, end, buffer in self.parts[_storage(t)] if first <= begin < end)
+
+    def parts_of(self, t: Tensor) -> Iterator[View]:
+        """Yields the parts of a contiguous tensor that lie in buffers, flat; what no other tensor reaches lies in none."""
+        begin, end = _extent(t) if t.numel() else (0, 0)
+        for first, last, place in self.parts.get(_storage(t), ()):
+            low, high, dtype = max(begin, first), min(end, last), self.buffers[place].dtype
+            if low < high:
+                yield View(place, (low - first) // dtype.itemsize, ((high - low) // dtype.itemsize,), dtype)
 
     def start_of(self, t: Tensor, launch: Any) -> int:
         if not t.numel():

@@ -78,7 +78,11 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 
 def can_quantize(x: Tensor) -> bool:
-    """Returns whether `quantize` and `unrotate` run on x's device."""
+    """Returns whether `quantize` and `unrotate` run on x's device; of a tensor without memory, on the GPU that is pretended."""
+    if x.is_meta:
+        from flexattn.kernels_triton.runtime.launch import capability_of
+
+        return capability_of(x.device) >= 89
     return _can_quantize(x.device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn import ops
 from flexattn.dispatch.spec import AttentionSpec, Operands, empty_gradients, empty_outputs
-from flexattn.fp8_ops import QuantizeConfig, planned
+from flexattn.fp8_ops import FUNCTIONS, Delayed, QuantizeConfig, planned, quantize_inputs
 
 DTYPES: dict[str, torch.dtype] = {
     **{name: getattr(torch, name) for name in ("bool", "int8", "int16", "int32", "int64", "uint8")},
@@ -92,6 +92,19 @@ class Call(NamedTuple):
         """Returns the spec of the call with operands x, FP8 included, as on x's device."""
         planned_x = x if self.config is None else planned(x, self.settings, self.config)
         return ops.make_spec(planned_x, self.settings, None)
+
+    def quantized(self, x: Operands) -> Operands:
+        """Returns the operands, with q, k and v in FP8 where the call quantises them."""
+        if self.config is None:
+            return x
+        return quantize_inputs(x, self.settings.qkv_format, self.config, Delayed(), FUNCTIONS)
+
+    def quantized_for_backward(self, x: Operands) -> Operands:
+        """Returns the operands as a backward gets them: with q and k in 16 bits too, where FP8 needs them there."""
+        if self.config is None or self.settings.bf16_backward:
+            return x
+        in_16_bits = (x.q, x.k) if self.config.keeps_16_bit else ()
+        return self.quantized(x)._replace(copies16=in_16_bits)
 
     def results(self, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
         """Returns room for out, lse and max_logit."""

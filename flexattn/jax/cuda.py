@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from flexattn import ops
+from flexattn import fp8_ops, ops
 from flexattn.dispatch import plan as plans
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
 from flexattn.dispatch.select import BackendError
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, with_classes
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, with_classes
 from flexattn.jax.call import Call, jax_dtype, torch_dtype
 from flexattn.jax.custom_call import TARGET, custom_call
 
@@ -112,10 +112,6 @@ def check_backend(backend: str) -> None:
 
 def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> AttentionSpec:
     check_backend(call.settings.backend)
-    if call.config is not None:
-        raise NotImplementedError(
-            "fp8_recipe is given; accepted on a CUDA device: None, with q, k and v in 16 bits, or in FP8 with their descales"
-        )
     if call.settings.has_floor:
         raise NotImplementedError(
             "a mod masks by a finite number, which has to be checked where the call runs; accepted on a CUDA device: -jnp.inf"
@@ -132,7 +128,7 @@ def _forward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
     spec = _checked(_spec_on(on, call, x), call, "forward")
     if spec.needs_grad:  # a call without a backward fails here, not after its forward
         _checked(spec, call, "backward")
-    return plans.record(lambda: triton_backend.forward(spec, x), metas, on)
+    return plans.record(lambda: triton_backend.forward(spec, call.quantized(x)), metas, on)
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,11 +136,19 @@ def _backward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
     metas = _metas(signature)
     x, incoming = call.operands(metas[: call.num_operands]), metas[call.num_operands :]
     out, lse, dout, dlse = (*incoming, None)[:4]
-    settings = ops.settings_of_backward(call.settings)
-    spec = _checked(_spec_on(on, call._replace(settings=settings), x), call, "backward")._replace(needs_lse_grad=dlse is not None)
+    if call.settings.bf16_backward:
+        call = call._replace(settings=ops.settings_of_backward(call.settings), config=None)
+    spec = _checked(_spec_on(on, call, x), call, "backward")._replace(needs_lse_grad=dlse is not None)
+
+    def attend(x: Operands, dout: Tensor) -> Gradients:
+        return triton_backend.backward(spec, x, out, lse, dout, dlse)  # type: ignore[arg-type]
 
     def run() -> list[Tensor]:
-        found = triton_backend.backward(spec, x, out, lse, dout, dlse)  # type: ignore[arg-type]
+        if call.config is None:
+            found = attend(x, dout)  # type: ignore[arg-type]
+        else:
+            of_x = (call.quantized_for_backward(x), call.settings.qkv_format, call.config, fp8_ops.Delayed())
+            found = fp8_ops.gradients(*of_x, dout, fp8_ops.FUNCTIONS, attend)  # type: ignore[arg-type]
         return [t for t in (*found[:-1], *(found.dmod_tensors or ())) if t is not None]
 
     return plans.record(run, metas, on)

@@ -126,7 +126,7 @@ def _text(attributes: Any) -> bytes:
 
 def run_forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns out, lse and max_logit of a call on tensors with memory."""
-    x = _quantized(call, _operands(call, operands))
+    x = call.quantized(_operands(call, operands))
     with torch.no_grad():
         results = ops.run_forward(ops.spec_to_run(x, call.settings), call.settings.backend, x)
         if call.settings.has_floor:
@@ -140,12 +140,8 @@ def run_backward(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     x = _operands(call, tensors[:count])
     out, lse, dout = tensors[count : count + 3]
     incoming = ops.Incoming(out, lse, dout, tensors[count + 3] if len(tensors) > count + 3 else None)
-    settings, config = call.settings, call.config
-    if config is not None and not settings.bf16_backward:
-        in_16_bits = (x.q, x.k) if config.keeps_16_bit else ()
-        x = _quantized(call, x)._replace(copies16=in_16_bits)
     with torch.no_grad():
-        found = autograd.gradients(x, settings, config, fp8_ops.Delayed(), incoming)
+        found = autograd.gradients(call.quantized_for_backward(x), call.settings, call.config, fp8_ops.Delayed(), incoming)
     given = (*found[:-1], *(found.dmod_tensors or ()))
     return [t for t in given if t is not None]
 
@@ -154,12 +150,6 @@ def _operands(call: Call, tensors: Sequence[Tensor]) -> Operands:
     x = call.operands(tensors)
     # Two words of seed and two of offset, as JAX has no int64 unless it is told to.
     return x if x.rng_state is None else x._replace(rng_state=x.rng_state.view(torch.int64))
-
-
-def _quantized(call: Call, x: Operands) -> Operands:
-    if call.config is None:
-        return x
-    return fp8_ops.quantize_inputs(x, call.settings.qkv_format, call.config, fp8_ops.Delayed(), fp8_ops.FUNCTIONS)
 
 
 def handler(run: Callable[[bytes, list[Tensor]], Sequence[Tensor]]) -> Any:

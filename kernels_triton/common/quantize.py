@@ -443,9 +443,8 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
             source.data.zero_()
     is_known = first.scale is not None
     metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
-    tensors = [
-        s.arguments(meta, amax[sum(counts[:n]) :], descales[n]) for n, (s, meta) in enumerate(zip(sources, metas, strict=True))
-    ]
+    of_each = zip(sources, metas, amax.split(counts), descales, strict=True)
+    tensors = [source.arguments(meta, part, descale) for source, meta, part, descale in of_each]
     args = QuantizeArguments(
         q=tensors[0],
         k=tensors[1] if len(tensors) > 1 else None,

@@ -57,6 +57,21 @@ def test_views_that_lie_apart_are_buffers_of_their_own() -> None:
     assert plan.results == (View(2, 0, (8,), torch.float32),)
 
 
+def test_zeros_of_several_buffers() -> None:
+    x = meta(4)
+
+    def run() -> list[torch.Tensor]:
+        parts = torch.zeros(6, device="meta").split((4, 2))
+        launched(x, *parts)
+        return [parts[1]]
+
+    plan = record(run, [x], DEVICE)
+    *zeros, kernel = plan.steps
+    assert zeros == [Zero(View(1, 0, (4,), torch.float32)), Zero(View(2, 0, (2,), torch.float32))]
+    assert isinstance(kernel, Kernel)
+    assert kernel.buffers == (0, 1, 2)
+
+
 def test_what_torch_computes_stands_between_the_launches() -> None:
     x = meta(4)
 
@@ -73,7 +88,8 @@ def test_what_torch_computes_stands_between_the_launches() -> None:
     assert isinstance(first, Kernel)
     assert isinstance(op, Op)
     assert isinstance(last, Kernel)
-    assert op.arguments[0] == zero.view
+    assert op.arguments[0] == View(zero.view.buffer, 0, (3, 4), torch.float32)
+    assert zero.view.shape == (12,)
     assert (op.results[0].buffer,) == last.buffers
 
 

@@ -148,6 +148,18 @@ def test_fp8_with_descales_equals_torch() -> None:
     assert torch.equal(torch.from_dlpack(got), expected)
 
 
+@pytest.mark.parametrize("recipe", [{}, {"granularity": "block"}, {"rotation": True}, {"bf16_backward": True}], ids=str)
+def test_fp8_recipes_have_torchs_bits(recipe: dict[str, Any]) -> None:
+    tensors, arguments = qkv(), {**CAUSAL, "fp8_recipe": flexattn.fp8.Recipe(**recipe)}
+    dout = randn(*tensors[0].shape, seed=7)
+    expected = by_torch(tensors, dout, arguments)
+    leaves = dict(zip(("q", "k", "v"), map(to_jax, tensors), strict=True))
+    got = by_jax(arguments)(leaves, {}, to_jax(dout))
+    for which, b in zip(("out", *leaves), expected, strict=True):
+        a = torch.from_dlpack(got[which])
+        assert torch.equal(a, b), f"{which} differs from torch's by {(a.float() - b.float()).abs().max().item()}"
+
+
 def test_xla_copies_nothing() -> None:
     """No copy of more than a counter stands in the compiled programs of the forward and of the gradients."""
     q, k, v = map(to_jax, qkv())

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.testing import make_inputs
-from tests.jax.test_attention import check
+from flexattn.testing import check_close, make_inputs
+from tests.jax.test_attention import check, to_torch
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
@@ -123,6 +123,28 @@ def test_launches_in_xlas_memory_equal_the_reference(interpreted: list[Any], arg
 def test_packed_sequences_in_xlas_memory_equal_the_reference(interpreted: list[Any]) -> None:
     check(make_inputs("thd", lengths_q=LENGTHS, lengths_kv=[7, 3, 13], gap=2), attn_mask_type="padding_causal")
     assert interpreted
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+def test_fp8_is_as_right_as_torchs(interpreted: list[Any], granularity: str) -> None:
+    """Whose blocks are not the same on the interpreter's device."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in jax.random.normal(jax.random.key(0), (3, 2, 70, 2, 32)))
+    recipe = flexattn.fp8.Recipe(granularity=granularity)
+    with cuda.compiled_for((8, 9), processors=4):
+        out, pull = jax.vjp(lambda *x: fj.attention(*x, attn_mask_type="causal", fp8_recipe=recipe, deterministic=True), q, k, v)
+        ours = [to_torch(x) for x in (out, *pull(out))]
+
+    def by_torch(leaves: list[torch.Tensor], **how: Any) -> list[torch.Tensor]:
+        out = flexattn.attention(*leaves, attn_mask_type="causal", **how)
+        return [out.detach(), *torch.autograd.grad(out, leaves, ours[0].to(out.dtype))]
+
+    leaves = [to_torch(x).requires_grad_() for x in (q, k, v)]
+    exact = by_torch([x.detach().double().requires_grad_() for x in leaves], backend="eager")
+    for name, *three in zip(
+        ("out", "dq", "dk", "dv"), ours, exact, by_torch(leaves, fp8_recipe=recipe, backend="triton"), strict=True
+    ):
+        check_close(name, *three)
+    assert sum("quantize" in one.launch.kernel.__name__ for one in interpreted) > 2
 
 
 def test_gradients_of_captures(interpreted: list[Any]) -> None:
@@ -236,7 +258,6 @@ def test_no_gpu_and_no_kind_named() -> None:
     ("arguments", "error", "text"),
     [
         ({"backend": "eager"}, flexattn.BackendError, "accepted from JAX on a CUDA device"),
-        ({"fp8_recipe": flexattn.fp8.Recipe()}, NotImplementedError, "fp8_recipe"),
         ({"score_mod": lambda s, b, h, i, j: jnp.where(i < j, -1e9, s)}, NotImplementedError, "-jnp.inf"),
     ],
 )
