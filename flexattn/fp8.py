@@ -130,8 +130,9 @@ class Recipe:
 
     def quantises_dout(self, device: torch.device, backend: str) -> bool:
         """Returns whether dout is quantised before the backward, rather than in it with a scale for each BLOCK_ROWS rows."""
-        is_chosen = self.scaling == "delayed" or self.margin != 0 or self.rows not in (0, BLOCK_ROWS)
-        return is_chosen or backend == "cudnn" or not _reads_16_bit(device)
+        return (
+            self.scaling == "delayed" or chooses_scales(self.margin, self.rows) or backend == "cudnn" or not _reads_16_bit(device)
+        )
 
     @property
     def rows(self) -> int:
@@ -142,6 +143,11 @@ class Recipe:
 _DEFAULTS = tuple(
     (field.name, field.default) for field in dataclasses.fields(Recipe)
 )  # as Dynamo does not trace dataclasses.fields
+
+
+def chooses_scales(margin: int, rows: int) -> bool:
+    """Returns whether a recipe of this margin and these rows of a block asks for other scales of dout than a kernel's own."""
+    return margin != 0 or rows not in (0, BLOCK_ROWS)
 
 
 class QuantizedTensor(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from flexattn import fp8_ops, ops
+from flexattn import fp8, fp8_ops, ops
 from flexattn.dispatch import plan as plans
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
@@ -110,6 +110,15 @@ def check_backend(backend: str) -> None:
         )
 
 
+def _for(device: Device, call: Call) -> Call:
+    """Returns the call with FP8 as `fp8.Recipe` has it on the device, which a trace does not know yet."""
+    config = call.config
+    if config is None or device.capability != (9, 0):
+        return call
+    takes_16_bit, own_scales = not config.rotation, not fp8.chooses_scales(config.margin, config.block_rows)
+    return call._replace(config=config._replace(keeps_16_bit=takes_16_bit, quantises_dout=not own_scales))
+
+
 def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> AttentionSpec:
     check_backend(call.settings.backend)
     if call.settings.has_floor:
@@ -123,7 +132,7 @@ def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> Attention
 
 @functools.lru_cache(maxsize=256)
 def _forward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
-    metas = _metas(signature)
+    call, metas = _for(on, call), _metas(signature)
     x = call.operands(metas)
     spec = _checked(_spec_on(on, call, x), call, "forward")
     if spec.needs_grad:  # a call without a backward fails here, not after its forward
@@ -133,7 +142,7 @@ def _forward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def _backward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
-    metas = _metas(signature)
+    call, metas = _for(on, call), _metas(signature)
     x, incoming = call.operands(metas[: call.num_operands]), metas[call.num_operands :]
     out, lse, dout, dlse = (*incoming, None)[:4]
     if call.settings.bf16_backward:
