@@ -175,9 +175,7 @@ def _stepped(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     def read(view: View) -> Any:
         if view.buffer is None:
             return jnp.zeros(view.shape, jax_dtype(view.dtype))
-        array, size = of[view.buffer], _size(view)
-        if array.dtype != jax_dtype(view.dtype):
-            raise plans.PlanError(f"memory of {array.dtype} is read as {view.dtype}")
+        array, size = _viewed(of[view.buffer], jax_dtype(view.dtype)), _size(view)
         if array.size != size:
             array = jax.lax.dynamic_slice(array.reshape(-1), (view.offset,), (size,))
         return array.reshape(view.shape)
@@ -187,13 +185,12 @@ def _stepped(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
             return
         buffer, size = plan.buffers[view.buffer], _size(view)
         value = jnp.broadcast_to(value, view.shape).astype(jax_dtype(view.dtype)).reshape(-1)
-        if size == buffer.size and buffer.dtype == view.dtype:
+        value = _viewed(value, jax_dtype(buffer.dtype))
+        if size == buffer.size:
             of[view.buffer] = value
-        elif buffer.dtype == view.dtype:
+        else:
             array = of.get(view.buffer, _uninitialised(plan, view.buffer)).reshape(-1)
             of[view.buffer] = jax.lax.dynamic_update_slice(array, value, (view.offset,))
-        else:
-            raise plans.PlanError(f"memory of {buffer.dtype} is written as {view.dtype}")
 
     for step in plan.steps:
         if isinstance(step, Zero):
@@ -207,6 +204,15 @@ def _stepped(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
         else:
             _launch(plan, step, of)
     return [read(view) for view in plan.results]
+
+
+def _viewed(array: Any, dtype: Any) -> Any:
+    """Returns the same bits in another dtype of the same size."""
+    if array.dtype == dtype:
+        return array
+    if array.dtype.itemsize != dtype.itemsize:
+        raise plans.PlanError(f"memory of {array.dtype} is used as {dtype}; such a call does not run from JAX on a CUDA device yet")
+    return jax.lax.bitcast_convert_type(array, dtype)
 
 
 def _size(view: View) -> int:
@@ -260,11 +266,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.amax.out: lambda x, dims, keepdim=False, out=None: jnp.max(x, tuple(dims), keepdims=keepdim),
     _aten.div.Tensor: lambda x, y: x / y,
     _aten.mul.Tensor: lambda x, y: x * y,
+    _aten.abs.default: jnp.abs,
+    _aten.eq.Tensor: lambda x, y: x == y,
+    _aten.ne.Scalar: lambda x, y: x != y,
+    _aten.scalar_tensor.default: lambda x, dtype=None, **_: jnp.asarray(x, None if dtype is None else jax_dtype(dtype)),
+    _aten.rsub.Scalar: lambda x, y: y - x,
+    _aten.clamp.default: lambda x, low=None, high=None: jnp.clip(x, low, high),
+    _aten.ones_like.default: lambda x, dtype=None, **_: jnp.ones(x.shape, x.dtype if dtype is None else jax_dtype(dtype)),
     _aten.cat.default: lambda arrays, dim=0: jnp.concatenate(arrays, dim),
     _aten.frexp.Tensor: jnp.frexp,
     _aten.ldexp.Tensor: jnp.ldexp,
-    _aten.isfinite.default: jnp.isfinite,
-    _aten.where.ScalarOther: jnp.where,
     _aten.where.self: jnp.where,
 }
 

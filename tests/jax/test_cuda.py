@@ -147,7 +147,8 @@ def test_fp8_is_as_right_as_torchs(interpreted: list[Any], granularity: str) -> 
     assert sum("quantize" in one.launch.kernel.__name__ for one in interpreted) > 2
 
 
-def test_gradients_of_captures(interpreted: list[Any]) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_captures(interpreted: list[Any], deterministic: bool) -> None:
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 4, 16))
     slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
 
@@ -155,7 +156,8 @@ def test_gradients_of_captures(interpreted: list[Any]) -> None:
         return (attend(q, slopes) ** 2).sum()
 
     def ours(q: Any, slopes: Any) -> Any:
-        return fj.attention(q, k, v, attn_mask_type="causal", score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+        how = {"attn_mask_type": "causal", "deterministic": deterministic}
+        return fj.attention(q, k, v, **how, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
 
     def plain(q: Any, slopes: Any) -> Any:
         scores = jnp.einsum("bihd,bjhd->bhij", q, k) / 4
