@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--page", type=Path, metavar="FILE.md", help="the performance page, as docs/performance.md")
     shown.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the part of the README that is made from results")
+    shown.add_argument("--picture", type=Path, metavar="FILE.svg", help="the README's picture, docs/speed.svg")
     return parser
 
 
@@ -188,6 +189,7 @@ def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
         (args.plots, "plots"),
         (args.page, "page"),
         (args.readme, "readme"),
+        (args.picture, "picture"),
     ):
         if path is not None:
             _write(module, path, records)
@@ -205,6 +207,11 @@ def _write(what: str, path: Path, records: dict[str, record.Record]) -> None:
         from flexattn.bench import page
 
         path.write_text(page.with_readme_section(path.read_text(), records))
+        return
+    if what == "picture":
+        from flexattn.bench import picture
+
+        path.write_text(picture.svg(next(iter(records.values()))))
         return
     [(_, only)] = records.items() if len(records) == 1 else [("", None)]
     if only is None:

@@ -1,6 +1,6 @@
 """docs/performance.md and the README's section on performance, made from result files; tests hold both to them.
 
-python -m flexattn bench --from bench/results/RESULT.json --page docs/performance.md --readme README.md
+python -m flexattn bench --from bench/results/RESULT.json --page docs/performance.md --readme README.md --picture docs/speed.svg
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from flexattn.bench.record import Record
 from flexattn.bench.tables import (
     Standing,
     Table,
+    geometric_mean,
     is_ours,
     panel,
     refusals,
@@ -34,6 +35,7 @@ def performance(records: Mapping[str, Record]) -> str:
         provenance(name, main),
         method(main),
         *standing(main),
+        *beside_the_fastest(main),
         *(t.markdown("TFLOP/s" if ":" not in t.title else "") for t in tables(main)),
         *lost(main),
         *refused(main),
@@ -105,14 +107,14 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")
 
 
-def readme_section(records: Mapping[str, Record]) -> str:
+def beside_the_fastest(record: Record) -> list[str]:
     """Every cell of the sweep as flexattn's speed beside its fastest peer, then the other workloads."""
-    name, record = next(iter(records.items()))
     every = {(s.workload, s.direction): s for s in standings(record)}
+    if not every:
+        return []
     parts = [
-        f"Speed of the fastest of flexattn's backends that were measured ({_ours(record)}) beside the fastest peer of each cell, "
-        f"whose speed is 1.00, on {_article(record.device['name'])}, torch {record.versions['torch']}, {_dtypes(record)} "
-        f"(`bench/results/{name}`; [docs/performance.md](docs/performance.md) has TFLOP/s, every peer, and how it was measured). "
+        "## Beside the fastest peer",
+        "Speed of the fastest of flexattn's backends that were measured, the speed of the fastest peer of each cell being 1.00. "
         "Below 1.00 the peer is faster.",
     ]
     rows = []
@@ -132,7 +134,31 @@ def readme_section(records: Mapping[str, Record]) -> str:
     if others:
         listed = [(f"{s.workload} {s.direction}", [_speed(s), s.peer.implementation]) for s in others]
         parts.append(Table("", ["speed", "fastest peer"], listed).markdown("workload"))
-    return "\n\n".join([*parts, *standing(record)])
+    return [*parts, "## TFLOP/s"]
+
+
+def readme_section(records: Mapping[str, Record]) -> str:
+    """The picture, and a line for each peer."""
+    name, record = next(iter(records.items()))
+    every = standings(record)
+    device = record.device["name"]
+    ahead = sum(s.speed > 1 for s in every)
+    peers = []
+    for peer in (name for name in record.implementations() if not is_ours(name)):
+        speeds = [s.speed for s in standings(record, peer)]
+        if speeds:
+            won = sum(speed > 1 for speed in speeds)
+            figures = [f"{won} of {len(speeds)}", f"{geometric_mean(speeds):.2f}", f"{min(speeds):.2f} to {max(speeds):.2f}"]
+            peers.append((peer, figures))
+    title = f"Each cell's speed beside the fastest peer's, on {_article(device)}: flexattn is faster in {ahead} of {len(every)}"
+    summary = (
+        f"On {_article(device)}, torch {record.versions['torch']}, {_dtypes(record)}: the fastest of flexattn's backends "
+        f"({_ours(record)}) is faster than the fastest of {len(peers)} peers in {ahead} of {len(every)} cells, and as fast or "
+        "slower in the others. [docs/performance.md](docs/performance.md) has every cell, TFLOP/s, the peers' versions, and how "
+        f"it was measured; the file is `bench/results/{name}`."
+    )
+    table = Table("", ["cells where flexattn is faster", "mean speed, the peer's being 1", "from, to"], peers)
+    return "\n\n".join([f"![{title}](docs/speed.svg)", summary, table.markdown("peer")])
 
 
 def _speed(cell: Standing | None) -> str:

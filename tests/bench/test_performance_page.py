@@ -6,15 +6,17 @@ import re
 import struct
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from flexattn.bench import command, page, plots, record, report
+from flexattn.bench import command, page, picture, plots, record, report, tables
 from flexattn.bench.record import Record
 from flexattn.bench.shapes import sweep
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "bench" / "results"
+SVG = "{http://www.w3.org/2000/svg}"
 PAGE_FILES = ("standard_h200.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
 
 
@@ -41,6 +43,24 @@ def test_the_page_is_what_the_command_makes_of_the_files(records: dict[str, Reco
 def test_the_readme_is_what_the_command_makes_of_the_files(records: dict[str, Record]) -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert text == page.with_readme_section(text, records)
+
+
+def test_the_picture_is_what_the_command_makes_of_the_file(main: Record, tmp_path: Path) -> None:
+    assert command.main(["--from", str(RESULTS / PAGE_FILES[0]), "--picture", str(tmp_path / "speed.svg")]) == 0
+    assert (tmp_path / "speed.svg").read_text("utf-8") == (ROOT / "docs" / "speed.svg").read_text("utf-8")
+
+
+def test_every_lost_cell_stands_left_of_the_pictures_line(main: Record) -> None:
+    root = ElementTree.fromstring(picture.svg(main))
+    [line] = [e for e in root.iter(f"{SVG}line") if e.get("stroke") == "#555555"]
+    dots = [float(e.get("cx", "")) for e in root.iter(f"{SVG}circle") if float(e.get("cy", "")) > picture.TOP]  # not the legend's
+    assert len(dots) == len(tables.standings(main))
+    assert sum(x <= float(line.get("x1", "")) for x in dots) == len(lost_cells(main))
+
+
+def test_a_picture_of_nothing_is_refused(main: Record) -> None:
+    with pytest.raises(ValueError, match="no cell in which both"):
+        picture.svg(main._replace(rows=[]))
 
 
 def test_a_readme_without_a_place_for_it_is_refused(records: dict[str, Record]) -> None:
