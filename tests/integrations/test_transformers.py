@@ -148,7 +148,7 @@ def test_a_mask_shows_the_keys_that_sdpas_shows(name: str, offsets: tuple[int, i
     place = (B, sq, S, q_offset, kv_offset)
     mask = attention_mask(*place, **options)
     seen = masking_utils.sdpa_mask(*place, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    assert mask is None or isinstance(mask, Visible)  # no booleans for every query and key
+    assert isinstance(mask, Visible)  # no booleans for every query and key
     qkv = _qkv(sq=sq)
     layer = _Layer()
     layer.is_causal = not name.startswith("bidirectional")
@@ -173,9 +173,13 @@ def test_a_static_cache_hides_the_slots_that_nothing_was_written_to(name: str) -
 
 def test_one_query_over_all_keys_needs_no_mask() -> None:
     padding = torch.ones(B, S, dtype=torch.bool)
-    assert attention_mask(B, 1, S, S - 1, 0, attention_mask=padding) is None
     window = masking_utils.sliding_window_causal_mask_function(S)
-    assert attention_mask(B, 1, S, 40, 41 - S, mask_function=window, local_size=S) is None
+    for mask in (
+        attention_mask(B, 1, S, S - 1, 0, attention_mask=padding),
+        attention_mask(B, 1, S, 40, 41 - S, mask_function=window, local_size=S),
+    ):
+        assert isinstance(mask, Visible)
+        assert (mask.band, mask.mask_mod, mask.packed) == (("causal_bottom_right", (-1, 0)), None, None)
     narrower = masking_utils.sliding_window_causal_mask_function(S - 1)
     mask = attention_mask(B, 1, S, 40, 41 - S, mask_function=narrower, local_size=S - 1)
     qkv = _qkv(sq=1)
@@ -198,10 +202,19 @@ def test_a_model_that_computes_with_its_mask_gets_a_tensor() -> None:
 
 
 def test_taking_a_mask_apart_is_refused() -> None:
-    mask = attention_mask(B, S, S, mask_function=_function("window"))
-    assert isinstance(mask, Visible)
-    with pytest.raises(TypeError, match=r"takes its mask apart.*accepted: attn_implementation=\"sdpa\""):
-        mask[:, :, :, :3]
+    mask: Any = attention_mask(B, S, S, mask_function=_function("window"))
+    with pytest.raises(TypeError, match=r"attention_mask\[3\]: this model computes with its mask.*accepted: attn_implementation="):
+        mask[3]
+    with pytest.raises(AttributeError, match=r"attention_mask\.dtype: this model computes with its mask"):
+        mask.dtype  # noqa: B018
+    assert attention_mask(B, S, S, attention_mask=mask) is mask  # as generate() makes it, and the model asks again
+    assert mask.to("cpu").contiguous() is mask
+
+
+def test_a_mask_for_other_lengths_is_refused() -> None:
+    """As where a model adds keys to those that its mask was made for."""
+    with pytest.raises(ValueError, match="made for 24 queries and 23 keys and comes with 24 and 24; accepted: as many"):
+        _ours(_qkv(), attention_mask(B, S, S - 1))
 
 
 def test_masks_of_the_caller_are_the_whole_mask() -> None:

@@ -19,7 +19,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
+    attention_mask: Tensor | Visible | BlockMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -127,10 +127,16 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
     return Band("causal_bottom_right", (left, 0)) if causal else Band("no_mask", (left, left))
 
 
-def _read(mask: Tensor | BlockMask, query: Tensor, key: Tensor) -> Masked:
+def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> Masked:
     if isinstance(mask, Visible):
+        if mask.shape[2:] != (query.shape[2], key.shape[2]):
+            raise ValueError(
+                f"attention_mask was made for {mask.shape[2]} queries and {mask.shape[3]} keys and comes with {query.shape[2]} and "
+                f"{key.shape[2]}; accepted: as many; this model adds to its mask or its keys by itself, and can be run with "
+                'attn_implementation="eager"'
+            )
         packed = None if mask.packed is None else (mask.packed, mask.packed)
-        return Masked(mask.band, mask.visible_mod, packed, keys=mask.shape[3])
+        return Masked(mask.band, mask.mask_mod, packed, keys=mask.keys)
     if isinstance(mask, BlockMask):
         return Masked(block_mask=mask)
     if not isinstance(mask, Tensor):

@@ -1,8 +1,7 @@
 """The mask function of transformers' AttentionMaskInterface: what it makes is linear in the number of tokens.
 
 transformers describes a mask by a function of indices, a mask of padding, and lengths. sdpa and eager evaluate them for every query
-and key. Here the result is None where is_causal says it all, a row of booleans for one query, else a `Visible`, which keeps the
-function for the kernels.
+and key. Here the result is a `Visible`, which keeps the function for the kernels, or a row of booleans for one query.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 
@@ -30,40 +28,37 @@ class Band(NamedTuple):
     window_size: tuple[int, int] = (-1, -1)
 
 
-class Visible(BlockMask):
-    """Keys that the queries of a batch see, as `attention` says it; transformers hands a BlockMask on as it is.
+class Visible:
+    """Keys that the queries of a batch see, in the arguments of `attention`.
 
-    `attention_forward` alone reads it: there are no lists of blocks in it, and nothing that takes a BlockMask apart works.
+    `attention_forward` alone reads it. transformers hands it on as it does a mask of four dims; a model that computes with it, or
+    takes it apart, gets an error, as it is neither a tensor nor a BlockMask.
 
     Args:
         shape: (b, 1, queries, keys).
-        band: keys outside it are hidden.
+        keys: how many of the keys to keep, from the first.
+        band: keys outside it are hidden, counted among those kept.
         mask_mod: keys for which it is false are hidden too; None: none are.
         packed: keys of other sequences are hidden too; None: there are none, or mask_mod says it.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], band: Band, mask_mod: MaskFunction | None, packed: Packed | None = None):
-        # BlockMask's own __init__ wants lists of blocks, which the kernels make for themselves.
-        self.visible_shape = shape
+    ndim = 4
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        keys: int,
+        band: Band,
+        mask_mod: MaskFunction | None = None,
+        packed: Packed | None = None,
+    ) -> None:
+        self.shape = shape
+        self.keys = keys
         self.band = band
-        self.visible_mod = mask_mod
+        self.mask_mod = mask_mod
         self.packed = packed
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.visible_shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.visible_shape)
-
-    def __getitem__(self, index: Any) -> Visible:
-        raise TypeError(
-            f"attention_mask[{index!r}]: this model takes its mask apart, and flexattn's is no tensor; "
-            'accepted: attn_implementation="sdpa" for this model'
-        )
-
-    def to(self, device: torch.device | str) -> Visible:
+    def to(self, *args: Any, **options: Any) -> Visible:
         """Returns the mask itself, which lives on the device of the inputs that it was made for."""
         return self
 
@@ -71,8 +66,19 @@ class Visible(BlockMask):
         """Returns the mask itself; transformers asks it of any mask that generate() makes ahead of a call."""
         return self
 
-    def __repr__(self) -> str:
-        return f"Visible(shape={self.visible_shape}, band={self.band}, masked={self.visible_mod is not None})"
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"attention_mask.{name}: {_APART}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"attention_mask[{index!r}]: {_APART}")
+
+
+_APART = (
+    "this model computes with its mask, and flexattn's is no tensor but what its attention function reads; "
+    'accepted: attn_implementation="sdpa" or "eager" for this model'
+)
 
 
 def attention_mask(
@@ -82,7 +88,7 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Visible | None = None,
     *,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -90,7 +96,7 @@ def attention_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Tensor | Visible | None:
+) -> Tensor | Visible:
     """Mask of one kind of layers in the form that `attention_forward` takes, for transformers' AttentionMaskInterface.
 
     After transformers.masking_utils.sdpa_mask,
@@ -100,22 +106,26 @@ def attention_mask(
         batch_size, q_length, kv_length: of the queries and keys that attention will get.
         q_offset, kv_offset: position of the first query and of the first key; q_offset is a 0-d tensor with a static cache.
         mask_function: mask_function(b, h, q_position, kv_position) -> whether the query sees the key; None is causal.
-        attention_mask: bool [b, tokens so far], False where a token is padding; None: there is none.
-        allow_is_causal_skip, allow_is_bidirectional_skip: whether None may say a plain mask. Where neither is set for a plain mask,
-            the model is about to compute with it, and gets a bool tensor [b, 1, q_length, kv_length].
+        attention_mask: bool [b, tokens so far], False where a token is padding; None: there is none; or what this function made,
+            which comes back where generate() made it ahead of the call.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether an implementation may do without a plain mask. Where not, the
+            model is about to compute with it, and gets a bool tensor [b, 1, q_length, kv_length].
         local_size: the window of a mask with one.
         use_vmap: whether mask_function takes 0-d positions alone.
         device: of the mask.
         options: dtype and config, which say nothing that mask_function does not.
 
     Returns:
-        None, a bool tensor [b, 1, q_length, kv_length] (one query, or where the model computes with it), or a `Visible`.
+        A `Visible`, or a bool tensor [b, 1, q_length, kv_length] (one query that does not see all keys, or as said above).
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
+    if isinstance(attention_mask, Visible):
+        return attention_mask
     mask_function = causal_mask_function if mask_function is None else mask_function
     if isinstance(q_offset, Tensor) and q_length > 1 and not torch.compiler.is_compiling():
         q_offset = int(q_offset)  # waits for the device, once for a prompt
+    shape = (batch_size, 1, q_length, kv_length)
     padding = None
     if attention_mask is not None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
@@ -133,10 +143,9 @@ def attention_mask(
         skips = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
         is_tensor = not (skips or use_vmap or pattern.sequences is not None) or (is_tensor and padding is not None)
         if not is_tensor:
-            return _say(pattern, (batch_size, q_length, keys), keys == kv_length, padding)
+            return _say(pattern, shape, keys, padding)
     if not is_tensor:
-        mask_mod = _shifted(mask_function, padding, q_offset, kv_offset)
-        return Visible((batch_size, 1, q_length, kv_length), Band(), mask_mod)
+        return Visible(shape, kv_length, Band(), _shifted(mask_function, padding, q_offset, kv_offset))
     made: Tensor = sdpa_mask(
         batch_size,
         q_length,
@@ -166,20 +175,16 @@ def _keys(pattern: Pattern, q_length: int, kv_length: int, offset: int) -> int |
     return None
 
 
-def _say(pattern: Pattern, sizes: tuple[int, int, int], has_all_keys: bool, padding: Tensor | None) -> Visible | None:
-    """Returns a pattern over sizes (b, queries, keys to keep) in the arguments of `attention`; None where is_causal says it."""
-    batch_size, q_length, keys = sizes
-    shape = (batch_size, 1, q_length, keys)
+def _say(pattern: Pattern, shape: tuple[int, int, int, int], keys: int, padding: Tensor | None) -> Visible:
+    """Returns a pattern over the first keys in the arguments of `attention`."""
     left = -1 if pattern.left is None or pattern.left >= keys - 1 else pattern.left
     right = -1 if pattern.right is None else pattern.right
     band = Band("causal_bottom_right" if pattern.is_causal else "no_mask", (left, right))
     if pattern.sequences is not None:  # transformers looks for these only where there is no padding
-        return Visible(shape, band, None, _packed(pattern.sequences.expand(batch_size, -1)))
+        return Visible(shape, keys, band, packed=_packed(pattern.sequences.expand(shape[0], -1)))
     if padding is not None:
-        return Visible(shape, band, lambda b, h, q_idx, kv_idx: padding[b, kv_idx])
-    if has_all_keys and left == -1 and right <= 0:
-        return None
-    return Visible(shape, band, None)
+        return Visible(shape, keys, band, lambda b, h, q_idx, kv_idx: padding[b, kv_idx])
+    return Visible(shape, keys, band)
 
 
 def _packed(ids: Tensor) -> Packed:
