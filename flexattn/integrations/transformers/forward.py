@@ -57,7 +57,8 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], integers: where packed sequences start among the tokens of all rows. They
             are kept apart on top of attention_mask.
         max_length_q, max_length_k: the longest of them, ints or 0-d tensors.
-        options: of others; output_attentions=True warns, once, as the weights are never made.
+        options: deterministic=True makes gradients equal from run to run; output_attentions=True warns, once, as the weights are
+            never made; others are of other implementations.
 
     Returns:
         (out, None), out [b, sq, h, d_v] in the dtype of query.
@@ -74,6 +75,8 @@ def attention_forward(
             'use attn_implementation="eager" where they are needed',
         )
     arguments: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
+    if options.get("deterministic"):
+        arguments["deterministic"] = True
     if s_aux is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": s_aux}
     if attention_mask is None:

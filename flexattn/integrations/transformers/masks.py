@@ -77,7 +77,7 @@ class Visible:
 
 _APART = (
     "this model computes with its mask, and flexattn's is no tensor but what its attention function reads; "
-    'accepted: attn_implementation="sdpa" or "eager" for this model'
+    'accepted: attn_implementation="eager" for this model'
 )
 
 
