@@ -85,8 +85,8 @@ def attention_backward(
         backend: as `attention` takes it; with dropout_p > 0 a name, the forward's, as cuDNN drops other weights than the rest.
 
         All others: what the forward over these keys was given. A sink belongs to one part alone, and so does its gradient. Queries
-        and keys count from the beginning of what is given: for a causal mask over keys from position n on, give the queries from n
-        on, with their out, lse, dout and dlse; or a mask_mod that knows n.
+            and keys count from the beginning of what is given: for a causal mask over keys from position n on, give the queries
+            from n on, with their out, lse, dout and dlse; or a mask_mod that knows n.
 
     Returns:
         Gradients: (dq, dk, dv, dbias, dsoftmax_offset, dcaptures). They have no derivatives: one that is asked for raises.

@@ -203,14 +203,15 @@ def fused_attn_bwd(
         deterministic: True makes repeated runs equal to the bit, or raises.
 
         All others: what the forward was given. A call with dropout runs on the backend that FLEXATTN_BACKEND or
-        `attention_backend` names, which must be the same for both directions, or on Triton (eager on a CPU).
+            `attention_backend` names, which must be the same for both directions, or on Triton (eager on a CPU).
 
     Returns:
         [dq, dk, dv, dbias, d_softmax_offset]. dbias has the bias's shape and dtype, and is None without one; d_softmax_offset is
         float32 [1, h, 1, 1], and None unless softmax_type is learnable.
 
     Raises:
-        As `fused_attn_fwd`, and ValueError for aux_ctx_tensors that are not the forward's.
+        ValueError, TypeError: as `fused_attn_fwd`, and for aux_ctx_tensors that are not the forward's.
+        NotImplementedError: as `fused_attn_fwd`.
     """
     if not isinstance(aux_ctx_tensors, (list, tuple)) or len(aux_ctx_tensors) < 2:
         raise ValueError(f"aux_ctx_tensors is {describe(aux_ctx_tensors)}; accepted: the list that fused_attn_fwd gave")

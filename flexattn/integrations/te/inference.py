@@ -124,8 +124,8 @@ class InferenceParams:
         """Begins a step: sequence id -> new tokens, in the order of the batch. Sequences that are not named are finished.
 
         Raises:
-            ValueError: more sequences, or more tokens of one, than there is room for; nothing has changed then. TypeError: a number
-            of tokens that is no int.
+            ValueError: more sequences, or more tokens of one, than there is room for; nothing has changed then.
+            TypeError: a number of tokens that is no int.
         """
         if len(step_dict) > self.max_batch_size:
             raise ValueError(f"step_dict has {len(step_dict)} sequences; accepted: up to max_batch_size, {self.max_batch_size}")

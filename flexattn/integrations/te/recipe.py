@@ -185,8 +185,8 @@ def autocast(
     enabled: False switches FP8 off inside. _graph: accepted, and without effect.
 
     Raises:
-        NotImplementedError: calibrating, a group of more than one rank to reduce amax over, and recipes of other kinds. TypeError:
-        no recipe.
+        NotImplementedError: calibrating, a group of more than one rank to reduce amax over, and recipes of other kinds.
+        TypeError: no recipe.
     """
     if calibrating:
         raise NotImplementedError("calibrating is True; accepted: False, as no amax is collected without FP8")

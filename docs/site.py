@@ -1,0 +1,52 @@
+"""Hooks of mkdocs: the site's files lie as the repository's do, so that every relative link of a page holds on the site too.
+
+Pages are the Markdown files that the navigation names; those under reference/ are made here, one for each public module. What else
+a page links to (result files, sources) is copied, so that a link to what is not there fails `mkdocs build --strict`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Returns the theme's files, the pages, and what they link to."""
+    found = [file for file in files if file.src_dir is None or Path(file.src_dir) != ROOT / "docs"]
+    pages = list(_pages(config.nav))
+    for page in pages:
+        if page.startswith("reference/"):
+            text = _reference(page.removeprefix("reference/").removesuffix(".md"))
+            found.append(File.generated(config, page, content=text))
+    # Pages that the navigation lacks are there too: that they are left out of it is then an error.
+    written = {page for page in pages if (ROOT / page).is_file()} | {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    linked = {target for page in written for target in _linked(page)} - written
+    for path in sorted(written | linked):
+        level = InclusionLevel.NOT_IN_NAV if path in linked else InclusionLevel.UNDEFINED
+        found.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, inclusion=level))
+    return Files(found)
+
+
+def _pages(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in _pages(part)]
+
+
+def _linked(page: str) -> set[str]:
+    """Returns the files of the repository that a page links to, but for other pages of Markdown."""
+    text = FENCE.sub("", (ROOT / page).read_text("utf-8"))
+    targets = {os.path.normpath(Path(page).parent / target) for target in LINK.findall(text)}
+    return {target for target in targets if not target.endswith(".md") and (ROOT / target).is_file()}
+
+
+def _reference(module: str) -> str:
+    return f"# {module}\n\n::: {module}\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n"

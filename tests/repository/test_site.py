@@ -1,0 +1,26 @@
+"""The site's navigation, which CI alone builds: every page is in it, and every public module has a page of reference."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+NAVIGATION = re.findall(r"^ +- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2], re.MULTILINE)
+PUBLIC = ("flexattn", "flexattn.fp8", "flexattn.jax", "flexattn.mods", "flexattn.nn", "flexattn.testing")
+INNER = ("flexattn.integrations.flex_maxima",)  # a part of another
+
+
+def test_navigation_names_every_page_once(tracked_files: list[Path]) -> None:
+    pages = {path.as_posix() for path in tracked_files if path.suffix == ".md" and path.parts[0] in ("docs", "bench")}
+    written = [page for page in NAVIGATION if not page.startswith("reference/")]
+    assert sorted(written) == sorted(pages | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"})
+
+
+def test_reference_has_every_public_module(tracked_files: list[Path]) -> None:
+    folder = Path("flexattn/integrations")
+    names = [path.relative_to(folder).parts[0].removesuffix(".py") for path in tracked_files if folder in path.parents]
+    integrations = {f"flexattn.integrations.{name}" for name in names if name != "__init__"} - {*INNER}
+    listed = [page.removeprefix("reference/").removesuffix(".md") for page in NAVIGATION if page.startswith("reference/")]
+    assert sorted(listed) == sorted({*PUBLIC, *integrations})
