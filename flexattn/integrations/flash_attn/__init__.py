@@ -20,8 +20,8 @@ from flexattn.integrations.flash_attn.flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
-from flexattn.integrations.flash_attn.kv_cache import flash_attn_with_kvcache
 
 __all__ = [
     "bert_padding",

@@ -6,61 +6,38 @@ are [b, s, h, d], packed sequences [total, h, d]; masks, windows and ALiBi are a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.flash_attn import kv_cache
+from flexattn.integrations.flash_attn.options import Options, named, refuse
 from flexattn.packed import unpack
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
-class _Options(NamedTuple):
-    """The arguments that all functions share, after FlashAttention's names."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
-
-
-def _named(options: _Options, prefix: str = "") -> dict[str, Any]:
-    """Returns the options as `attention` names them."""
-    left, right = (-1 if side < 0 else int(side) for side in options.window_size)
-    if options.causal:
-        mask, right = prefix + "causal_bottom_right", 0
-    else:
-        mask = "padding" if prefix else "no_mask"
-    return {
-        "attn_mask_type": mask,
-        "window_size": (left, right),
-        "softmax_scale": options.softmax_scale,
-        "softcap": options.softcap,
-        "dropout_p": options.dropout_p,
-        "bias_type": "no_bias" if options.alibi_slopes is None else "alibi",
-        "alibi_slopes": options.alibi_slopes,
-        "deterministic": options.deterministic or None,
-    }
-
-
-def _attend(tensors: tuple[Tensor, ...], options: _Options, packed: dict[str, Any] | None = None) -> Result:
-    if options.return_attn_probs and options.dropout_p > 0.0:
+def _attend(tensors: tuple[Tensor, ...], options: Options, return_attn_probs: bool, packed: dict[str, Any] | None = None) -> Result:
+    if return_attn_probs and options.dropout_p > 0.0:
         raise NotImplementedError(
             f"return_attn_probs is True and dropout_p is {options.dropout_p}; accepted: return_attn_probs with dropout_p 0, which "
-            "gives (out, softmax_lse, None), as the matrix with dropout is never made; leave return_attn_probs out"
+            "gives (out, softmax_lse, an empty S_dmask), as the matrix with dropout is never made; leave return_attn_probs out"
         )
     q, k, v = tensors
-    named = _named(options, "padding_" if packed else "") | (packed or {})
-    if not options.return_attn_probs:
-        result: Tensor = attention(q, k, v, **named)
+    arguments = named(options, packed is not None) | (packed or {})
+    if not return_attn_probs:
+        result: Tensor = attention(q, k, v, **arguments)
         return result
-    out, lse = attention(q, k, v, return_lse=True, **named)
-    return out, lse, None
+    out, lse = attention(q, k, v, return_lse=True, **arguments)
+    return out, _lse(lse), q.new_empty(0)
+
+
+def _lse(lse: Tensor) -> Tensor:
+    """Returns lse with FlashAttention 2's +inf for a query that sees no key."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
@@ -71,18 +48,6 @@ def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_s
         "max_seqlen_q": int(max_seqlen_q),
         "max_seqlen_kv": int(max_seqlen_k),
     }
-
-
-def refuse(name: str, came: object, instead: str) -> None:
-    """Raises NotImplementedError for an argument that is given and not served.
-
-    Args:
-        name: the argument's.
-        came: what was given; None passes.
-        instead: the way out, for the text.
-    """
-    if came is not None:
-        raise NotImplementedError(f"{name} is given ({type(came).__name__}) and is not there yet; accepted: None; {instead}")
 
 
 def flash_attn_func(
@@ -104,14 +69,15 @@ def flash_attn_func(
         q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, None); softmax_lse is float32 [b, h, sq].
+        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [b, h, sq], +inf for a query that sees no key;
+            and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
         NotImplementedError: return_attn_probs with dropout_p above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend((q, k, v), options)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend((q, k, v), options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -132,14 +98,15 @@ def flash_attn_kvpacked_func(
         q, kv: [b, sq, h, d] and [b, sk, 2, h_k, d].
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, None); softmax_lse is float32 [b, h, sq].
+        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [b, h, sq], +inf for a query that sees no key;
+            and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
         NotImplementedError: return_attn_probs with dropout_p above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend((q, *unpack(kv, 2)), options)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend((q, *unpack(kv, 2)), options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -159,14 +126,15 @@ def flash_attn_qkvpacked_func(
         qkv: [b, s, 3, h, d].
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, None); softmax_lse is float32 [b, h, s].
+        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [b, h, s], +inf for a query that sees no key;
+            and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
         NotImplementedError: return_attn_probs with dropout_p above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend(tuple(unpack(qkv, 2)), options)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(tuple(unpack(qkv, 2)), options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -196,15 +164,16 @@ def flash_attn_varlen_func(
         block_table: None.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, None); softmax_lse is float32 [h, total_q].
+        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total_q], +inf for a query that sees no key;
+            and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
         NotImplementedError: return_attn_probs with dropout_p above 0, or block_table.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     refuse("block_table", block_table, "gather the pages")
-    return _attend((q, k, v), options, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    return _attend((q, k, v), options, return_attn_probs, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -231,14 +200,15 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_q, max_seqlen_k: the longest lengths.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, None); softmax_lse is float32 [h, total_q].
+        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total_q], +inf for a query that sees no key;
+            and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
         NotImplementedError: return_attn_probs with dropout_p above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return _attend((q, *unpack(kv, 1)), options, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend((q, *unpack(kv, 1)), options, return_attn_probs, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -261,12 +231,73 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens, max_seqlen: int32 [b + 1], where each sequence starts, and the end; the longest length.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, None); softmax_lse is float32 [h, total].
+        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total], +inf for a query that sees no key;
+            and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
         NotImplementedError: return_attn_probs with dropout_p above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     packed = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend(tuple(unpack(qkv, 1)), options, packed)
+    return _attend(tuple(unpack(qkv, 1)), options, return_attn_probs, packed)
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns attention over a cache, after k and v were written to it in place. Has no gradient.
+
+    Args:
+        q, k_cache, v_cache: [b, sq, h, d], [rows, s, h_k, d] and [rows, s, h_k, d_v].
+        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], written from cache_seqlens on; both or neither.
+        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q, from position cache_seqlens on; all of a
+            sequence's queries at that position if neither causal nor with a window. Only with k.
+        cache_seqlens: int, or int32 [b]: where each sequence ends in its row before the call; None is s, and not with k.
+        cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
+        cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
+        block_table: None.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, or 0 and r / 2, 1 and r / 2 + 1, ...
+        num_splits: without effect: the number is chosen inside.
+        return_softmax_lse: whether to return (out, softmax_lse); softmax_lse is float32 [b, h, sq], +inf for a query that sees no
+            key.
+
+    Raises:
+        NotImplementedError: block_table is given.
+        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse.
+    """
+    refuse("block_table", block_table, "gather the pages")
+    kv_cache.check_new(k, v, cache_seqlens)
+    b, sq = q.shape[:2]
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    cache = kv_cache.cache_of(k_cache, v_cache, b, cache_seqlens, cache_batch_idx, cache_leftpad)
+    rotary = kv_cache.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, cache.end, k)
+    queries = q.flatten(0, 1)
+    if rotary is not None:
+        queries = kv_cache.rotate_queries(kv_cache.tokens_of(q, None), rotary, options)
+    if k is not None and v is not None:
+        cache = kv_cache.append(cache, kv_cache.tokens_of(k, None), kv_cache.tokens_of(v, None), rotary)
+    cu_seqlens_q = torch.arange(b + 1, dtype=torch.int32, device=q.device) * sq
+    out, lse = kv_cache.attend(queries, cu_seqlens_q, sq, cache, options)
+    out = out.view(b, sq, *out.shape[1:])
+    return (out, _lse(lse).view(-1, b, sq).transpose(0, 1)) if return_softmax_lse else out

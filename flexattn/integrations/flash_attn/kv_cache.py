@@ -1,81 +1,135 @@
-"""FlashAttention's attention over a dense cache of keys and values.
-
-The signature is that of https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py.
-"""
+"""Attention over a cache of keys and values, after new ones were written to it: shared by FlashAttention 2's and 3's functions."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.functional import attention
-from flexattn.integrations.flash_attn.flash_attn_interface import _named, _Options, refuse
+from flexattn.integrations.flash_attn.options import Options, named
+from flexattn.integrations.flash_attn.rotary import Rotary, rotate
 
 
-@torch.no_grad()
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns attention over a cache, after k and v were written to it in place. Has no gradient.
+class Tokens(NamedTuple):
+    """Tokens of several sequences, one after another: values [t, h, d], and of each its sequence and place in it, int64 [t]."""
+
+    values: Tensor
+    sequence: Tensor
+    place: Tensor
+    lengths: int | Tensor  # of each sequence
+
+
+class Cache(NamedTuple):
+    """Keys and values [rows, s, h_k, d], and where each sequence is: in a row, from start to end, int64 [b] each."""
+
+    k: Tensor
+    v: Tensor
+    row: Tensor
+    start: Tensor
+    end: Tensor
+    has_rows: bool  # else row is 0, 1, ...
+    has_starts: bool  # else start is 0
+
+
+def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
+    """Returns x's tokens: [b, s, h, d], or [t, h, d] with cu_seqlens. Does not wait for the device."""
+    if cu_seqlens is None:
+        b, s = x.shape[:2]
+        index = torch.arange(b * s, device=x.device)
+        return Tokens(x.flatten(0, 1), index // max(s, 1), index % max(s, 1), s)
+    index = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
+    return Tokens(x, sequence, index - cu_seqlens[sequence], cu_seqlens.diff())
+
+
+def cache_of(
+    k_cache: Tensor, v_cache: Tensor, b: int, seqlens: int | Tensor | None, batch_idx: Tensor | None, leftpad: Tensor | None
+) -> Cache:
+    """Returns a cache by FlashAttention's arguments, b sequences being attended to.
 
     Args:
-        q, k_cache, v_cache: [b, sq, h, d], [b, s, h_k, d] and [b, s, h_k, d_v].
-        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], written from cache_seqlens on; both or neither.
-        cache_seqlens: int, or int32 [b]: the tokens in the cache before the call; None is s, and not with k.
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: None.
-        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
-        rotary_interleaved, num_splits: without effect on the result here.
-        return_softmax_lse: whether to return (out, softmax_lse); softmax_lse is float32 [b, h, sq].
+        k_cache, v_cache: [rows, s, h_k, d] and [rows, s, h_k, d_v].
+        b: the sequences.
+        seqlens: int, or [b]: where each sequence ends in its row; None is s.
+        batch_idx: [b], the row of each sequence; None is 0, 1, ... With it the rows are copied to be read.
+        leftpad: [b], where each sequence starts in its row; None is 0.
+    """
+    device = k_cache.device
+    end = torch.as_tensor(k_cache.shape[1] if seqlens is None else seqlens, device=device).long().expand(b)
+    row = torch.arange(b, device=device) if batch_idx is None else batch_idx.long()
+    start = torch.zeros_like(end) if leftpad is None else leftpad.long()
+    return Cache(k_cache, v_cache, row, start, end, batch_idx is not None, leftpad is not None)
+
+
+def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
+    """Writes new tokens behind each sequence's end, in place, and returns the cache with its new ends."""
+    rows, places = cache.row[k.sequence], cache.end[k.sequence] + k.place
+    new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.place)
+    cache.k[rows, places], cache.v[rows, places] = new_k, v.values
+    return cache._replace(end=cache.end + k.lengths)
+
+
+def rotate_queries(q: Tokens, rotary: Rotary, options: Options) -> Tensor:
+    """Returns the queries rotated: each at its own place under a causal mask or a window, else all at their sequence's start."""
+    is_in_order = options.causal or any(side >= 0 for side in options.window_size)
+    return rotate(q.values, rotary, rotary.starts[q.sequence] + (q.place if is_in_order else 0))
+
+
+def attend(
+    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, cache: Cache, options: Options, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Returns out [t, h, d_v] and lse [h, t] of packed queries [t, h, d] over a cache.
+
+    Args:
+        q, cu_seqlens_q, max_seqlen_q: the queries, int32 [b + 1], and the longest length.
+        cache: the cache.
+        options: FlashAttention's options.
+        more: other arguments of `attention`.
+    """
+    k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
+    # Rows that come twice may not be slots of one packed tensor, as slots must not overlap.
+    k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
+    lengths = cache.end - cache.start
+    layout: dict[str, Any] = {"qkv_format": "thd_2bshd"}
+    if cache.has_starts:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        starts = torch.arange(0, b + 1, device=k.device) * s
+        starts[:b] += cache.start
+        layout = {"qkv_format": "thd", "cu_seqlens_kv_padded": starts.int(), "max_seqlen_kv": s}
+    out, lse = attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int(),
+        max_seqlen_q=max_seqlen_q,
+        return_lse=True,
+        **layout,
+        **named(options, is_padded=True),
+        **more,
+    )
+    return out, lse
+
+
+def rotary_of(cos: Tensor | None, sin: Tensor | None, is_interleaved: bool, starts: Tensor, k: Tensor | None) -> Rotary | None:
+    """Returns the tables of FlashAttention's arguments, or None without them.
 
     Raises:
-        NotImplementedError: an argument that must be None is given.
-        ValueError: k without v or without cache_seqlens, or the reverse.
+        ValueError: one table without the other, or tables without k.
     """
-    refuse("rotary_cos", rotary_cos, "rotate q and k before the call")
-    refuse("rotary_sin", rotary_sin, "rotate q and k before the call")
-    refuse("cache_batch_idx", cache_batch_idx, "give the caches' rows in q's order")
-    refuse("cache_leftpad", cache_leftpad, "start each sequence at the cache's first token")
-    refuse("block_table", block_table, "gather the pages")
+    if cos is None and sin is None:
+        return None
+    if cos is None or sin is None or k is None:
+        raise ValueError(
+            "rotary_cos, rotary_sin or k is missing; accepted: neither rotary_cos nor rotary_sin, or both with k and v, as only "
+            "new tokens are rotated; without new tokens rotate q before the call"
+        )
+    return Rotary(cos, sin, is_interleaved, starts)
+
+
+def check_new(k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None) -> None:
+    """Raises ValueError where k, v and cache_seqlens do not come together."""
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError("k, v or cache_seqlens is missing; accepted: neither k nor v, or k, v and cache_seqlens together")
-    (b, sq), s = q.shape[:2], k_cache.shape[1]
-    start = s if cache_seqlens is None else cache_seqlens
-    lengths = torch.as_tensor(start, device=q.device).expand(b)
-    if k is not None and v is not None:
-        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
-        rows = torch.arange(b, device=q.device)[:, None]
-        k_cache[rows, places], v_cache[rows, places] = k, v
-        lengths = lengths + k.shape[1]
-    starts = torch.arange(b + 1, dtype=torch.int32, device=q.device)
-    options = _Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax_lse)
-    out, lse = attention(
-        *(t.flatten(0, 1) for t in (q, k_cache, v_cache)),
-        qkv_format="thd",
-        cu_seqlens_q=starts * sq,
-        cu_seqlens_kv=torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int(),
-        cu_seqlens_kv_padded=starts * s,
-        max_seqlen_q=sq,
-        max_seqlen_kv=s,
-        return_lse=True,
-        **_named(options, "padding_"),
-    )
-    out = out.view(b, sq, *out.shape[1:])
-    return (out, lse.view(-1, b, sq).transpose(0, 1)) if return_softmax_lse else out

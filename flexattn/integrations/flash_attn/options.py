@@ -1,0 +1,56 @@
+"""The arguments that FlashAttention's functions share, from its names to those of `flexattn.attention`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Options(NamedTuple):
+    """Arguments that most functions take, after FlashAttention's names; a side of window_size below 0 is open."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+
+
+def named(options: Options, is_padded: bool) -> dict[str, Any]:
+    """Returns the options as `attention` names them.
+
+    Args:
+        options: the options.
+        is_padded: whether the sequences have lengths of their own.
+    """
+    prefix = "padding_" if is_padded else ""
+    left, right = (-1 if side < 0 else int(side) for side in options.window_size)
+    if options.causal:
+        mask, right = prefix + "causal_bottom_right", 0
+    else:
+        mask = "padding" if is_padded else "no_mask"
+    return {
+        "attn_mask_type": mask,
+        "window_size": (left, right),
+        "softmax_scale": options.softmax_scale,
+        "softcap": options.softcap,
+        "dropout_p": options.dropout_p,
+        "bias_type": "no_bias" if options.alibi_slopes is None else "alibi",
+        "alibi_slopes": options.alibi_slopes,
+        "deterministic": options.deterministic or None,
+    }
+
+
+def refuse(name: str, came: object, instead: str) -> None:
+    """Raises NotImplementedError for an argument that is given and not served.
+
+    Args:
+        name: the argument's.
+        came: what was given; None passes.
+        instead: the way out, for the text.
+    """
+    if came is not None:
+        raise NotImplementedError(f"{name} is given ({type(came).__name__}) and is not there yet; accepted: None; {instead}")

@@ -1,0 +1,34 @@
+"""Rotary embedding of tokens at given positions (Su et al., "RoFormer", https://arxiv.org/abs/2104.09864)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotary(NamedTuple):
+    """Tables of cosines and sines [positions, r / 2], and the first position of each sequence's new tokens, [b]."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+    starts: Tensor
+
+
+def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+    """Returns x [t, h, d] with its first r dims rotated, computed in at least float32.
+
+    Args:
+        x: the tokens.
+        rotary: the tables; dims 0 and 1, 2 and 3, ... are rotated together if interleaved, else 0 and r / 2, 1 and r / 2 + 1, ...
+        positions: int64 [t], the tables' row of each token.
+    """
+    r = 2 * rotary.cos.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table[positions][:, None].to(wide) for table in (rotary.cos, rotary.sin))
+    pairs = x[..., :r].to(wide).reshape(*x.shape[:-1], *((r // 2, 2) if rotary.is_interleaved else (2, r // 2)))
+    a, b = pairs.unbind(-1 if rotary.is_interleaved else -2)
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1 if rotary.is_interleaved else -2)
+    return torch.cat((turned.flatten(-2).to(x.dtype), x[..., r:]), -1)

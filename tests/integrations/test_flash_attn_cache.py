@@ -1,0 +1,188 @@
+"""flash_attn_with_kvcache against attention over each sequence's own keys, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flexattn.integrations import flash_attn as fa
+
+B, S, H, H_K, D = 2, 9, 4, 2, 32
+
+
+def reference(q, k, v, causal=False, window=(-1, -1)):
+    """Returns out and lse of one sequence [s, h, d], in float64; diagonals end at the last key."""
+    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
+    k, v = k.repeat_interleave(H // H_K, 0), v.repeat_interleave(H // H_K, 0)
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    left, right = window[0], 0 if causal else window[1]
+    hidden = (distance > right) & (right >= 0) | (distance < -left) & (left >= 0)
+    s = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(hidden, -math.inf)
+    return (s.softmax(-1) @ v).transpose(0, 1), s.logsumexp(-1)
+
+
+def turned(x, angles, is_interleaved):
+    """Returns x [s, h, d] with its first dims multiplied, as complex numbers, by e ** (i * angles [s, r / 2])."""
+    r = 2 * angles.shape[-1]
+    head, tail = x[..., :r].double(), x[..., r:].double()
+    a, b = (head[..., ::2], head[..., 1::2]) if is_interleaved else head.chunk(2, -1)
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    head = torch.view_as_real(z).flatten(-2) if is_interleaved else torch.cat((z.real, z.imag), -1)
+    return torch.cat((head, tail), -1)
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(0)
+    q = torch.randn(B, 2, H, D)
+    k_cache, v_cache = torch.randn(2, B + 1, S, H_K, D).unbind(0)
+    k, v = torch.randn(2, B, 3, H_K, D).unbind(0)
+    return q, k_cache, v_cache, k, v
+
+
+def close(a, b):
+    torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlens", [4, torch.tensor([4, 4], dtype=torch.int32), None])
+def test_reads_without_new_tokens(case, seqlens):
+    q, k_cache, v_cache, *_ = case
+    before = k_cache.clone(), v_cache.clone()
+    out, lse = fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=seqlens, causal=True, return_softmax_lse=True)
+    n = S if seqlens is None else 4
+    for i in range(B):
+        right, right_lse = reference(q[i], k_cache[i, :n], v_cache[i, :n], causal=True)
+        close(out[i], right)
+        close(lse[i], right_lse)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+def test_int_seqlens_are_every_sequences(case):
+    q, k_cache, v_cache, k, v = case
+    caches = [(k_cache.clone(), v_cache.clone()) for _ in range(2)]
+    outs = [
+        fa.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=n)
+        for cache, n in zip(caches, (5, torch.tensor([5, 5], dtype=torch.int32)), strict=True)
+    ]
+    assert torch.equal(*outs)
+    assert torch.equal(caches[0][0], caches[1][0])
+    assert torch.equal(caches[0][0][:B, 5:8], k)
+    right, _ = reference(q[1], caches[0][0][1, :8], caches[0][1][1, :8])
+    close(outs[0][1], right)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
+@pytest.mark.parametrize("has_leftpad", [False, True])
+@pytest.mark.parametrize("has_batch_idx", [False, True])
+def test_rows_and_left_padding(case, options, has_leftpad, has_batch_idx):
+    q, k_cache, v_cache, k, v = case
+    before = k_cache.clone(), v_cache.clone()
+    ends, starts, rows = [4, 6], [1, 3] if has_leftpad else [0, 0], [2, 0] if has_batch_idx else [0, 1]
+    out, lse = fa.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=torch.tensor(ends, dtype=torch.int32),
+        cache_batch_idx=torch.tensor(rows, dtype=torch.int32) if has_batch_idx else None,
+        cache_leftpad=torch.tensor(starts, dtype=torch.int32) if has_leftpad else None,
+        return_softmax_lse=True,
+        **options,
+    )
+    for i, (start, end, row) in enumerate(zip(starts, ends, rows, strict=True)):
+        before[0][row, end : end + 3], before[1][row, end : end + 3] = k[i], v[i]
+        keys, values = (cache[row, start : end + 3] for cache in before)
+        right, right_lse = reference(q[i], keys, values, options.get("causal", False), options.get("window_size", (-1, -1)))
+        close(out[i], right)
+        close(lse[i], right_lse)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("r", [16, D])
+def test_rotary(case, options, is_interleaved, r):
+    q, k_cache, v_cache, k, v = case
+    angles = torch.rand(S + 3, r // 2, dtype=torch.float64) * 2 * math.pi
+    ends = [4, 6]
+    before = k_cache.clone()
+    out = fa.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        angles.cos().float(),
+        angles.sin().float(),
+        cache_seqlens=torch.tensor(ends, dtype=torch.int32),
+        cache_leftpad=torch.tensor([1, 0], dtype=torch.int32),
+        rotary_interleaved=is_interleaved,
+        **options,
+    )
+    for i, (start, end) in enumerate(zip((1, 0), ends, strict=True)):
+        new = turned(k[i], angles[end : end + 3], is_interleaved)
+        close(k_cache[i], torch.cat((before[i, :end].double(), new, before[i, end + 3 :].double())))
+        queries = turned(q[i], angles[end : end + 2] if options else angles[[end, end]], is_interleaved)
+        keys = torch.cat((before[i, start:end].double(), new))
+        right, _ = reference(
+            queries, keys, v_cache[i, start : end + 3], options.get("causal", False), options.get("window_size", (-1, -1))
+        )
+        close(out[i], right)
+
+
+def test_a_cache_of_other_strides_is_written_in_place(case):
+    q, k_cache, v_cache, k, v = case
+    k_view, v_view = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k_cache, v_cache))
+    pointer = k_view.data_ptr()
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    out = fa.flash_attn_with_kvcache(q, k_view, v_view, k, v, cache_seqlens=lengths)
+    assert torch.equal(out, fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths))
+    assert k_view.data_ptr() == pointer
+    assert torch.equal(k_view, k_cache)
+
+
+@pytest.mark.parametrize("leftpad", [None, torch.tensor([1, 2, 3], dtype=torch.int32)])
+def test_a_row_may_be_read_twice(case, leftpad):
+    _, k_cache, v_cache, *_ = case
+    q, rows, ends = torch.randn(3, 2, H, D), [1, 1, 0], [4, 7, 9]
+    out = fa.flash_attn_with_kvcache(
+        q,
+        k_cache[:2],
+        v_cache[:2],
+        cache_seqlens=torch.tensor(ends, dtype=torch.int32),
+        cache_batch_idx=torch.tensor(rows, dtype=torch.int32),
+        cache_leftpad=leftpad,
+    )
+    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        start = 0 if leftpad is None else int(leftpad[i])
+        close(out[i], reference(q[i], k_cache[row, start:end], v_cache[row, start:end])[0])
+
+
+def test_a_query_without_keys_has_an_lse_of_inf(case):
+    q, k_cache, v_cache, *_ = case
+    out, lse = fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=1, causal=True, return_softmax_lse=True)
+    assert torch.equal(out[:, 0], torch.zeros(B, H, D))
+    assert (lse[..., 0] == math.inf).all()
+    assert lse[..., 1].isfinite().all()
+
+
+def test_what_is_refused(case):
+    q, k_cache, v_cache, k, v = case
+    table = torch.ones(S, D // 2)
+    for given in ({"k": k}, {"v": v, "cache_seqlens": 3}, {"k": k, "v": v}):
+        with pytest.raises(ValueError, match="k, v or cache_seqlens is missing"):
+            fa.flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+    for given in (
+        {"rotary_cos": table, "k": k, "v": v},
+        {"rotary_sin": table, "k": k, "v": v},
+        {"rotary_cos": table, "rotary_sin": table},
+    ):
+        with pytest.raises(ValueError, match="rotary_cos, rotary_sin or k is missing"):
+            fa.flash_attn_with_kvcache(q, k_cache, v_cache, **given, cache_seqlens=3)
+    with pytest.raises(NotImplementedError, match="block_table is given"):
+        fa.flash_attn_with_kvcache(q, k_cache, v_cache, block_table=torch.zeros(2, 1, dtype=torch.int32))
