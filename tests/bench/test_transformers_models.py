@@ -1,0 +1,39 @@
+"""The benchmark of transformers' models: an implementation that gives other logits is never timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed, whose models are measured")
+
+from flexattn.bench import transformers_models
+from flexattn.integrations.transformers import register
+
+CPU = torch.device("cpu")
+
+
+def test_flexattn_passes_the_check_before_it_is_timed() -> None:
+    register()
+    for model in transformers_models.MODELS:
+        found = transformers_models.errors(model, "flexattn", 256, CPU)
+        assert set(found) == {"one sequence", "packed", "left-padded"}
+        assert max(found.values()) < transformers_models.WORST
+
+
+def test_an_implementation_that_drops_the_softcap_fails_the_check() -> None:
+    """transformers' sdpa does."""
+    assert min(transformers_models.errors("gemma2", "sdpa", 256, CPU).values()) > transformers_models.WORST
+
+
+def test_a_step_reaches_every_batch() -> None:
+    register()
+    model = transformers_models.build("gpt_oss", transformers_models.SMALL, "flexattn", torch.float32, CPU)
+    assert [transformers_models.step(model, batch) for batch in transformers_models.batches(128, CPU).values()] == [None] * 3
+
+
+def test_it_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        transformers_models.main([])
+    assert "no CUDA device" in capsys.readouterr().err
