@@ -4,7 +4,8 @@
 
 A training step (forward and backward, bfloat16) of two layers of each model, over one sequence, over packed sequences and over a
 padded batch, and the peak memory of the step. Before it is timed, each implementation's logits are compared with eager's in
-float32, at a small size, where they may be off by `WORST` times what eager in bfloat16 is off. Needs a GPU and transformers 5.17 or later.
+float32, at a small size, where they may be off by `WORST` times what eager in bfloat16 is off. Needs a GPU, and transformers 5.17
+or later.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from flexattn.integrations.transformers import register
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_flexattn_passes_the_check_before_it_is_timed() -> None:
     register()
     for model in transformers_models.MODELS:
