@@ -115,6 +115,12 @@ def parse_program(text: str) -> Program | None:
     return Program(text) if text else None
 
 
+def looks_at(program: Program, index: str) -> bool:
+    """Returns whether a program's score, mask or derivative depends on an index: "b", "h", "q_idx" or "kv_idx"."""
+    graphs = (graph for graph in (program.score, program.mask, program.derivative) if graph is not None)
+    return any(node.op == "placeholder" and node.target == index and node.users for graph in graphs for node in graph.nodes)
+
+
 def make_program(
     captures: Sequence[Capture],
     score: Graph | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexattn.dispatch.mod_program import parse_program
+from flexattn.dispatch.mod_program import looks_at, parse_program
 from flexattn.dispatch.spec import parse_format
 from flexattn.jax.call import TENSORS, Call
 
@@ -71,10 +71,7 @@ def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
     program = parse_program(settings.mods)
     if "block_mask" in names or (program is not None and is_backward and any(program.tensor_needs_grad)):
         return True
-    if program is None:
-        return False
-    graphs = (graph for graph in (program.score, program.mask, program.derivative) if graph is not None)
-    return any(node.op == "placeholder" and node.target == "b" and node.users for graph in graphs for node in graph.nodes)
+    return program is not None and looks_at(program, "b")
 
 
 def _loop(primitive: Any, arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[Any, Any]:

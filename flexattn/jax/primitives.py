@@ -1,10 +1,14 @@
-"""Two primitives, attention forward and backward: their shapes, their lowering for each platform, and their rules."""
+"""Two primitives, attention forward and backward: their shapes, their rules, and their lowering for each platform.
+
+What is lowered for a platform is a primitive of its own, the call of one device; the outer one may be split over several.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -13,10 +17,7 @@ from flexattn.dispatch.spec import Direction, with_classes
 from flexattn.jax import cuda, host
 from flexattn.jax.batching import fold_backward, fold_forward
 from flexattn.jax.call import Call, meta_tensor, shaped
-
-forward_p = Primitive(host.FORWARD)
-backward_p = Primitive(host.BACKWARD)
-forward_p.multiple_results = backward_p.multiple_results = True
+from flexattn.jax.sharding import partitioned
 
 
 def _metas(call: Call, avals: Any) -> Any:
@@ -74,14 +75,32 @@ def _no_second_order(*_: Any, **__: Any) -> Any:
     )
 
 
-for _primitive, _shapes, _fold, _planned in (
-    (forward_p, forward_shapes, fold_forward, cuda.forward),
-    (backward_p, backward_shapes, fold_backward, cuda.backward),
+def _primitive(name: str, shapes: Any) -> Any:
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(jax.jit(made.bind, static_argnames=("call",)))
+    made.def_abstract_eval(_abstract(shapes))
+    return made
+
+
+forward_p, backward_p = _primitive(host.FORWARD, forward_shapes), _primitive(host.BACKWARD, backward_shapes)
+local_forward_p, local_backward_p = (
+    _primitive(f"{name}_of_one_device", shapes)
+    for name, shapes in ((host.FORWARD, forward_shapes), (host.BACKWARD, backward_shapes))
+)
+
+for _local, _name, _shapes, _planned in (
+    (local_forward_p, host.FORWARD, forward_shapes, cuda.forward),
+    (local_backward_p, host.BACKWARD, backward_shapes, cuda.backward),
 ):
-    _primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("call",)))
-    _primitive.def_abstract_eval(_abstract(_shapes))
-    mlir.register_lowering(_primitive, mlir.lower_fun(_elsewhere, multiple_results=True))
-    mlir.register_lowering(_primitive, mlir.lower_fun(_on_cuda(_planned), multiple_results=True), platform="cuda")
-    mlir.register_lowering(_primitive, mlir.lower_fun(_on_host(_primitive.name, _shapes), multiple_results=True), platform="cpu")
-    ad.primitive_jvps[_primitive] = _no_second_order
-    batching.primitive_batchers[_primitive] = _fold(_primitive)
+    mlir.register_lowering(_local, mlir.lower_fun(_elsewhere, multiple_results=True))
+    mlir.register_lowering(_local, mlir.lower_fun(_on_cuda(_planned), multiple_results=True), platform="cuda")
+    mlir.register_lowering(_local, mlir.lower_fun(_on_host(_name, _shapes), multiple_results=True), platform="cpu")
+for _whole, _local, _fold, _is_backward in (
+    (forward_p, local_forward_p, fold_forward, False),
+    (backward_p, local_backward_p, fold_backward, True),
+):
+    dispatch.prim_requires_devices_during_lowering.add(_whole)  # as JAX does for custom_partitioning, which the lowering asks for
+    mlir.register_lowering(_whole, mlir.lower_fun(partitioned(_local, _is_backward), multiple_results=True))
+    ad.primitive_jvps[_whole] = _no_second_order
+    batching.primitive_batchers[_whole] = _fold(_whole)

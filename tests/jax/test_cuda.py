@@ -79,16 +79,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     )
     jax.clear_caches()
     both = (
-        (primitives.forward_p, cuda.forward, primitives.forward_shapes),
-        (primitives.backward_p, cuda.backward, primitives.backward_shapes),
+        (primitives.local_forward_p, host.FORWARD, cuda.forward, primitives.forward_shapes),
+        (primitives.local_backward_p, host.BACKWARD, cuda.backward, primitives.backward_shapes),
     )
-    for primitive, planned, _ in both:
+    for primitive, _, planned, _ in both:
         rule = mlir.lower_fun(primitives._on_cuda(planned), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
     with cuda.compiled_for((8, 0), processors=4):
         yield _steps
-    for primitive, _, shapes in both:
-        rule = mlir.lower_fun(primitives._on_host(primitive.name, shapes), multiple_results=True)
+    for primitive, name, _, shapes in both:
+        rule = mlir.lower_fun(primitives._on_host(name, shapes), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
     jax.clear_caches()
 

@@ -1,0 +1,167 @@
+"""Automatic sharding: a call on several devices is split over its batch and its key heads.
+
+XLA's partitioner, Shardy, reads a rule that names the factors of every dimension (https://openxla.org/shardy/propagation), and the
+devices then run calls of their own. What belongs to all of a batch or to all heads is reduced over the devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flexattn.dispatch.mod_program import looks_at, parse_program
+from flexattn.dispatch.spec import parse_format
+from flexattn.jax.call import Call
+
+Factor = str | tuple[str, ...]
+Factors = tuple[Factor, ...]
+"""The factors of each dimension of an array: batch, head (key head, query head of a group), others; ("key_head", "in_group")."""
+
+
+class _Layout(NamedTuple):
+    """The factors of a call's arrays and results, and how the latter are reduced."""
+
+    operands: list[Factors]
+    results: list[Factors]
+    reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result does not have
+    sizes: dict[str, int]  # of key_head and in_group, and of batch where there is one
+
+
+def partitioned(primitive: Any, is_backward: bool) -> Callable[..., Any]:
+    """Returns a call of the primitive that XLA may split over devices."""
+
+    def run(*arrays: Any, call: Call) -> Any:
+        def whole(*arrays: Any) -> Any:
+            return primitive.bind(*arrays, call=call)
+
+        layout = _layout(call, [tuple(x.shape) for x in arrays], is_backward)
+        split = _split_factors(call)
+        if layout.sizes["key_head"] > 1:
+            split -= {"in_group"}  # of one key head alone, whose gradients are sums over the devices then
+
+        def partition(mesh: Any, given: Any, results: Any) -> Any:
+            axes = _axes(layout, given, split)
+
+            def local(*arrays: Any) -> Any:
+                found = whole(*arrays)
+                return [
+                    x if reduce is None else _reduced(x, reduce, factors, axes)
+                    for x, reduce, factors in zip(found, layout.reductions, layout.results, strict=True)
+                ]
+
+            of_results, of_operands = ([_sharding(mesh, f, axes) for f in side] for side in (layout.results, layout.operands))
+            return mesh, local, of_results, tuple(of_operands)
+
+        sharded = custom_partitioning(whole)
+        sharded.def_partition(partition=partition, sharding_rule=_rule(layout, split))
+        return sharded(*arrays)
+
+    return run
+
+
+def _split_factors(call: Call) -> frozenset[str]:
+    """Returns the factors that a call may be split over without another meaning."""
+    names, settings = call.names(), call.settings
+    if call.config is not None or "rng_state" in names or "block_mask" in names:
+        return frozenset()  # scales of whole tensors, numbers drawn by positions, lists of whole masks
+    found = {"batch", "key_head", "in_group"}
+    program = parse_program(settings.mods)
+    if "cu_seqlens_q" in names or (program is not None and looks_at(program, "b")):
+        found.discard("batch")
+    if program is not None and looks_at(program, "h"):
+        found -= {"key_head", "in_group"}
+    return frozenset(found)
+
+
+def _layout(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: bool) -> _Layout:
+    q_format, kv_format = parse_format(call.settings.qkv_format)
+    fresh = (f"other{i}" for i in itertools.count())
+    key_heads = shapes[1][kv_format.index("h")]
+    in_group = shapes[0][q_format.index("h")] // key_heads
+    heads: Factor = ("key_head", "in_group") if key_heads > 1 and in_group > 1 else "in_group" if in_group > 1 else "key_head"
+    of_q: dict[str, Factor] = {"b": "batch", "s": "query", "t": "query", "h": heads, "d": "dim"}
+    of_kv: dict[str, Factor] = {"b": "batch", "s": "key", "t": "key", "h": "key_head", "d": "dim"}
+    q, k = tuple(of_q[letter] for letter in q_format), tuple(of_kv[letter] for letter in kv_format)
+    out, v = _with_value_dim(q), _with_value_dim(k)
+    lse: Factors = (heads, "query") if q_format == "thd" else ("batch", heads, "query")
+    descales = iter((heads, "key_head", "key_head"))
+
+    def factors(name: str, shape: tuple[int, ...]) -> Factors:
+        if name in ("q", "k", "v"):
+            return {"q": q, "k": k, "v": v}[name]
+        if name == "bias":
+            return _broadcast(("batch", heads, "query", "key"), shape, fresh)
+        if name in ("softmax_offset", "alibi_slopes"):
+            return ("batch", heads)[-len(shape) :]
+        if name == "descales":
+            return _broadcast(("batch", next(descales), next(fresh)), shape, fresh)
+        return tuple(next(fresh) for _ in shape)
+
+    operands = [factors(*one) for one in zip(call.names(), shapes, strict=False)]
+    sizes = {"key_head": key_heads, "in_group": in_group}
+    sizes |= {"batch": shapes[1][kv_format.index("b")]} if "b" in kv_format else {}
+    if not is_backward:
+        has_max = call.settings.return_max_logit
+        max_logit = (heads if has_max else next(fresh),)
+        return _Layout(operands, [out, lse, max_logit], [None, None, jax.lax.pmax if has_max else None], sizes)
+    incoming = [out, lse, out, lse][: len(shapes) - len(operands)]
+    return _Layout([*operands, *incoming], [operands[i] for i in call.wanted()], [jax.lax.psum] * len(call.wanted()), sizes)
+
+
+def _with_value_dim(factors: Factors) -> Factors:
+    return tuple("value_dim" if factor == "dim" else factor for factor in factors)
+
+
+def _broadcast(factors: Factors, shape: tuple[int, ...], fresh: Iterator[str]) -> Factors:
+    """Returns the factors of an array that may have 1 in the place of any of them."""
+    return tuple(next(fresh) if size == 1 else factor for factor, size in zip(factors, shape, strict=True))
+
+
+def _rule(layout: _Layout, split: frozenset[str]) -> SdyShardingRule:
+    def mapping(factors: Factors) -> ArrayMapping:
+        return ArrayMapping(*(CompoundFactor(*factor) if isinstance(factor, tuple) else factor for factor in factors))
+
+    of_all = (name for factors in (*layout.operands, *layout.results) for factor in factors for name in _names(factor))
+    in_order = dict.fromkeys(of_all)  # of the first time that each is named, which Shardy wants
+    return SdyShardingRule(
+        tuple(map(mapping, layout.operands)),
+        tuple(map(mapping, layout.results)),
+        need_replication_factors=tuple(name for name in in_order if name not in split),
+        **({"in_group": layout.sizes["in_group"]} if ("key_head", "in_group") in layout.operands[0] else {}),
+    )
+
+
+def _names(factor: Factor) -> tuple[str, ...]:
+    return factor if isinstance(factor, tuple) else (factor,)
+
+
+def _axes(layout: _Layout, given: Sequence[Any], split: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh axes that each factor is split over, as the first array has it that is split so."""
+    axes: dict[str, tuple[str, ...]] = {}
+    for factors, one in zip(layout.operands, given, strict=True):
+        if not isinstance(one.sharding, NamedSharding):
+            continue
+        for factor, chosen in zip(factors, one.sharding.spec, strict=False):
+            name, names = _names(factor)[0], () if chosen is None else _names(chosen)
+            parts = math.prod(one.sharding.mesh.shape[axis] for axis in names)
+            taken = {axis for found in axes.values() for axis in found}
+            if name in split - axes.keys() and names and layout.sizes[name] % parts == 0 and not taken & set(names):
+                axes[name] = names
+    return axes
+
+
+def _sharding(mesh: Any, factors: Factors, axes: dict[str, tuple[str, ...]]) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors)))
+
+
+def _reduced(x: Any, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
+    own = {name for factor in factors for name in _names(factor)}
+    over = tuple(axis for name, found in axes.items() if name not in own for axis in found)
+    return reduce(x.astype(jnp.float32), over).astype(x.dtype) if over else x
