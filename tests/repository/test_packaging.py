@@ -1,5 +1,5 @@
-"""The installed package: the wheel holds every source file under `flexattn` alone, and a user's own modules never collide with
-ours.
+"""The sdist holds every file, the wheel made of it every source file under `flexattn` alone, with a README whose links lead
+somewhere; and a user's own modules never collide with ours.
 """
 
 from __future__ import annotations
@@ -7,11 +7,13 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import flexattn
 from tests.conftest import ROOT, FreshPython
 
 PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator")
@@ -36,16 +38,30 @@ print(flexattn.attention(q, k, v, attn_mask_type="causal").shape)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory, tracked_files: list[Path], fresh_python: FreshPython) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory, tracked_files: list[Path], fresh_python: FreshPython) -> Path:
     """Built from a copy, by the backend itself: what pip would do, without its network and without litter in the checkout."""
-    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
     for path in tracked_files:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, source / path, follow_symlinks=False)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(dist)!r})"
+    (source / "tests" / "left_over.pyc").touch()
+    return build("sdist", source, tmp_path_factory.mktemp("dist"), fresh_python)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, sdist: Path, fresh_python: FreshPython) -> Path:
+    """Built from the unpacked sdist, as an index's users do who take no wheel."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    return build("wheel", next(unpacked.iterdir()), tmp_path_factory.mktemp("dist"), fresh_python)
+
+
+def build(kind: str, source: Path, dist: Path, fresh_python: FreshPython) -> Path:
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(dist)!r})"
     built = fresh_python("-c", code, cwd=source, env={"PYTHONPATH": ""})
     assert built.returncode == 0, built.stderr
-    return next(dist.glob("flexattn-*.whl"))
+    return next(dist.glob("flexattn-*"))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +80,37 @@ def test_wheel_holds_every_source_file_under_flexattn(wheel: Path, tracked_files
     assert zipfile.ZipFile(wheel).read(f"{about}top_level.txt").decode().split() == ["flexattn"]
 
 
-def test_metadata_names_licence_and_python(metadata: str) -> None:
+def test_sdist_holds_every_file_but_links(sdist: Path, tracked_files: list[Path]) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive if not member.isdir()}
+    made = {name for name in names if name.startswith("flexattn.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert names - made == {path.as_posix() for path in tracked_files if not (ROOT / path).is_symlink()}
+
+
+def test_metadata_names_licence_python_and_addresses(metadata: str) -> None:
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
+    versions = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata, re.MULTILINE)
+    assert versions == [f"3.{minor}" for minor in range(10, 15)]  # from the oldest that Requires-Python takes, without a gap
+    assert len(re.findall(r"^Keywords: \S", metadata, re.MULTILINE)) == 1
+    addresses = dict(re.findall(r"^Project-URL: (\w+), (https://\S+)$", metadata, re.MULTILINE))
+    assert addresses.keys() == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
+
+
+def test_the_version_stands_in_one_place_and_the_changelog_begins_with_it(metadata: str) -> None:
+    assert f"\nVersion: {flexattn.__version__}\n" in metadata
+    headings = re.findall(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert headings[0] == flexattn.__version__
+    assert flexattn.__version__ not in (ROOT / "pyproject.toml").read_text("utf-8") + (ROOT / "setup.py").read_text("utf-8")
+
+
+def test_links_of_the_readme_on_an_index_lead_to_the_versions_files(metadata: str) -> None:
+    [repository] = re.findall(r"^Project-URL: Repository, (\S+)$", metadata, re.MULTILINE)
+    links, here = (re.findall(r"\]\(([^)]*)\)", text) for text in (metadata, (ROOT / "README.md").read_text("utf-8")))
+    assert len(links) == len(here) > 20
+    for link, original in zip(links, here, strict=True):
+        kind = "raw" if original.endswith(".svg") else "blob"  # an image must be the file, not a page about it
+        assert link == f"{repository}/{kind}/v{flexattn.__version__}/{original}"
 
 
 def test_every_requirement_has_a_pin(metadata: str) -> None:
@@ -78,7 +122,7 @@ def test_every_requirement_has_a_pin(metadata: str) -> None:
 
 
 def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path]) -> None:
-    """Or is a tool that CI runs, a plugin, what builds the wheel, or a library that cuDNN's own plans load."""
+    """Or is a tool that CI runs, a plugin, or a library that cuDNN's own plans load."""
     imported = set()
     for path in tracked_files:
         if path.suffix == ".py" and not (ROOT / path).is_symlink():
@@ -89,7 +133,7 @@ def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path])
     required = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
     not_imported = {IMPORTED_AS.get(name, name) for name in required} - imported
     of_site = {"mkdocs-material", "mkdocstrings"}
-    assert not_imported == {"mypy", "ruff", "importlinter", "xdist", "setuptools", *of_site, *CUDNN_LIBRARIES}
+    assert not_imported == {"mypy", "ruff", "importlinter", "xdist", *of_site, *CUDNN_LIBRARIES}
 
 
 def test_users_own_modules_do_not_break_an_installed_flexattn(wheel: Path, tmp_path: Path, fresh_python: FreshPython) -> None:
