@@ -208,7 +208,23 @@ def test_taking_a_mask_apart_is_refused() -> None:
     with pytest.raises(AttributeError, match=r"attention_mask\.dtype: this model computes with its mask"):
         mask.dtype  # noqa: B018
     assert attention_mask(B, S, S, attention_mask=mask) is mask  # as generate() makes it, and the model asks again
-    assert mask.to("cpu").contiguous() is mask
+    assert mask.contiguous() is mask
+    with pytest.raises(TypeError, match=r"attention_mask\.to\(torch\.float32\): this model computes with its mask"):
+        mask.to(torch.float32)
+
+
+def test_a_mask_follows_a_model_to_its_next_device() -> None:
+    padding = torch.ones(B, S, dtype=torch.bool)
+    padding[0, :3] = False
+    packed = {"mask_function": _function("packed")}
+    for options in ({"attention_mask": padding}, packed, {"mask_function": _function("chunks"), "attention_mask": padding}):
+        mask = attention_mask(B, S, S, **options)
+        assert isinstance(mask, Visible)
+        moved = mask.to("meta", non_blocking=True)
+        tensors = [moved.padding, moved.packed and moved.packed.cu_seqlens]
+        assert [x.device.type for x in tensors if x is not None] == ["meta"]
+        qkv = _qkv()
+        torch.testing.assert_close(_ours(qkv, mask.to(torch.device("cpu"))), _ours(qkv, mask), atol=0.0, rtol=0.0)
 
 
 def test_a_mask_for_other_lengths_is_refused() -> None:

@@ -38,8 +38,9 @@ class Visible:
         shape: (b, 1, queries, keys).
         keys: how many of the keys to keep, from the first.
         band: keys outside it are hidden, counted among those kept.
-        mask_mod: keys for which it is false are hidden too; None: none are.
-        packed: keys of other sequences are hidden too; None: there are none, or mask_mod says it.
+        shown: keys for which this function of indices is false are hidden too; None: none are.
+        padding: bool [b, keys or more], false for keys that are hidden too; None: none are.
+        packed: keys of other sequences are hidden too; None: there are none, or `shown` says it.
     """
 
     ndim = 4
@@ -49,18 +50,39 @@ class Visible:
         shape: tuple[int, int, int, int],
         keys: int,
         band: Band,
-        mask_mod: MaskFunction | None = None,
+        shown: MaskFunction | None = None,
+        padding: Tensor | None = None,
         packed: Packed | None = None,
     ) -> None:
         self.shape = shape
         self.keys = keys
         self.band = band
-        self.mask_mod = mask_mod
+        self.shown = shown
+        self.padding = padding
         self.packed = packed
 
-    def to(self, *args: Any, **options: Any) -> Visible:
-        """Returns the mask itself, which lives on the device of the inputs that it was made for."""
-        return self
+    @property
+    def mask_mod(self) -> MaskFunction | None:
+        """Function of indices that is false for keys hidden by `shown` or by padding; None: there are none."""
+        shown, padding = self.shown, self.padding
+        if padding is None:
+            return shown
+        if shown is None:
+            return lambda b, h, q_idx, kv_idx: padding[b, kv_idx]
+        return lambda b, h, q_idx, kv_idx: shown(b, h, q_idx, kv_idx) & padding[b, kv_idx]
+
+    def to(self, device: torch.device | str | int, **options: Any) -> Visible:
+        """Returns the mask with its tensors on another device, as models in parts on several GPUs ask for; `shown` stays as it is.
+
+        Raises TypeError for anything but a device: that is asked by a model that computes with its mask.
+        """
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(f"attention_mask.to({device!r}): {_APART}")
+        padding = None if self.padding is None else self.padding.to(device, **options)
+        packed = None
+        if self.packed is not None:
+            packed = self.packed._replace(cu_seqlens=self.packed.cu_seqlens.to(device, **options))
+        return Visible(self.shape, self.keys, self.band, self.shown, padding, packed)
 
     def contiguous(self) -> Visible:
         """Returns the mask itself; transformers asks it of any mask that generate() makes ahead of a call."""
@@ -145,7 +167,7 @@ def attention_mask(
         if not is_tensor:
             return _say(pattern, shape, keys, padding)
     if not is_tensor:
-        return Visible(shape, kv_length, Band(), _shifted(mask_function, padding, q_offset, kv_offset))
+        return Visible(shape, kv_length, Band(), _shifted(mask_function, q_offset, kv_offset), padding)
     made: Tensor = sdpa_mask(
         batch_size,
         q_length,
@@ -182,9 +204,7 @@ def _say(pattern: Pattern, shape: tuple[int, int, int, int], keys: int, padding:
     band = Band("causal_bottom_right" if pattern.is_causal else "no_mask", (left, right))
     if pattern.sequences is not None:  # transformers looks for these only where there is no padding
         return Visible(shape, keys, band, packed=_packed(pattern.sequences.expand(shape[0], -1)))
-    if padding is not None:
-        return Visible(shape, keys, band, lambda b, h, q_idx, kv_idx: padding[b, kv_idx])
-    return Visible(shape, keys, band)
+    return Visible(shape, keys, band, padding=padding)
 
 
 def _packed(ids: Tensor) -> Packed:
@@ -195,13 +215,8 @@ def _packed(ids: Tensor) -> Packed:
     return Packed(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
-def _shifted(mask_function: MaskFunction, padding: Tensor | None, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:
-    """Returns mask_function of indices, which begin at 0, in place of positions, and without the keys that are padding."""
-    if isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and padding is None:
+def _shifted(mask_function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:
+    """Returns mask_function of indices, which begin at 0, in place of positions."""
+    if isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0:
         return mask_function
-
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        seen = mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
-        return seen if padding is None else seen & padding[b, kv_idx]
-
-    return visible
+    return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
