@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 README = (ROOT / "README.md").read_text("utf-8")
 DOORS = (ROOT / "docs" / "doors.md").read_text("utf-8")
 IMPORTS = re.findall(r"^\|[^|]*\| `((?:from|import) flexattn[^`]*)`", README, re.M)
-MODULES = re.findall(r"^\| \[`(flexattn[\w.]*)`\]", DOORS, re.M)
+MODULES = [f"flexattn.{name}" for name in re.findall(r"^\| \[`([\w.]+)`\]", DOORS, re.M)]
 HELPERS = {"flex_maxima"}  # part of flex, not a door
 
 
