@@ -113,6 +113,39 @@ def attend(
     given_lse: [b, h, r], of these keys and others, a constant: a weight is exp(logit - given_lse). out is then what these keys add
     to that of all, and in the place of lse comes the sum of their weights, sink included.
     """
+    logits = masked_logits(spec, x, sequences, rows, cols, block, rounds)
+    row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
+    sink = _sink(spec, block)
+    if given_lse is None:
+        peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
+        peak = peak.masked_fill(peak == NEG_INF, 0.0)
+    else:
+        peak = given_lse.masked_fill(given_lse == NEG_INF, torch.inf)  # a row that sees nothing at all
+    weights = torch.exp(logits - peak[..., None])
+    total = weights.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink - peak)
+    # Where nothing is visible, 0 / 1 and a filled-in -inf give out 0 and zero gradients; 0 / 0 and log(0) would give NaN.
+    empty = total == 0
+    divisor = total.masked_fill(empty, 1.0)
+    lse = (peak + divisor.log()).masked_fill(empty, NEG_INF)
+
+    if rounds and spec.fp8 is not None:
+        weights = round_weights(weights)
+    if spec.dropout:
+        assert x.rng_state is not None
+        b = torch.arange(sequences.batch.start, sequences.batch.stop, device=block.q.device)
+        h = torch.arange(spec.num_heads, device=block.q.device)
+        keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
+        weights = weights.masked_fill(~keep, 0.0) / (1 - rounded_dropout(x.dropout_p))
+    out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2)
+    return (out / divisor[..., None], lse, row_max) if given_lse is None else (out, total, row_max)
+
+
+def masked_logits(
+    spec: AttentionSpec, x: Operands, sequences: Sequences, rows: range, cols: range, block: Differentiable, rounds: bool = False
+) -> Tensor:
+    """Returns one block's scores as the softmax takes them, [b, h, r, c], -inf where a key is hidden; arguments as `attend`'s."""
     i = torch.arange(rows.start, rows.stop, device=block.q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=block.q.device)
     diagonal = i + sequences.shift(spec.band)
@@ -138,33 +171,7 @@ def attend(
     if x.alibi_slopes is not None:
         slopes = x.alibi_slopes if x.alibi_slopes.ndim == 1 else x.alibi_slopes[_slice(sequences.batch)]
         logits = logits - slopes.to(logits.dtype)[..., None, None] * (j - diagonal).abs()
-    if hidden is not None:
-        logits = logits.masked_fill(hidden, NEG_INF)
-
-    row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
-    sink = _sink(spec, block)
-    if given_lse is None:
-        peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
-        peak = peak.masked_fill(peak == NEG_INF, 0.0)
-    else:
-        peak = given_lse.masked_fill(given_lse == NEG_INF, torch.inf)  # a row that sees nothing at all
-    weights = torch.exp(logits - peak[..., None])
-    total = weights.sum(-1)
-    if sink is not None:
-        total = total + torch.exp(sink - peak)
-    # Where nothing is visible, 0 / 1 and a filled-in -inf give out 0 and zero gradients; 0 / 0 and log(0) would give NaN.
-    empty = total == 0
-    divisor = total.masked_fill(empty, 1.0)
-    lse = (peak + divisor.log()).masked_fill(empty, NEG_INF)
-
-    if rounds and spec.fp8 is not None:
-        weights = round_weights(weights)
-    if spec.dropout:
-        assert x.rng_state is not None
-        keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
-        weights = weights.masked_fill(~keep, 0.0) / (1 - rounded_dropout(x.dropout_p))
-    out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2)
-    return (out / divisor[..., None], lse, row_max) if given_lse is None else (out, total, row_max)
+    return logits if hidden is None else logits.masked_fill(hidden, NEG_INF)
 
 
 def _hidden(

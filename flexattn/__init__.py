@@ -9,6 +9,7 @@ from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec
 from flexattn.functional import attention, explain, merge_attention
+from flexattn.plot import plot_mask
 from flexattn.warm_up import warmup
 
 __version__ = "0.1.0"
@@ -26,5 +27,6 @@ __all__ = [
     "merge_attention",
     "mods",
     "nn",
+    "plot_mask",
     "warmup",
 ]

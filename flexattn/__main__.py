@@ -39,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     explain_parser = commands.add_parser("explain", help="which backend runs a call, why, and what is in the way of the others")
     question.add_arguments(explain_parser)
     explain_parser.add_argument("--build", action="store_true", help="build what would run first: the answer is then final")
+    explain_parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw the keys that each query sees, as PNG, SVG or PDF; sequences of thd are of equal lengths, a bias is left out",
+    )
     build_parser = commands.add_parser("build", help="the Triton kernels of a call, compiled for a GPU that need not be here")
     build_ahead.add_arguments(build_parser)
     commands.add_parser("doctor", help="what is installed of all that flexattn can use, and how to get what is missing")
@@ -71,7 +76,9 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(question.answer(args))  # noqa: T201
         if args.source:
             print(question.source(args))  # noqa: T201
-    except (TypeError, ValueError) as e:
+        if args.picture is not None:
+            question.draw(args)
+    except (ImportError, TypeError, ValueError) as e:
         parser.error(str(e))
     except flexattn.BackendError as e:
         parser.exit(1, f"{e}\n")

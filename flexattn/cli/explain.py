@@ -20,8 +20,11 @@ from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, Attent
 from flexattn.fp8 import FORMATS, Recipe
 from flexattn.functional import bind_call
 from flexattn.mods.trace import mod_source
+from flexattn.plot import plot_mask
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DRAWN = ("q", "k", "v", "qkv_format", "attn_mask_type", "window_size", "score_mod", "mask_mod", "cu_seqlens_q", "cu_seqlens_kv")
+"""Arguments of `attention` that a picture shows, beside the longest lengths and ALiBi."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +70,33 @@ def answer(args: argparse.Namespace) -> explanations.Explanation:
 
 def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSpec]:
     """Returns the call, on the meta device, and its spec on the GPU asked about; raises the errors of `attention`."""
+    x, settings = bind_call(**_call(args))
+    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = args.capability or here
+    spec = ops.spec_to_run(x, settings)._replace(
+        device_type="cpu" if capability is None else "cuda",
+        capability=capability,
+        needs_lse_grad=args.lse_grad,
+    )
+    return x, settings, spec
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Draws what the call hides and adds to scores; raises ImportError without matplotlib, ValueError for a kind of file."""
+    call = {name: value for name, value in _call(args).items() if name in DRAWN or name.startswith("max_seqlen")}
+    tensors = {name: torch.zeros(*call[name].shape[:-1], 8) for name in "qkv"}  # a mask knows no head dim
+    if "cu_seqlens_q" in call:
+        batch = call["cu_seqlens_q"].shape[0] - 1
+        for side, fmt, t in zip(("q", "kv"), parse_format(args.format), (tensors["q"], tensors["k"]), strict=True):
+            tokens = t.shape[0] // batch if fmt == "thd" else t.shape[fmt.index("s")]
+            tensors[f"cu_seqlens_{side}"] = torch.arange(batch + 1, dtype=torch.int32) * tokens
+    alibi = args.bias if args.bias == "alibi" else "no_bias"
+    ax: Any = plot_mask(**call | tensors, bias_type=alibi)
+    ax.figure.savefig(args.picture)
+
+
+def _call(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `attention`, with tensors on the meta device."""
     q_format, kv_format = parse_format(args.format)
     dtype, training = DTYPES[args.dtype], not args.no_grad
     heads = args.q[q_format.index("h")] if len(args.q) == len(q_format) else 1
@@ -106,15 +136,7 @@ def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSp
         call["bias"] = _tensor(args.bias_shape or (1, heads, *lengths), dtype, training)
     if args.softmax == "learnable":
         call["softmax_offset"] = _tensor((heads,), torch.float32, training)
-    x, settings = bind_call(**call)
-    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    capability = args.capability or here
-    spec = ops.spec_to_run(x, settings)._replace(
-        device_type="cpu" if capability is None else "cuda",
-        capability=capability,
-        needs_lse_grad=args.lse_grad,
-    )
-    return x, settings, spec
+    return call
 
 
 def source(args: argparse.Namespace) -> str:

@@ -1,0 +1,142 @@
+"""Pictures of a call's mask: the keys that each query sees, and what the call makes of their scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.dispatch.reference import Differentiable, Sequences, masked_logits, slice_block, split_sequences
+from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size
+from flexattn.functional import bind_call
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_POINTS = 512  # of a side of a picture
+MOST_AT_ONCE = 1 << 22  # scores that exist at a time
+HIDDEN, SEEN, EDGE = "#e3e7ea", "#3949ab", "#90a4ae"
+NEG_INF = float("-inf")
+
+
+def plot_mask(
+    q: Tensor, k: Tensor, v: Tensor, *, batch: int | None = None, head: int = 0, ax: Axes | None = None, **call: Any
+) -> Axes:
+    """Draws the keys that each query of a call of `attention` sees: a row for a query, a column for a key. Nothing is attended to.
+
+    Hidden keys are grey. Seen ones have one colour, or, where score_mod, a bias or ALiBi changes scores by place, the colour of
+    what they make of a score of 0; the values in q and k play no part. It needs matplotlib: `pip install "flexattn[bench]"`. Of
+    more than 512 queries or keys every second, third or so is drawn.
+
+    Args:
+        q, k, v: as for `attention`.
+        batch: the sequence to draw. None is the first one, or where queries and keys are packed ("thd") all of them.
+        head: the query head to draw.
+        ax: matplotlib's Axes to draw into. None makes a figure.
+        call: the other arguments of `attention`.
+
+    Returns:
+        The Axes; `ax.figure.savefig("mask.png")` writes the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError, TypeError: as `attention`; batch or head is out of range; there is no query or no key to draw.
+
+    Examples:
+        >>> import torch
+        >>> from flexattn import mods, plot_mask
+        >>> q = k = v = torch.zeros(1, 64, 4, 16)
+        >>> ax = plot_mask(q, k, v, attn_mask_type="causal", window_size=(16, 0))
+        >>> ax = plot_mask(q, k, v, mask_mod=mods.natten_2d(8, 8, 3))
+    """
+    x, settings = bind_call(q, k, v, **call)
+    spec = ops.spec_to_run(x, settings)
+    for name, value, count in (("batch", 0 if batch is None else batch, batch_size(spec, x)), ("head", head, spec.num_heads)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is a {type(value).__name__}; accepted: an int, from 0 to {count - 1}")
+        if not 0 <= value < count:
+            raise ValueError(f"{name} is {value}; accepted: from 0 to {count - 1}, as the call has {count}")
+    rows, columns = _tokens(spec, x, batch)
+    if not rows or not columns:
+        raise ValueError(f"there are {len(rows)} queries and {len(columns)} keys to draw; accepted: at least one of each")
+    if ax is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError as e:
+            raise ImportError("plot_mask needs matplotlib, which is not installed: pip install 'flexattn[bench]'") from e
+        _, ax = pyplot.subplots(figsize=(4.4, 3.8), layout="compressed")
+    _draw(ax, scores_of_zero(spec, x, batch, head).cpu(), rows, columns)
+    if spec.block_size is not None:
+        for tokens, size, line in ((rows, spec.block_size[0], ax.axhline), (columns, spec.block_size[1], ax.axvline)):
+            for edge in range(tokens[0] + size, tokens[-1] + 1, size):
+                line(edge - 0.5, color=EDGE, linewidth=0.6)
+    return ax
+
+
+@torch.no_grad()
+def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: int) -> Tensor:
+    """Returns what a call makes of scores of 0, by the reference's arithmetic: float64 [rows, columns], -inf for hidden keys."""
+    rows, columns = _tokens(spec, x, batch)
+    zeros = [t.new_zeros((), dtype=torch.float64).expand(*t.shape[:-1], 1) for t in (x.q, x.k, x.v)]
+    whole = Differentiable.of(x)._replace(q=zeros[0], k=zeros[1], v=zeros[2]).map(lambda t: t.double())
+    spec = spec._replace(dropout=False, softmax_type="vanilla")
+    scores = whole.q.new_full((len(rows), len(columns)), NEG_INF)
+    for sequences in _sequences(spec, x, batch):
+        queries, start = range(len(sequences.q)), sequences.kv.start
+        of_rows = [place for place, token in enumerate(rows) if token in sequences.q]
+        of_columns = [place for place, token in enumerate(columns) if token in sequences.kv]
+        wanted = torch.tensor([rows[place] - sequences.q.start for place in of_rows], dtype=torch.int64)
+        step = max(1, MOST_AT_ONCE // max(1, spec.num_heads * len(queries) * columns.step))
+        for first in range(0, len(of_columns) if of_rows else 0, step):
+            places = of_columns[first : first + step]
+            keys = range(columns[places[0]] - start, columns[places[-1]] - start + 1)
+            block = slice_block(spec, whole, sequences, queries, keys)
+            logits = masked_logits(spec, x, sequences, queries, keys, block)[0, head]
+            scores[of_rows, places[0] : places[-1] + 1] = logits[wanted, :: columns.step]
+    return scores
+
+
+def _sequences(spec: AttentionSpec, x: Operands, batch: int | None) -> list[Sequences]:
+    found = split_sequences(spec, x)
+    if spec.padding:
+        return found if _is_whole(spec, batch) else [found[batch or 0]]
+    one = batch or 0
+    return [found[0]._replace(batch=range(one, one + 1))]
+
+
+def _is_whole(spec: AttentionSpec, batch: int | None) -> bool:
+    return batch is None and spec.q_format == spec.kv_format == "thd"
+
+
+def _tokens(spec: AttentionSpec, x: Operands, batch: int | None) -> tuple[range, range]:
+    """Returns the queries and the keys to draw, as their numbers along the token dim."""
+    found = []
+    for side, fmt, t in (("q", spec.q_format, x.q), ("kv", spec.kv_format, x.k)):
+        if fmt == "thd" and not _is_whole(spec, batch):
+            tokens: range = getattr(_sequences(spec, x, batch)[0], side)
+        else:
+            tokens = range(t.shape[fmt.index("t" if fmt == "thd" else "s")])
+        found.append(tokens[:: max(1, -(-len(tokens) // MOST_POINTS))])
+    return found[0], found[1]
+
+
+def _draw(ax: Axes, scores: Tensor, rows: range, columns: range) -> None:
+    from matplotlib.colors import ListedColormap
+
+    seen = scores > NEG_INF
+    extent = (columns[0] - 0.5, columns[-1] + 0.5, rows[-1] + 0.5, rows[0] - 0.5)
+    options: dict[str, Any] = {
+        "extent": extent,
+        "interpolation": "nearest",
+        "aspect": "equal" if 1 / 3 < len(rows) / len(columns) < 3 else "auto",
+    }
+    values = scores[seen]
+    if not len(values) or bool((values == values[0]).all()):
+        ax.imshow(seen.numpy(), cmap=ListedColormap([HIDDEN, SEEN]), vmin=0, vmax=1, **options)
+    else:
+        ax.set_facecolor(HIDDEN)
+        image = ax.imshow(scores.masked_fill(~seen, float("nan")).numpy(), cmap="viridis", **options)
+        ax.figure.colorbar(image, ax=ax, label="a score of 0 becomes")
+    ax.set(xlabel="key", ylabel="query")
