@@ -1,11 +1,13 @@
 """Hooks of mkdocs: the site's files lie as the repository's do, so that every relative link of a page holds on the site too.
 
-Pages are the Markdown files that the navigation names; those under reference/ are made here, one for each public module. What else
-a page links to (result files, sources) is copied, so that a link to what is not there fails `mkdocs build --strict`.
+Pages are the Markdown files that the navigation names; those under reference/ are made here, one for each public module, and that
+of a notebook of its cells. What else a page links to (result files, sources) is copied, so that a link to what is not there fails
+`mkdocs build --strict`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -26,9 +28,12 @@ def on_files(files: Files, config: Any) -> Files:
         if page.startswith("reference/"):
             text = _reference(page.removeprefix("reference/").removesuffix(".md"))
             found.append(File.generated(config, page, content=text))
+        elif (source := ROOT / page).with_suffix(".ipynb").is_file():
+            found.append(File.generated(config, page, content=_notebook(source.with_suffix(".ipynb"))))
     # Pages that the navigation lacks are there too: that they are left out of it is then an error.
     written = {page for page in pages if (ROOT / page).is_file()} | {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     linked = {target for page in written for target in _linked(page)} - written
+    linked |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb")}
     for path in sorted(written | linked):
         level = InclusionLevel.NOT_IN_NAV if path in linked else InclusionLevel.UNDEFINED
         found.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, inclusion=level))
@@ -46,6 +51,22 @@ def _linked(page: str) -> set[str]:
     text = FENCE.sub("", (ROOT / page).read_text("utf-8"))
     targets = {os.path.normpath(Path(page).parent / target) for target in LINK.findall(text)}
     return {target for target in targets if not target.endswith(".md") and (ROOT / target).is_file()}
+
+
+def _notebook(path: Path) -> str:
+    """Returns a notebook as a page: its text, its code and the outputs that it was saved with."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "image/png" in data:
+                parts.append(f"![What the cell draws](data:image/png;base64,{data['image/png']})")
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    title, _, rest = "\n\n".join(parts).partition("\n")
+    return f"{title}\n\nThis page is [a notebook]({path.name}).\n{rest}\n"
 
 
 def _reference(module: str) -> str:

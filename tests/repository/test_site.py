@@ -13,7 +13,8 @@ INNER = ("flexattn.integrations.flex_maxima",)  # a part of another
 
 
 def test_navigation_names_every_page_once(tracked_files: list[Path]) -> None:
-    pages = {path.as_posix() for path in tracked_files if path.suffix == ".md" and path.parts[0] in ("docs", "bench")}
+    folders = [path for path in tracked_files if path.parts[0] in ("docs", "bench")]
+    pages = {path.with_suffix(".md").as_posix() for path in folders if path.suffix in (".md", ".ipynb")}
     written = [page for page in NAVIGATION if not page.startswith("reference/")]
     assert sorted(written) == sorted(pages | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"})
 
