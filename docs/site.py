@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
+STYLE = "docs/site.css"
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -33,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
     # Pages that the navigation lacks are there too: that they are left out of it is then an error.
     written = {page for page in pages if (ROOT / page).is_file()} | {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     linked = {target for page in written for target in _linked(page)} - written
-    linked |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb")}
+    linked |= {STYLE, *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb"))}
     for path in sorted(written | linked):
         level = InclusionLevel.NOT_IN_NAV if path in linked else InclusionLevel.UNDEFINED
         found.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, inclusion=level))

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
-from flexattn.dispatch.reference import Differentiable, Sequences, masked_logits, slice_block, split_sequences
 from flexattn.dispatch.spec import AttentionSpec, Operands, batch_size
 from flexattn.functional import bind_call
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from flexattn.dispatch.reference import Sequences
 
 MOST_POINTS = 512  # of a side of a picture
 MOST_AT_ONCE = 1 << 22  # scores that exist at a time
@@ -78,6 +79,8 @@ def plot_mask(
 @torch.no_grad()
 def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: int) -> Tensor:
     """Returns what a call makes of scores of 0, by the reference's arithmetic: float64 [rows, columns], -inf for hidden keys."""
+    from flexattn.dispatch.reference import Differentiable, masked_logits, slice_block  # which importing flexattn does without
+
     rows, columns = _tokens(spec, x, batch)
     zeros = [t.new_zeros((), dtype=torch.float64).expand(*t.shape[:-1], 1) for t in (x.q, x.k, x.v)]
     whole = Differentiable.of(x)._replace(q=zeros[0], k=zeros[1], v=zeros[2]).map(lambda t: t.double())
@@ -99,6 +102,8 @@ def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: in
 
 
 def _sequences(spec: AttentionSpec, x: Operands, batch: int | None) -> list[Sequences]:
+    from flexattn.dispatch.reference import split_sequences
+
     found = split_sequences(spec, x)
     if spec.padding:
         return found if _is_whole(spec, batch) else [found[batch or 0]]
