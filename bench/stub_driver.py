@@ -7,6 +7,7 @@ process of its own: there is no way back. It says nothing about what a real driv
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -126,6 +127,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise RuntimeError("TRITON_INTERPRET is set, under which Triton compiles nothing; unset it")
     directory = Path(tempfile.mkdtemp(prefix="flexattn-stub-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     library = ctypes.CDLL(str(build(directory)), mode=ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = str(directory)
 
