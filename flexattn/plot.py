@@ -84,7 +84,6 @@ def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: in
     rows, columns = _tokens(spec, x, batch)
     zeros = [t.new_zeros((), dtype=torch.float64).expand(*t.shape[:-1], 1) for t in (x.q, x.k, x.v)]
     whole = Differentiable.of(x)._replace(q=zeros[0], k=zeros[1], v=zeros[2]).map(lambda t: t.double())
-    spec = spec._replace(dropout=False, softmax_type="vanilla")
     scores = whole.q.new_full((len(rows), len(columns)), NEG_INF)
     for sequences in _sequences(spec, x, batch):
         queries, start = range(len(sequences.q)), sequences.kv.start

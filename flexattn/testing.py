@@ -1,5 +1,6 @@
 """Inputs and error budgets for tests and benchmarks, flexattn's own and its users'.
 
+```python
 inputs = make_inputs("thd", lengths_q=[5, 0, 130], gap=3, dtype=torch.bfloat16)
 out = attention(**inputs._asdict(), attn_mask_type="padding_causal")
 
@@ -7,6 +8,7 @@ spec, x = make_call(inputs, attn_mask_type="padding_causal")  # what a backend g
 ref, _, _ = reference_attention(spec, x)
 eager, _, _ = reference_attention(spec, x, dtype=spec.dtype)
 check_close("out", out, ref, eager)
+```
 """
 
 from __future__ import annotations
@@ -77,14 +79,17 @@ def make_inputs(
 ) -> Inputs:
     """Standard normal q, k and v whose padding is NaN; the same numbers on every device.
 
-    lengths_q, lengths_kv: real tokens of each sequence (lengths_kv as lengths_q when None).
-    padding: give cu_seqlens for dense formats too; without it all lengths of a dense format must be equal. thd always has them.
-    gap: padding tokens after each sequence of thd (its cu_seqlens_*_padded are given then), or after the longest of a dense format.
-    in_reverse: the slots of thd lie the other way round, the first sequence's last, and each gap before its sequence.
-    outliers: one element in 64 is 16 times as large, as in the activations of trained models.
-    strided: q, k and v are views with a contiguous last dim into larger tensors, which are NaN elsewhere.
+    Args:
+        lengths_q, lengths_kv: real tokens of each sequence (lengths_kv as lengths_q when None).
+        padding: give cu_seqlens for dense formats too; without it all lengths of a dense format must be equal. thd always has them.
+        gap: padding tokens after each sequence of thd (cu_seqlens_q_padded and the other are given then), or after the longest of a
+            dense format.
+        in_reverse: the slots of thd lie the other way round, the first sequence's last, and each gap before its sequence.
+        outliers: one element in 64 is 16 times as large, as in the activations of trained models.
+        strided: q, k and v are views with a contiguous last dim into larger tensors, which are NaN elsewhere.
 
-    Raises ValueError for lengths that a dense format without padding cannot hold.
+    Raises:
+        ValueError: lengths that a dense format without padding cannot hold.
     """
     q_format, kv_format = parse_format(qkv_format)
     lengths_kv = lengths_q if lengths_kv is None else lengths_kv
@@ -252,15 +257,16 @@ def check_close(
 ) -> None:
     """Asserts err(got, ref) <= factor * err(same_dtype_eager, ref) + atol, for the largest error and for the root mean square.
 
-    got: the result under test.
-    ref: the same in fp64, as `reference_attention` gives it.
-    same_dtype_eager: the same by plain torch in the inputs' dtype, as `reference_attention(spec, x, dtype=spec.dtype)` gives it;
-    its error is the budget.
-    factor: FORWARD_FACTOR, or GRADIENT_FACTOR for a gradient.
-    largest_score: max_logit where it is far above 1, as with outliers: rounding a score s moves its weight by |s| roundings, and
-        by chance more in one order of summation than in another.
-    atol: None grants 4 roundings of got's dtype and largest_score roundings of the arithmetic (fp32, fp64 for an fp64 got),
-        relative to the largest value of ref and to its root mean square.
+    Args:
+        got: the result under test.
+        ref: the same in fp64, as `reference_attention` gives it.
+        same_dtype_eager: the same by plain torch in the inputs' dtype, as `reference_attention(spec, x, dtype=spec.dtype)` gives it;
+            its error is the budget.
+        factor: FORWARD_FACTOR, or GRADIENT_FACTOR for a gradient.
+        largest_score: max_logit where it is far above 1, as with outliers: rounding a score s moves its weight by |s| roundings, and
+            by chance more in one order of summation than in another.
+        atol: None grants 4 roundings of got's dtype and largest_score roundings of the arithmetic (fp32, fp64 for an fp64 got),
+            relative to the largest value of ref and to its root mean square.
 
     Infinities must agree exactly; a NaN anywhere fails. The AssertionError shows the worst elements. The rule is FlashAttention's.
     """

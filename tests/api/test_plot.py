@@ -116,6 +116,7 @@ def test_the_picture_has_the_scores() -> None:
     figure, ax = pyplot.subplots()
     assert plot_mask(**tensors(), bias_type="alibi", alibi_slopes=torch.ones(HEADS), attn_mask_type="causal", ax=ax) is ax
     shown = ax.images[0].get_array()
+    assert ax.images[0].get_extent() == [-0.5, SKV - 0.5, SQ - 0.5, -0.5]
     assert torch.equal(torch.tensor(shown.mask), KEY > QUERY)
     assert shown.min() == 1 - SQ
     assert [a.get_ylabel() for a in figure.axes] == ["query", "a score of 0 becomes"]
