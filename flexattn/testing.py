@@ -260,11 +260,11 @@ def check_close(
     Args:
         got: the result under test.
         ref: the same in fp64, as `reference_attention` gives it.
-        same_dtype_eager: the same by plain torch in the inputs' dtype, as `reference_attention(spec, x, dtype=spec.dtype)` gives it;
-            its error is the budget.
+        same_dtype_eager: the same by plain torch in the inputs' dtype, as `reference_attention(spec, x, dtype=spec.dtype)` gives
+            it; its error is the budget.
         factor: FORWARD_FACTOR, or GRADIENT_FACTOR for a gradient.
-        largest_score: max_logit where it is far above 1, as with outliers: rounding a score s moves its weight by |s| roundings, and
-            by chance more in one order of summation than in another.
+        largest_score: max_logit where it is far above 1, as with outliers: rounding a score s moves its weight by |s| roundings,
+            and by chance more in one order of summation than in another.
         atol: None grants 4 roundings of got's dtype and largest_score roundings of the arithmetic (fp32, fp64 for an fp64 got),
             relative to the largest value of ref and to its root mean square.
 
