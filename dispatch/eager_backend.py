@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import cpu_attention
 from flexattn.dispatch.quantization import dequantize, dout_of
 from flexattn.dispatch.reference import (
     NEG_INF,
@@ -39,6 +40,8 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    if cpu_attention.takes(spec, x) and (found := cpu_attention.forward(spec, x)) is not None:
+        return found
     out, lse, max_logit = empty_outputs(spec, x)
     out.zero_()
     lse.fill_(NEG_INF)
@@ -61,6 +64,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
     out and lse are computed anew, more exactly than they are given, unless they are those of more keys than there are here.
     """
+    if cpu_attention.takes(spec, x) and dlse is None and (found := cpu_attention.backward(spec, x, out, lse, dout)) is not None:
+        return found
     whole = Differentiable.of(dequantize(spec, x, lse.dtype))
     if spec.fp8 is not None:
         dout = dout_of(spec, x, dout, lse.dtype)

@@ -1,0 +1,108 @@
+"""Attention on a CPU by torch's own fused operator, where that computes exactly what is asked: dense, causal, with a bias, grouped.
+
+The operator keeps no scores and runs on all threads of torch (`aten::_scaled_dot_product_flash_attention_for_cpu`, which
+`torch.nn.functional.scaled_dot_product_attention` calls: https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/
+transformers/attention.cpp). Its logsumexp of a row without keys is 0; it is -inf here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Results, as_bshd, empty_outputs
+
+# Weights made again from an lse of this size have an error of 4e-6 of themselves in fp32; with larger ones the eager backend finds
+# them without it.
+LARGEST_LSE = 64.0
+
+_aten = torch.ops.aten
+
+
+def takes(spec: AttentionSpec, x: Operands) -> bool:
+    """Returns whether the operator computes a call. Not in fp64, in which the eager backend is the reference to others."""
+    if (
+        x.q.device.type != "cpu"
+        or spec.dtype is torch.float64
+        or "t" in spec.q_format + spec.kv_format
+        or 0 in (*x.q.shape, *x.k.shape)
+    ):
+        return False
+    if spec.head_dim_qk != spec.head_dim_v or spec.bias_type == "alibi" or spec.softmax_type != "vanilla":
+        return False
+    if any(
+        (spec.fp8, spec.mods, spec.padding, spec.softcap, spec.dropout, spec.return_max_logit, spec.is_part, spec.needs_lse_grad)
+    ):
+        return False
+    if x.bias is not None and (spec.needs_bias_grad or x.bias.dtype not in (x.q.dtype, torch.float32)):
+        return False
+    return _causal(spec, x) is not None
+
+
+def _causal(spec: AttentionSpec, x: Operands) -> bool | None:
+    """Returns False where queries see all keys, True where each sees those up to its own place, and None for other bands."""
+    len_q, len_kv = x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")]
+    left, right, bottom_right = spec.band
+    shift = len_kv - len_q if bottom_right else 0
+    if left is not None and len_q - 1 + shift > left:
+        return None
+    if right is None or shift + right >= len_kv - 1:
+        return False
+    return True if right == shift == 0 and x.bias is None else None
+
+
+def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns out, lse and max_logit as `empty_outputs` lays them out, or None where a number is not finite.
+
+    spec, x: a call that `takes` takes. What is not finite comes from inputs that the eager backend has rules for.
+    """
+    mask = _mask(spec, x)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
+        )
+        if not bool(found.sum(dtype=lse.dtype).isfinite()):
+            return None
+        if mask is not None and bool((lse == 0).any()):
+            lse.masked_fill_(mask.isneginf().all(-1), float("-inf"))
+    bshd = found.transpose(1, 2)  # in memory too, as the operator lays it out
+    if spec.q_format == "bshd" and spec.results == Results():
+        out = _contiguous(bshd)
+    else:
+        out = empty_outputs(spec, x)[0]
+        as_bshd(out, spec.q_format).copy_(bshd)
+    return out, _contiguous(lse), lse.new_empty(0)
+
+
+def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients | None:
+    """Returns the gradients, or None where those of the eager backend are more exact: of a large or infinite lse."""
+    given_lse = lse.masked_fill(lse.isneginf(), 0.0)
+    if not bool(given_lse.abs().amax() <= LARGEST_LSE):
+        return None
+    out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
+    mask = _mask(spec, x)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, *_qkv(spec, x), out, given_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
+        )
+    formats = (spec.q_format, spec.kv_format, spec.kv_format)
+    dq, dk, dv = (_contiguous(as_bshd(t.transpose(1, 2), fmt)) for t, fmt in zip(found, formats, strict=True))
+    return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format)), None, None, None)
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    """Returns a tensor with the strides of a new one, in dims of size 1 too."""
+    return t.contiguous().view(-1).view(t.shape)
+
+
+def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
+    formats = (spec.q_format, spec.kv_format, spec.kv_format)
+    return tuple(as_bshd(t.detach(), fmt).transpose(1, 2) for t, fmt in zip((x.q, x.k, x.v), formats, strict=True))
+
+
+def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
+    """Returns what the operator adds to scaled scores."""
+    if x.bias is None:
+        return None
+    bias = x.bias.detach().float()
+    return bias * x.softmax_scale if spec.bias_type == "pre_scale_bias" else bias

@@ -1,0 +1,136 @@
+"""The eager backend's calls of torch's fused operator for CPUs: the reference's numbers, and which calls it is not asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import cpu_attention, eager_backend
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Directions that the operator gave results for."""
+    found: list[str] = []
+    for name in ("forward", "backward"):
+        run = getattr(cpu_attention, name)
+
+        def noted(*call: Any, run: Any = run, name: str = name) -> Any:
+            results = run(*call)
+            found.extend([name] if results is not None else [])
+            return results
+
+        monkeypatch.setattr(cpu_attention, name, noted)
+    return found
+
+
+def call_of(inputs: Any, **arguments: Any) -> tuple[Any, Any]:
+    spec, x = make_call(inputs, **{"return_max_logit": False, **arguments})
+    return spec._replace(needs_bias_grad=False), x
+
+
+def check(inputs: Any, **arguments: Any) -> None:
+    spec, x = call_of(inputs, **arguments)
+    dout = make_dout(inputs)
+    out, lse, _ = eager_backend.forward(spec, x)
+    exact, budget = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
+    check_close("out", out, exact[0], budget[0])
+    check_close("lse", lse, exact[1], budget[1])
+    found = eager_backend.backward(spec, x, out, lse, dout, None)
+    exact_g, budget_g = (reference_gradients(spec, x, dout, None, dtype) for dtype in (torch.float64, spec.dtype))
+    for name in ("dq", "dk", "dv"):
+        check_close(name, getattr(found, name), getattr(exact_g, name), getattr(budget_g, name), factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.sample("fmt", "arguments", "dtype")
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"attn_mask_type": "causal"},
+        {"window_size": (60, 2**40)},
+        {"attn_mask_type": "causal_bottom_right", "lengths_q": [37, 37], "softmax_scale": 0.3},
+        {"bias": (1, 1, 37, 53), "bias_type": "post_scale_bias"},
+        {"bias": (2, 4, 1, 53), "bias_type": "pre_scale_bias"},
+    ],
+    ids=lambda arguments: "-".join(map(str, arguments)) or "full",
+)
+def test_the_references_numbers(fmt: str, dtype: torch.dtype, arguments: dict[str, Any], asked: list[str]) -> None:
+    given = dict(arguments)
+    lengths_kv = given.pop("lengths_q", [53, 53])
+    if "bias" in given:
+        given["bias"] = torch.randn(given["bias"], generator=torch.Generator().manual_seed(2)).to(dtype)
+    check(make_inputs(fmt, lengths_q=[37, 37], lengths_kv=lengths_kv, dtype=dtype), **given)
+    assert asked == ["forward", "backward"]
+
+
+def test_rows_that_a_bias_hides_see_nothing(asked: list[str]) -> None:
+    bias = torch.zeros(2, 1, 37, 53)
+    bias[:, :, 5] = float("-inf")
+    bias[1, :, :, :40] = float("-inf")
+    inputs = make_inputs(lengths_q=[37, 37], lengths_kv=[53, 53])
+    check(inputs, bias=bias, bias_type="post_scale_bias")
+    assert asked == ["forward", "backward"]
+    spec, x = call_of(inputs, bias=bias, bias_type="post_scale_bias")
+    out, lse, _ = eager_backend.forward(spec, x)
+    assert bool(lse[:, :, 5].isneginf().all())
+    assert not bool(out[:, 5].any())
+
+
+def test_large_scores_are_differentiated_without_lse(asked: list[str]) -> None:
+    check(make_inputs(lengths_q=[37, 37], outliers=True), softmax_scale=4.0)
+    assert asked == ["forward"]
+
+
+def test_what_is_not_finite_is_left_to_the_blocks(asked: list[str]) -> None:
+    inputs = make_inputs(lengths_q=[8], lengths_kv=[8])
+    inputs.q[0, 3, 1, 2] = float("inf")
+    spec, x = call_of(inputs)
+    eager_backend.forward(spec, x)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"window_size": (5, 2)},
+        {"attn_mask_type": "causal_bottom_right"},
+        {"softcap": 3.0},
+        {"return_max_logit": True},
+        {"bias_type": "alibi"},
+        {"softmax_type": "off-by-one"},
+        {"softmax_type": "learnable", "softmax_offset": torch.zeros(4)},
+        {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])},
+    ],
+    ids=lambda arguments: "-".join(map(str, arguments)),
+)
+def test_calls_that_it_does_not_compute(arguments: dict[str, Any]) -> None:
+    inputs = make_inputs(lengths_q=[17, 17], lengths_kv=[23, 23])
+    spec, x = call_of(inputs, **arguments)
+    assert not cpu_attention.takes(spec, x)
+    assert cpu_attention.takes(*call_of(inputs))
+
+
+def test_other_head_dims_of_v_packed_sequences_and_fp64() -> None:
+    for inputs in (
+        make_inputs(lengths_q=[17], dtype=torch.float64),
+        make_inputs(lengths_q=[17], head_dim_v=8),
+        make_inputs("thd", lengths_q=[17]),
+        make_inputs(lengths_q=[17], padding=True),
+    ):
+        assert not cpu_attention.takes(*call_of(inputs))
