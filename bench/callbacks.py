@@ -22,7 +22,7 @@ from torch import Tensor
 
 FLUSH_BYTES, FLUSHES = 2**28, 6  # written before each call, several times: empties L2, and hides the host's part of the call
 ROUNDS, CALLS = 7, 10  # turns of each spelling, and calls in each
-WORST = 2.0**-4  # of a result's largest number: far above rounding in bf16, far below a wrong result
+WORST = 2.0**-4  # share of a result's largest number: far above rounding in bf16, far below a wrong result
 SHAPE = (4, 4096, 16, 128)  # batch, tokens, heads, head dim
 CAP = 30.0
 BACKENDS = ("triton", "cudnn")

@@ -105,7 +105,7 @@ class Code(NamedTuple):
     kernel: str  # the function's name
     ptx: str
     sass: str
-    operations: str  # of the SASS, in their order, without operands
+    operations: str  # digest of the SASS without operands
     instructions: int  # static, in SASS
     registers: int
     spill_bytes: int  # that ptxas stores to and loads from local memory

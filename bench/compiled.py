@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Compile = Callable[[Sequence[CompileRequest]], list[CompileReport]]
 
 DUMPS = ("ttir", "ttgir", "llir", "ptx", "sass")
-LOOP_SPILLS = 0.1  # of the instructions of the loops with matrix products; with fewer a tile may still be the fastest
+LOOP_SPILLS = 0.1  # share of the instructions in loops with matrix products; with fewer spills a tile may still be the fastest
 MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 

@@ -89,7 +89,7 @@ class Roofline(NamedTuple):
     """Place of a kernel under the two ceilings that were measured in the same run (Williams et al., "Roofline", CACM 2009)."""
 
     intensity: float  # FLOP per byte
-    ridge: float  # of the device: below it the copy rate is the ceiling
+    ridge: float  # FLOP per byte below which the copy rate is the ceiling
     attainable_tflops: float
 
     @property

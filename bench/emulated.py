@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flexattn.emulator import Report, Verdict
 
 LONGEST = 200  # tokens of the workload's longest sequence, shortened
-PROGRAMS = 3  # of the forward's, whose programs stay: each then does several blocks
+PROGRAMS = 3  # programs of the forward, which stay on the GPU: each then computes several blocks
 KERNELS = {
     "forward": "_attn_fwd_hopper_kernel",
     "dq": "_attn_bwd_dq_hopper_kernel",

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn.bench.counts import band_of
 from flexattn.bench.shapes import Workload
 
-SOFTCAP = 50.0  # of Gemma 2's attention scores
+SOFTCAP = 50.0  # cap of Gemma 2's attention scores
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -33,8 +33,8 @@ MEMORY = (
 )
 
 WARM_UPS = 3
-HEAD_START = 2.0  # of the host's time to enqueue a call: how long the device is kept busy before it
-HOST_SHARE = 0.3  # of the budget, before the calls are timed on the device
+HEAD_START = 2.0  # how long the device is kept busy before a call, in times of what the host takes to enqueue it
+HOST_SHARE = 0.3  # share of the budget, spent before the calls are timed on the device
 ROUNDS = {"cuda": (5, 200), "cpu": (3, 20)}  # at least, at most
 FLUSH_BYTES = 2**30  # several times any L2
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -224,8 +224,8 @@ def measure(
 
 
 NOISE = re.compile(r"\(Triggered internally at [^)]*\)|Exception raised from .*", re.DOTALL)  # where in torch's sources
-A_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)")  # of one machine: its last part is enough
-SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # of the backends that were not asked for
+A_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)")  # a path on one machine: its last part is enough
+SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # what backends say that were not asked for
 
 
 def _reason(e: Exception, warned: Sequence[str]) -> str:

@@ -28,8 +28,8 @@ PEERS_NOTE = (
     "compiled for each shape (dynamic=False) with a BlockMask of the band and the documents, made beforehand; varlen_attn and "
     "flash-attn packed or bshd; what SDPA has no argument for, as a window or a bias, is a dense attn_mask made beforehand"
 )
-LARGEST_MASK = 2**31  # of the elements that create_block_mask makes when it is not compiled, which takes longer for small ones
-LARGEST_MATH_BYTES = 2**30  # of the scores that SDPA math materialises
+LARGEST_MASK = 2**31  # elements that create_block_mask may make uncompiled; compiling takes longer for small ones
+LARGEST_MATH_BYTES = 2**30  # bytes of scores that SDPA math may materialise
 
 
 def contiguous_bhsd(t: Tensor) -> Tensor:

@@ -52,9 +52,9 @@ class Row(NamedTuple):
     us_q3: float | None = None
     tflops: float | None = None
     gb_s: float | None = None
-    share: float | None = None  # of the matrix product's TFLOP/s
-    roofline_share: float | None = None  # of what the ceilings allow at the workload's FLOP per byte
-    host_us: float | None = None  # of the host's time to enqueue the call: median
+    share: float | None = None  # share of the matrix product's TFLOP/s
+    roofline_share: float | None = None  # share of what the ceilings allow at the workload's FLOP per byte
+    host_us: float | None = None  # median of the host's time to enqueue the call
     host_us_p99: float | None = None
     peak_mib: float | None = None
 

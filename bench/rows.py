@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.runtime.launch import Tile
 
 KINDS = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}  # heuristics.KINDS
-TIE = 0.02  # of the time: what runs of one tile differ by on one device; within it nothing is replaced
-RESOLUTION_US = 1.0  # of a difference: each time is one of events with "a resolution of around 0.5 microseconds" (CUDA Runtime API)
+TIE = 0.02  # share of a time by which runs of one tile differ on one device; within it nothing is replaced
+RESOLUTION_US = 1.0  # smallest difference; events have "a resolution of around 0.5 microseconds" (CUDA Runtime API)
 
 
 class Swept(NamedTuple):
@@ -28,7 +28,7 @@ class Swept(NamedTuple):
     capability: int
     element_size: int
     head_dims: int  # d_qk + d_v, as the tiles hold them
-    slot: str  # of the row: "tile", "loaded", "open" or "short"
+    slot: str  # field of the row: "tile", "loaded", "open" or "short"
     committed: Tile
     times: Mapping[Tile, float]  # us, the geometric mean over the slot's workloads where all were measured
 

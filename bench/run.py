@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     directions: Sequence[str]
     implementations: Sequence[Implementation]
     device: str
-    budget_ms: float  # of device time for each implementation in each cell
+    budget_ms: float  # device time for each implementation in each cell
     budget_s: float  # for the whole run; what does not fit is left out, and says so
     only_check: bool = False
     out: Path | None = None

@@ -124,7 +124,7 @@ def memory_tables(record: Record) -> list[Table]:
     return found
 
 
-TURNED_OVER = 0.9  # of its highest rate: from here on an implementation is bound by its arithmetic, not by launches or small tiles
+TURNED_OVER = 0.9  # share of an implementation's highest rate from which on arithmetic bounds it, not launches or small tiles
 
 
 def scaling_tables(record: Record) -> list[Table]:
@@ -147,7 +147,7 @@ def scaling_tables(record: Record) -> list[Table]:
     return found
 
 
-MEMORY_PANEL = 128, "causal"  # of the sweep, which has its tokens fixed: where its memory is shown
+MEMORY_PANEL = 128, "causal"  # the part of the sweep whose memory is shown; its tokens are fixed
 
 
 def _by_length(record: Record) -> list[tuple[str, str, list[str]]]:

@@ -34,7 +34,7 @@ LARGE = SIZES | {
 }
 SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 SHARP = {"initializer_range": 0.2, "sliding_window": 64}  # scores that a softcap, a window or a sink changes
-EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}  # of several, rounding may choose another
+EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}  # one, as rounding may choose another of several
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 1024}),

@@ -25,7 +25,7 @@ from torch import Tensor
 FLUSH_BYTES = 2**28  # written before each call, several times: empties L2, and hides what the host takes to enqueue the call
 FLUSHES = 6
 ROUNDS, CALLS = 7, 12  # turns of each checkout, and calls in each
-WORST = 2.0**-4  # of a result's largest number: far above rounding in bf16 and FP8, far below a wrong result
+WORST = 2.0**-4  # share of a result's largest number: far above rounding in bf16 and FP8, far below a wrong result
 
 Case = dict[str, Any]
 

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 LONGEST = (150, 130)  # queries and keys of the input: more than one tile of each, and of uneven ends
 GAP = 3  # rows behind each packed sequence
 FACTOR = 4.0  # times the largest error of plain torch in the same dtype: a canary looks for wrong results, not for rounding
-ROUNDINGS = 16.0  # of the largest value, granted where plain torch happens to be exact
-SHORT_ACCUMULATOR = 2.0**-10  # of the largest score: some GPUs add up FP8 products in 14 bits
+ROUNDINGS = 16.0  # roundings of the largest value, granted where plain torch happens to be exact
+SHORT_ACCUMULATOR = 2.0**-10  # share of the largest score: some GPUs add up FP8 products in 14 bits
 ROUNDED_WEIGHTS = 2.0**-4  # the most by which one is rounded in e4m3: one kernel sums these
 _CAPACITY = 1024
 
@@ -52,7 +52,7 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
             try:
                 with neutral_state():
                     wrong = _compare(name, spec, x, direction)
-            except RuntimeFailure as e:  # of these shapes alone
+            except RuntimeFailure as e:  # a failure of these shapes alone
                 _log.info("the canary cannot check %s, which refuses its input: %s", name, e)
                 continue
             if wrong is not None:

@@ -34,7 +34,7 @@ RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for it; cuDNN decline
 OLDEST_LIBRARY = 91900  # what torch 2.11 brings; older versions have more faults than are worth a table
 OLDEST_FRONTEND = (1, 28)  # the first that refuses statistics which cuDNN would read wrongly (cudnn-frontend issue 462)
 MOST_HEADS = 65535
-EXACT_SHAPES = 8  # of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
+EXACT_SHAPES = 8  # sizes of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:

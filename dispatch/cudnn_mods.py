@@ -21,7 +21,7 @@ _ALIGNMENT = 16  # bytes
 
 class Lowered(NamedTuple):
     mods: Mods
-    recipes: tuple[Recipe, ...]  # of the inputs of the mods, in their order
+    recipes: tuple[Recipe, ...]  # how to make each input of the mods, in their order
 
 
 @functools.lru_cache(maxsize=256)

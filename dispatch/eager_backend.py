@@ -29,8 +29,8 @@ from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Op
 
 SUPPORT_IS_FINAL = True
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SCORE_BYTES = 16 << 20  # of one block's scores over all heads; a CPU slows down above it, and the backward holds about five such
-BAND_ROWS = 128  # of a block under a band: more rows would compute more scores that the band hides
+SCORE_BYTES = 16 << 20  # one block's scores over all heads; a CPU slows down above it, and the backward holds about five such
+BAND_ROWS = 128  # rows of a block under a band: more would compute more scores that the band hides
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:

@@ -26,7 +26,7 @@ class Explanation(NamedTuple):
     # The Triton backend's choice among its kernels, where it runs a direction of a call whose tensors are known.
     forward_kernels: Choice | None = None
     backward_kernels: Choice | None = None
-    failures: Failures = ()  # of calls of these very shapes, by backends that were asked to run one
+    failures: Failures = ()  # failures of calls of these very shapes, by the backends that were asked to run one
     # What is not known yet and may move a direction to another backend; None where nothing is.
     forward_provisional: str | None = None
     backward_provisional: str | None = None

@@ -39,12 +39,12 @@ class Measured(NamedTuple):
     capability: tuple[int, int]
     dtypes: tuple[str, ...]  # as "bfloat16"
     head_dims: tuple[int, int]  # d_qk and d_v
-    mask: str  # of MASKS
-    layout: str  # of LAYOUTS
+    mask: str  # one of MASKS
+    layout: str  # one of LAYOUTS
     lengths: tuple[int, int]  # the smallest and the largest length class, both included
     factor: float
     source: str  # the file in bench/results
-    kind: str = "plain"  # of KINDS
+    kind: str = "plain"  # one of KINDS
 
 
 MASKS = ("full", "causal", "window")

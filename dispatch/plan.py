@@ -180,7 +180,7 @@ class _Memory:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.buffers: list[Buffer] = []
-        self.parts: dict[int, list[tuple[int, int, int]]] = {}  # of a storage: (first byte, byte after the last, buffer)
+        self.parts: dict[int, list[tuple[int, int, int]]] = {}  # by storage: (first byte, byte after the last, buffer)
         found: dict[int, list[tuple[int, int, torch.dtype]]] = {}
         for t in tensors:
             if t.numel():

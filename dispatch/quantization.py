@@ -16,7 +16,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 GRANULARITIES = ("tensor", "head", "batch_head", "block")
 BLOCK_ROWS = 128
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**120, 2.0**-120  # so that neither a scale nor its inverse is infinite or denormal
-P_SCALE = 256.0  # of the softmax weights relative to their row's largest, which fills e4m3 but for a factor 448 / 256
+P_SCALE = 256.0  # scale of the softmax weights relative to their row's largest, which fills e4m3 but for a factor 448 / 256
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:

@@ -36,7 +36,7 @@ _ALLOCATIONS = frozenset(
 
 class _Op(NamedTuple):
     func: Any
-    leaves: list[Any]  # of its arguments, with slots for tensors
+    leaves: list[Any]  # the launch's arguments, with slots for tensors
     tree: Any
     outs: tuple[int | None, ...]
     writes: bool
@@ -48,7 +48,7 @@ class _Launch(NamedTuple):
 
 
 class _Run(NamedTuple):
-    plan: Any  # of cuDNN
+    plan: Any  # cuDNN's plan
     buffers: dict[int, int]
 
 
@@ -135,7 +135,7 @@ class Recording:
         for n, step in enumerate(steps):
             for i in step.outs if isinstance(step, _Op) else ():
                 born.setdefault(i, n)
-        views: dict[int, set[int]] = {}  # of a tensor, those that begin further on in it and are launched with
+        views: dict[int, set[int]] = {}  # by tensor: those that begin further on in it and are launched with
 
         def view_steps(root: int) -> list[Any]:
             return [(_VIEW, places[view], (places[root], roots[view][1])) for view in views.pop(root, ())]

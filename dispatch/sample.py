@@ -13,7 +13,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands
 SCALE = 2.5  # times the usual one
 SOFTCAP = 2.25
 DROPOUT = 0.4375  # 7/16, as cuDNN wants multiples of 1/16
-SLOPES = (0.05, 0.5)  # of ALiBi, from the first head to the last
+SLOPES = (0.05, 0.5)  # ALiBi's slopes, from the first head to the last
 SEED, OFFSET = 0x1357_9BDF_0246_8ACE, 0x0F1E_2D3C_4B5A_6978  # both halves of the seed matter
 
 

@@ -125,9 +125,9 @@ class Fp8(NamedTuple):
     """Settings of q, k and v in FP8 beside their dtype; their values are data * descale."""
 
     descale_dims: tuple[bool, bool, bool]  # whether any descale varies over batches, heads, blocks of rows
-    block_rows: int  # of a block; 0 where there is one block
-    out_dtype: torch.dtype  # of out, dq, dk and dv
-    grad_dtype: torch.dtype  # of dout, which comes in FP8 to a backward, and of the gradient of the scores
+    block_rows: int  # rows of a block; 0 where there is one block
+    out_dtype: torch.dtype  # dtype of out, dq, dk and dv
+    grad_dtype: torch.dtype  # dtype of dout, which comes in FP8 to a backward, and of the gradient of the scores
     bf16_backward: bool  # the backward is that of q, k and v before they were quantised
 
 
@@ -288,7 +288,7 @@ class Operands(NamedTuple):
     mod_tensors: Sequence[Tensor] = ()  # what the mods capture, in the order of Program.captures
     mod_numbers: Sequence[float] = ()
     block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
-    descales: Sequence[Tensor] = ()  # of q, k, v and dout, as far as in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
+    descales: Sequence[Tensor] = ()  # for q, k, v and dout, as far as in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
     copies16: Sequence[Tensor] = ()  # for a backward in FP8, as they came: dout where it is given in FP8, and q and k if kept
 
     def on_meta(self) -> Operands:
@@ -304,7 +304,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     dsoftmax_offset: Tensor | None
-    dmod_tensors: tuple[Tensor, ...] | None = None  # of the captures that need one; None where none does
+    dmod_tensors: tuple[Tensor, ...] | None = None  # gradients of the captures that need one; None where none does
 
 
 def _on_meta(value: Any) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.families import Choice, Policy
 
 SUPPORT_IS_FINAL = True
-_PROCESSORS = 132  # of a GPU that is only asked about: an H200's
+_PROCESSORS = 132  # multiprocessors of a GPU that is only asked about: an H200's
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -34,7 +34,7 @@ class MBarrier:
         self.actor, self.name, self.count, self.site = actor, name, count, partition.site
         self.phase, self.pending, self.tx, self.in_flight = 0, count, 0, 0
         self._initialised = (partition.actor, partition.time)
-        self._arrived = Knowledge()  # of all arrivals so far
+        self._arrived = Knowledge()  # what all arrivals so far know
         self._completed = Knowledge()  # at the end of the last phase
         self._observations: dict[AnyPartition, _Observation] = {}
         self._log: list[str] = []

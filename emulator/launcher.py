@@ -105,7 +105,7 @@ def launch(
                     report.steps += cta.steps
     except EmulationError as error:
         report.error = error
-    except Exception as error:  # of whatever kind: the kernel's Python raised it, and the report must say so
+    except Exception as error:  # any kind: the kernel's Python raised it, and the report must say so
         report.error = error
         report.add(_finding_for(error))
     report.seconds = time.perf_counter() - start

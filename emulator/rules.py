@@ -72,7 +72,7 @@ def check_wgmma(a: Tensor | SharedView, b: Any, accumulator: Any, warps: int) ->
     (m, k), (b_k, n), bits = a.shape, b.shape, int(b.dtype.primitive_bitwidth)
     if b_k != k or list(accumulator.shape) != [m, n]:
         raise GluonError(f"wgmma of {[m, k]} and {[b_k, n]} into {list(accumulator.shape)}")
-    step = 256 // bits  # of k, in one instruction
+    step = 256 // bits  # columns of k in one instruction
     if layout.instr_shape[2] != step:
         raise GluonError(f"instr_shape {list(layout.instr_shape)} for {a.dtype.name}; its last number must be {step}")
     if k % step or m % (16 * layout.warps_per_cta[0]) or n % layout.instr_shape[1]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from flexattn.fp8_steps import Fp8Steps
 
 MOST_CALLS = 1024
-_MOST_BACKWARDS = 8  # of one call, by the strides of what comes in
+_MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of what comes in
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 NUM_TENSORS = len(_TENSOR_FIELDS)
@@ -72,7 +72,7 @@ class CallKey(NamedTuple):
 
     parts: Hashable
     tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
-    num_arguments: int  # of the tensors, before those that are captured
+    num_arguments: int  # number of tensors before those that are captured
     addresses: list[int]
     block_mask: Any
 

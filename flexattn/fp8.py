@@ -25,7 +25,7 @@ SCALINGS = ("current", "delayed")
 ALGORITHMS = ("max", "most_recent")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 TENSORS = ("q", "k", "v", "dout", "out")
-BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in TENSORS)  # of a DelayedScaling
+BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in TENSORS)  # buffers of a DelayedScaling
 MOST_MARGIN = 14  # with more, a tensor's largest value would be below E4M3's normal numbers
 
 
@@ -155,8 +155,8 @@ class QuantizedTensor(NamedTuple):
 
     data: Tensor
     descale: Tensor
-    amax: Tensor  # of x's finite values
-    source: Tensor | None = None  # of `attention` in training: x, in 16 bits, whose gradient is that of data * descale
+    amax: Tensor  # largest magnitude of x's finite values
+    source: Tensor | None = None  # x in 16 bits, given by `attention` in training; its gradient is that of data * descale
     block_rows: int = 0  # that share a descale, for granularity "block"; else 0
 
 

@@ -47,7 +47,7 @@ class QuantizeConfig(NamedTuple):
     block_rows: int
     margin: int
     rotation: bool
-    grad_dtype: str  # of dout
+    grad_dtype: str  # dtype of dout
     keeps_16_bit: bool  # q and k, for the backward
     quantises_dout: bool  # before the backward, with scales like q's; else the backward does, by blocks of rows
 

@@ -14,7 +14,7 @@ from flexattn.dispatch.select import Backend
 from flexattn.dispatch.spec import Gradients, Operands
 from flexattn.fp8_ops import Delayed, Passes, QuantizeConfig
 
-_DESCALES = 3  # of q, k and v, before a state's tensors
+_DESCALES = 3  # descales of q, k and v, before a state's tensors
 _COPIES = 2  # q and k in 16 bits
 _BACKWARD = ("out", "lse", "max_logit", "q", "k", "v", "descale_q", "descale_k", "descale_v")  # results of a forward before one
 

@@ -55,10 +55,10 @@ class Settings(NamedTuple):
     backend: str  # "auto" or a name
     mods: str = ""  # the text of a Program
     has_floor: bool = False  # every lse must be above validation.FLOOR
-    block_size_q: int = 0  # of the block mask
+    block_size_q: int = 0  # queries of a block of the block mask
     block_size_kv: int = 0
     fp8_out: str = ""  # for q, k and v in FP8: the dtype of out and the gradients, as "bfloat16"
-    fp8_grad: str = ""  # of dout
+    fp8_grad: str = ""  # dtype of dout
     fp8_block_rows: int = 0
     bf16_backward: bool = False
     is_part: bool = False  # for a backward alone: out and lse are of more keys than k and v have

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from flexattn.dispatch.reference import Sequences
 
-MOST_POINTS = 512  # of a side of a picture
+MOST_POINTS = 512  # points of a side of a picture
 MOST_AT_ONCE = 1 << 22  # scores that exist at a time
 HIDDEN, SEEN, EDGE = "#e3e7ea", "#3949ab", "#90a4ae"
 NEG_INF = float("-inf")

@@ -40,7 +40,7 @@ __all__ = [
 
 FORWARD_FACTOR = 2.0  # a fused kernel rounds in other places than eager code, not more often
 GRADIENT_FACTOR = 3.0  # and a gradient rounds twice: in the recomputed weights and in the products with them
-ROUNDING_STEPS = 4.0  # of got's own dtype, granted where same-dtype eager happens to be exact
+ROUNDING_STEPS = 4.0  # roundings of got's own dtype, granted where same-dtype eager happens to be exact
 NAN = float("nan")
 
 

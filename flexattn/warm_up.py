@@ -17,7 +17,7 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.functional import bind_call
 from flexattn.progress import progress_bar
 
-LENGTH = 128  # of a spec's sequences where its length class is not known
+LENGTH = 128  # length of a spec's sequences where its length class is not known
 
 
 def warmup(

@@ -18,7 +18,7 @@ class Fp8Call(NamedTuple):
     direction: str  # "forward" or "backward"
     head_dim_qk: int
     head_dim_v: int
-    one_dtype: bool = True  # of q, k and v
+    one_dtype: bool = True  # q, k and v have one dtype
     per_tensor: bool = True  # each of the tensors has one scale
     is_packed: bool = False  # q, or k and v, are [total, h, d]
     one_query: bool = False

@@ -14,7 +14,7 @@ import torch
 from flexattn.kernels_cudnn.lowering import Mods
 from flexattn.kernels_cudnn.mod_nodes import HIDDEN, Callbacks
 
-Strides = tuple[int, int, int]  # of b, h and s, in elements; the last dim is contiguous
+Strides = tuple[int, int, int]  # strides of b, h and s, in elements; the last dim is contiguous
 
 DTYPES = {
     torch.float16: cudnn.data_type.HALF,
@@ -34,7 +34,7 @@ class Uid(enum.IntEnum):
     V = 3
     OUT = 4
     STATS = 5  # lse, fp32
-    MAX = 6  # of each row's scores, and the sum of their exponentials: together they are another form of STATS
+    MAX = 6  # largest of each row's scores; with the sum of their exponentials another form of STATS
     SUM_EXP = 7
     DOUT = 8
     DQ = 9

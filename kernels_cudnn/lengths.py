@@ -18,7 +18,7 @@ class Side(NamedTuple):
     lengths: Tensor | None  # int32, at least [plan batch]; None where the plan takes none
     units: Tensor | None  # int32, at least [plan batch + 1]: the first token of each sequence, or its row of a dense tensor
     is_packed: bool  # [total, h, d]
-    tokens: int  # of the tensor: total, or of each row
+    tokens: int  # tokens of the tensor: in total, or in each row
     has_gaps: bool = False  # [total, h, d] with slots, in any order
 
     def offsets(self, steps: tuple[int, ...]) -> Tensor:

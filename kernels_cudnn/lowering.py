@@ -70,7 +70,7 @@ class Recipe(NamedTuple):
     spans: tuple[bool, bool, bool, bool]
     is_host: bool  # a number that is known without reading a tensor
     constant: float | int | None = None
-    graph: Graph | None = None  # of positions and captures, its one output the value
+    graph: Graph | None = None  # a graph of positions and captures, whose one output is the value
     read: str | None = None  # a capture, read at `at`: a name of _POSITIONS or a number for each of its dims
     at: tuple[str | int, ...] = ()
 
@@ -80,7 +80,7 @@ class Expression(NamedTuple):
     args: tuple[Any, ...]  # numbers of expressions, or constants as ("const", value)
     kind: str
     depends: frozenset[str]
-    bounds: tuple[int, int]  # of integers
+    bounds: tuple[int, int]  # least and greatest value of an integer
     node: Node | None
     is_cheap: bool  # positions and whole numbers alone, exact in 32 bits: no tensor is made for it
 

@@ -27,7 +27,7 @@ from flexattn.kernels_cudnn.handles import handle_of
 _log = logging.getLogger(__name__)
 
 CAPACITY = 256  # plans; one holds about 1 to 2 MB of host memory
-FILE_FORMAT = 2  # of a plan on disk; with every change to what a Uid means or to how a graph is built, another number
+FILE_FORMAT = 2  # format of a plan on disk; every change to what a Uid means or to how a graph is built makes another number
 
 
 _KIND = f"plan {FILE_FORMAT}"
@@ -47,7 +47,7 @@ class Plan:
     seconds: float  # that building or loading it took
     is_loaded: bool  # from disk
     is_pinned: bool = False  # a captured CUDA graph may use it: never evicted
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)  # of the graph while it runs
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)  # held while the graph runs
 
 
 @dataclasses.dataclass

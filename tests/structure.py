@@ -87,6 +87,14 @@ def unclear_docstrings(module: Module) -> Iterator[str]:
                 yield text.partition("\n")[0]
 
 
+def unclear_comments(module: Module) -> Iterator[str]:
+    """Comments behind code that begin with "of", so that their subject is left to the reader."""
+    for line in module.text.splitlines():
+        code, _, comment = line.rpartition("  # ")
+        if code.strip() and comment.startswith("of "):
+            yield line.strip()
+
+
 def imports(found: list[Module]) -> dict[str, set[str]]:
     """By module the modules of the project that it imports, in functions too, but for those that only annotations need."""
     names = {module.name for module in found}

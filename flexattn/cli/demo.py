@@ -26,7 +26,7 @@ from flexattn.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Inputs, check_clos
 
 VOCABULARY = 4096  # tokens are hashed into this many ids
 EMBEDDING = 256  # features of a token, before the projections to q, k and v
-BACKWARD_FLOPS = 2.5  # of the forward's: five matrix products for its two
+BACKWARD_FLOPS = 2.5  # times the forward's: five matrix products for its two
 
 
 class Settings(NamedTuple):

@@ -95,7 +95,7 @@ def _call(
         arguments["attn_mask_type"] = prefix + arguments["attn_mask_type"].removeprefix("no_mask")
         arguments |= {"qkv_format": "thd", "cu_seqlens_q": packed.cum_seq_q, "cu_seqlens_kv": packed.cum_seq_k}
         arguments |= {"max_seqlen_q": packed.max_q, "max_seqlen_kv": packed.max_k}
-        if packed.seqused_k is not None:  # of each slot its first tokens are keys
+        if packed.seqused_k is not None:  # the first tokens of each slot are keys
             zero = packed.seqused_k.new_zeros(1)
             arguments["cu_seqlens_kv"] = torch.cat((zero, packed.seqused_k.cumsum(0, dtype=torch.int32)))
             arguments["cu_seqlens_kv_padded"] = packed.cum_seq_k

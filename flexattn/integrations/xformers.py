@@ -168,7 +168,7 @@ def _packed(attn_bias: Any, mask_type: str, q: Tensor, k: Tensor) -> dict[str, A
         "max_seqlen_q": of_q.max_seqlen,
         "max_seqlen_kv": of_k.max_seqlen,
     }
-    if hasattr(of_k, "seqlen"):  # of each slot, or from each start on, so many tokens are keys
+    if hasattr(of_k, "seqlen"):  # so many tokens of each slot, or from each start on, are keys
         _refuse_overlap(of_k.seqstart_py, of_k.seqlen_py)
         lengths = of_k.seqlen.to(q.device)
         arguments["cu_seqlens_kv"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

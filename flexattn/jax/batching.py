@@ -28,7 +28,7 @@ def fold_forward(primitive: Any) -> Any:
         n, operands, folded, _ = _folded(call, arrays, dims)
         out, lse, max_logit = primitive.bind(*operands, call=folded)
         q_format, _ = parse_format(call.settings.qkv_format)
-        max_logit = jnp.broadcast_to(max_logit, (n, *max_logit.shape))  # of no entries
+        max_logit = jnp.broadcast_to(max_logit, (n, *max_logit.shape))  # has no entries here
         return [_apart(out, q_format, n), _apart_lse(lse, q_format, n), max_logit], [0, 0, 0]
 
     return rule

@@ -48,9 +48,9 @@ class Call(NamedTuple):
     """All of a call but its arrays; hashable, and as text the same in every process."""
 
     settings: ops.Settings
-    config: QuantizeConfig | None  # of quantising q, k and v inside the call
+    config: QuantizeConfig | None  # how q, k and v are quantised inside the call
     present: tuple[str, ...]  # which of TENSORS there are
-    counts: tuple[int, ...]  # of each of LISTS
+    counts: tuple[int, ...]  # length of each of LISTS
     numbers: tuple[float, ...]  # NUMBERS
     mod_numbers: tuple[float, ...]
 

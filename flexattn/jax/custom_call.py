@@ -34,7 +34,7 @@ class CustomCall(NamedTuple):
 
 class _Argument(NamedTuple):
     parameters: list[Any]  # jaxlib's
-    numbers: range  # of these among the kernel's parameters
+    numbers: range  # places of these among the kernel's parameters
     buffer: int | None  # that the first of them points to
 
 

@@ -138,7 +138,7 @@ def _alone(decision: Decision) -> Decision:
 class _Given(NamedTuple):
     """A call as it was given: its arrays, and all else."""
 
-    names: tuple[str, ...]  # of arrays, as far as they are arguments; captures and lists of a block mask follow
+    names: tuple[str, ...]  # names of arrays that are arguments; captures and lists of a block mask follow
     arrays: list[Any]
     static: dict[str, Any]
     traced: dict[str, mods.Traced]  # by role
@@ -238,7 +238,7 @@ def _given(arguments: dict[str, Any]) -> _Given:
 
 def _array(name: str, value: Any) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)):
-        return jnp.asarray(value)  # of the dtype that JAX gives it, as float32 for float64
+        return jnp.asarray(value)  # in the dtype that JAX gives it, as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 
@@ -308,7 +308,7 @@ def _operands(arrays: Sequence[Any], sources: Sequence[tuple[int, tuple[int, ...
     found = []
     for place, shape in sources:
         array = jnp.asarray(arrays[place])
-        is_words = array.dtype == jnp.uint32  # of a key, which is int64 [2] to torch
+        is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] to torch
         found.append(array if is_words or array.shape == shape else array.reshape(shape))
     return found
 

@@ -149,7 +149,7 @@ class _Writer:
         known = next((i for i, one in enumerate(self.given) if one is value), len(self.given))
         if known == len(self.given):
             self.given.append(value)
-            self.arrays.append(jnp.asarray(value))  # of the dtype that JAX gives it, where it is NumPy's
+            self.arrays.append(jnp.asarray(value))  # in the dtype that JAX gives it, where it is NumPy's
         dtype = torch_dtype(f"what {self.role} captures", self.arrays[known].dtype)
         return _Array(f"capture_{known}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
 

@@ -27,7 +27,7 @@ def _metas(call: Call, avals: Any) -> Any:
 
 def _without_words(names: Any, avals: Any) -> Any:
     """Returns avals with the rng_state's words as what the operators take, int64 [2], in torch's eyes."""
-    of_rng = jax.ShapeDtypeStruct((2,), "float32")  # of any dtype, as no spec depends on it
+    of_rng = jax.ShapeDtypeStruct((2,), "float32")  # any dtype will do, as no spec depends on it
     return [of_rng if name == "rng_state" else aval for name, aval in zip(names, avals, strict=True)]
 
 

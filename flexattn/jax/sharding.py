@@ -31,7 +31,7 @@ class _Layout(NamedTuple):
     operands: list[Factors]
     results: list[Factors]
     reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result does not have
-    sizes: dict[str, int]  # of key_head and in_group, and of batch where there is one
+    sizes: dict[str, int]  # sizes of key_head and in_group, and of batch where there is one
 
 
 def partitioned(primitive: Any, is_backward: bool) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def partitioned(primitive: Any, is_backward: bool) -> Callable[..., Any]:
         layout = _layout(call, [tuple(x.shape) for x in arrays], is_backward)
         split = _split_factors(call)
         if layout.sizes["key_head"] > 1:
-            split -= {"in_group"}  # of one key head alone, whose gradients are sums over the devices then
+            split -= {"in_group"}  # split only with one key head, whose gradients are sums over the devices then
 
         def partition(mesh: Any, given: Any, results: Any) -> Any:
             axes = _axes(layout, given, split)
@@ -129,7 +129,7 @@ def _rule(layout: _Layout, split: frozenset[str]) -> SdyShardingRule:
         return ArrayMapping(*(CompoundFactor(*factor) if isinstance(factor, tuple) else factor for factor in factors))
 
     of_all = (name for factors in (*layout.operands, *layout.results) for factor in factors for name in _names(factor))
-    in_order = dict.fromkeys(of_all)  # of the first time that each is named, which Shardy wants
+    in_order = dict.fromkeys(of_all)  # in the order of the first mention, which Shardy wants
     return SdyShardingRule(
         tuple(map(mapping, layout.operands)),
         tuple(map(mapping, layout.results)),

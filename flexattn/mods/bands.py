@@ -69,7 +69,7 @@ class _Range(NamedTuple):
     high: int | None
 
 
-_LARGEST = 2**29  # of a factor or a constant: nothing made of such leaves int64 and wraps, and no window is over LARGEST_WINDOW
+_LARGEST = 2**29  # largest factor or constant: nothing made of such leaves int64 and wraps, and no window is over LARGEST_WINDOW
 _NOT = ("logical_not", "bitwise_not")
 _AND = ("bitwise_and", "logical_and")
 _OR = ("bitwise_or", "logical_or")

@@ -32,8 +32,8 @@ class Facts(NamedTuple):
 
     roots: tuple[str, ...]  # names of globals, sorted
     attributes: frozenset[str]
-    chains: dict[str, frozenset[Chain]]  # of each global and free variable
-    first: frozenset[Chain]  # of the first argument, a method's self
+    chains: dict[str, frozenset[Chain]]  # chains of each global and free variable
+    first: frozenset[Chain]  # chains of the first argument, a method's self
     imports: tuple[str, ...]
     hidden: str  # how it reads what no name in it says, or ""
     formats: bool  # makes text of values, and so may call __repr__
@@ -202,7 +202,7 @@ def is_pure(value: Any) -> bool:
         return isinstance(value.__self__, type) and id(value.__self__) in _pure()
     if kind in (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType):
         return id(value.__objclass__) in _pure() or value.__objclass__ in Tensor.__mro__
-    if kind is types.MethodWrapperType:  # of a tensor's property
+    if kind is types.MethodWrapperType:  # a tensor's property
         return isinstance(value.__self__, types.GetSetDescriptorType) and value.__self__.__objclass__ in Tensor.__mro__
     if isinstance(value, torch._ops.OpOverloadPacket):
         return bool(value._qualified_op_name.startswith(("aten::", "prims::")))

@@ -59,7 +59,7 @@ class _View(NamedTuple):
 def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Sequence[Capture]) -> Graph:
     graph, inputs = new_graph(arguments, captures)
     by_name = {capture.name: capture for capture in captures}
-    values: dict[Node, Any] = {}  # of a traced node: a node of the new graph, a number, or a _View
+    values: dict[Node, Any] = {}  # by traced node: a node of the new graph, a number, or a _View
     placeholders = iter(inputs.values())
     for node in traced.nodes:
         if node.op == "placeholder":

@@ -27,7 +27,7 @@ from flexattn.mods.tracer import NeedsValueError, trace
 from flexattn.warn import warn_once
 
 Mod = Callable[..., Any]
-_CACHE_SIZE = 256  # of each cache of traces
+_CACHE_SIZE = 256  # entries of each cache of traces
 
 
 class Traced(NamedTuple):

@@ -46,7 +46,7 @@ class Trace(NamedTuple):
 
     graph: Graph
     captures: tuple[Capture, ...]
-    used: tuple[tuple[bool, int], ...]  # of each capture: (is a float, its position among the floats or tensors that were found)
+    used: tuple[tuple[bool, int], ...]  # for each capture: (is a float, its position among the floats or tensors that were found)
     looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
     is_settled: bool  # all that it read was found, and is still what it was
 
@@ -279,7 +279,7 @@ class _Watch(TorchFunctionMode):
         self.fakes = fakes
         self.names = list(names)
         self.stand_in_of: dict[int, Tensor] = {}
-        self.position: dict[int, int] = {}  # of stand-ins and of views of them: which tensor they are of
+        self.position: dict[int, int] = {}  # by stand-in or view of one: the tensor that it stands for
         self.num_tensors = 0
         self.met: list[tuple[str, Tensor]] = []  # tensors that were not found before
         self.looked_at: set[int] = set()

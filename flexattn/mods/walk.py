@@ -27,7 +27,7 @@ ABSENT: Any = object()
 MEMO = "_flexattn_captures"  # a function's attribute that is `captures`' own, so that it goes when the function goes
 
 
-_FIELD: Any = type(vars(collections.namedtuple("_Pair", "a b"))["a"])  # of a namedtuple, whose items are all in its key
+_FIELD: Any = type(vars(collections.namedtuple("_Pair", "a b"))["a"])  # a namedtuple's field: the items are all in its key
 
 
 class Scope:
@@ -37,9 +37,9 @@ class Scope:
     """
 
     def __init__(self) -> None:
-        self.names: set[str] = set()  # of an object that may be anywhere
+        self.names: set[str] = set()  # attributes of an object that may be anywhere
         self.whole: set[int] = set()  # the objects that may be, by address
-        self.chains: dict[int, set[Chain]] = {}  # of the others what is asked of them
+        self.chains: dict[int, set[Chain]] = {}  # by other objects: what is asked of them
         self.alive: list[Any] = []  # what has these addresses, some of it made by the walk, so that nothing else gets them
         self.formats = False  # values are made text, which may call __repr__
         self.constructs = False  # an object's class may be called
@@ -153,7 +153,7 @@ class Walk:
     def visit_all(self, name: str, function: Any) -> tuple[Hashable, Any]:
         key, new = self.visit(name, function, self.lift, 0)
         added = []
-        for attr in sorted(self.scope.names):  # of the score and of tensors: someone may have put methods there
+        for attr in sorted(self.scope.names):  # attributes of the score and of tensors: someone may have put methods there
             member = vars(Tensor).get(attr, ABSENT)
             self.entries.append((vars(Tensor), attr, member))
             if type(member) is types.FunctionType and not is_pure(member):

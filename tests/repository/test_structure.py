@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from pathlib import Path
 
@@ -24,6 +25,17 @@ def test_device_functions_take_few_arguments_by_name() -> None:
 
 def test_docstrings_name_their_subject() -> None:
     assert {module.name: found for module in modules() if (found := [*structure.unclear_docstrings(module)])} == {}
+
+
+def test_comments_name_their_subject() -> None:
+    of_code = [module for module in modules() if module.path.parts[0] != "tests"]
+    assert {module.name: found for module in of_code if (found := [*structure.unclear_comments(module)])} == {}
+
+
+def test_a_comment_without_its_subject_is_found() -> None:
+    text = "x = 1  # of a call\n# of a call, further\ny = 2  # calls of x\n"
+    module = structure.Module("m", Path("m.py"), text, ast.parse(text))
+    assert [*structure.unclear_comments(module)] == ["x = 1  # of a call"]
 
 
 def test_each_defect_is_counted(tmp_path: Path) -> None:

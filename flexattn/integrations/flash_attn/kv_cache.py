@@ -18,7 +18,7 @@ class Tokens(NamedTuple):
     values: Tensor
     sequence: Tensor
     place: Tensor
-    lengths: int | Tensor  # of each sequence
+    lengths: int | Tensor  # length of each sequence
 
 
 class Cache(NamedTuple):

@@ -129,7 +129,7 @@ class DotProductAttention(torch.nn.Module):
         self.return_max_logit = return_max_logit
         self.deterministic = environment().is_deterministic
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
-        self._last_recipe: Recipe | None = None  # of a forward
+        self._last_recipe: Recipe | None = None  # recipe of the last forward
         self._scaling = LayerScaling(self.num_heads, self.num_heads_kv)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # as TransformerEngine's modules, which are made on the GPU
         if softmax_type == "off-by-one":
@@ -278,7 +278,7 @@ class DotProductAttention(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", None)  # which older checkpoints do not have
-        for part in ("flash_attention", "fused_attention", "unfused_attention"):  # of older ones of TransformerEngine's
+        for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older modules of TransformerEngine's
             state_dict.pop(f"{prefix}{part}._extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

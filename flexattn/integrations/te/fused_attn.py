@@ -260,8 +260,8 @@ class _Call(NamedTuple):
 
     kind: FusedAttnBackend
     layout: Layout
-    results: Results  # of a forward
-    arguments: dict[str, Any]  # of `flexattn.attention`, to be copied
+    results: Results  # where a forward's results lie
+    arguments: dict[str, Any]  # arguments of `flexattn.attention`, to be copied
     has_bias: bool
     has_offset: bool  # one that is read
     has_lengths: bool

@@ -93,7 +93,7 @@ class InferenceParams:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self._new: list[int] = []
-        self._moves: dict[int, list[int]] = {}  # of each layer: which row comes where, if not yet done
+        self._moves: dict[int, list[int]] = {}  # by layer: which row comes where, if not yet done
         self._plans: dict[torch.device, _Plan] = {}
 
     def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:

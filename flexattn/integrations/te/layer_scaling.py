@@ -29,7 +29,7 @@ class LayerScaling:
     def __init__(self, num_heads: int, num_heads_kv: int) -> None:
         self.heads = (num_heads, num_heads_kv)
         self.state: fp8.DelayedScaling | None = None
-        self.loaded: dict[str, Tensor] | None = None  # of a checkpoint, until there is a state
+        self.loaded: dict[str, Tensor] | None = None  # tensors of a checkpoint, until there is a state
         self.step = 0  # to which the scales belong
 
     def state_for(self, recipe: fp8.Recipe, device: torch.device, is_training: bool) -> fp8.DelayedScaling:
@@ -65,7 +65,7 @@ class LayerScaling:
         if not content:
             return
         found = None
-        if content.startswith(b"PK"):  # of torch.save; other bytes are another library's
+        if content.startswith(b"PK"):  # written by torch.save; other bytes are another library's
             with contextlib.suppress(pickle.UnpicklingError, RuntimeError):  # objects that are no tensors, or cut off
                 found = torch.load(io.BytesIO(content), weights_only=True)
         if isinstance(found, dict) and set(found) == set(fp8.BUFFERS):

@@ -57,8 +57,8 @@ AttnMaskType = {
 }
 SoftmaxType = {"vanilla": 0, "off-by-one": 1, "learnable": 2}
 
-META_QKV, META_O, META_S = 2, 3, 8  # of the forward's FP8 tensors: GEMM1_OUTPUT, GEMM2_INPUT, GEMM3_OUTPUT
-META_DQKV, META_DO, META_DP = 0, 3, 5  # of the backward's: GRAD_OUTPUT1, GRAD_INPUT2, GRAD_INPUT3
+META_QKV, META_O, META_S = 2, 3, 8  # places of the forward's FP8 tensors: GEMM1_OUTPUT, GEMM2_INPUT, GEMM3_OUTPUT
+META_DQKV, META_DO, META_DP = 0, 3, 5  # places of the backward's: GRAD_OUTPUT1, GRAD_INPUT2, GRAD_INPUT3
 
 
 class FusedAttnBackend(enum.IntEnum):

@@ -115,7 +115,7 @@ def _quantized(x: Tensor, dtype: torch.dtype, scale: Tensor | None, amax: Tensor
 class InFp8(NamedTuple):
     """An FP8 tensor as `flexattn.attention` takes it."""
 
-    data: Tensor  # of a float8 dtype
+    data: Tensor  # in a float8 dtype
     descale: Tensor  # float32
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from flexattn.mods.tracer import MisusedType
 
 Callback = Callable[..., Any]
 Value = Tensor | float | int | bool
-LIMIT = 1e-5  # of the largest gradient: what check_bprop grants to rounding in fp64 with float32 constants
+LIMIT = 1e-5  # share of the largest gradient that check_bprop grants to rounding in fp64 with float32 constants
 
 
 class TEScoreMod:
@@ -66,7 +66,8 @@ class TEScoreMod:
             )
         self.forward = score_mod
         self.bprop = score_mod_bprop
-        self.attributes = tuple(getattr(getattr(score_mod, "__self__", None), "__dict__", ()))  # of the object that it is bound to
+        # names on the object that it is bound to
+        self.attributes = tuple(getattr(getattr(score_mod, "__self__", None), "__dict__", ()))
         self.tensors = _readable("score_mod_tensors", score_mod_tensors)
         self.tensors_of_bprop = (
             self.tensors if score_mod_bprop_tensors is None else _readable("score_mod_bprop_tensors", score_mod_bprop_tensors)

@@ -119,7 +119,7 @@ class Masked(NamedTuple):
 
     band: Band = Band()
     mask_mod: MaskFunction | None = None
-    packed: tuple[Packed, Packed] | None = None  # of the queries and of the keys
+    packed: tuple[Packed, Packed] | None = None  # for the queries and for the keys
     keys: int | None = None  # how many to keep; None: all
     bias: Tensor | None = None
     block_mask: BlockMask | None = None
