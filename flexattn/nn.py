@@ -49,6 +49,11 @@ class Attention(nn.Module):
         **factory: Any,
     ) -> None:
         super().__init__()
+        if unknown := sorted(factory.keys() - {"device", "dtype"}):
+            raise TypeError(
+                f"Attention() has no argument {', '.join(unknown)}; accepted: embed_dim, num_heads, num_kv_heads, head_dim, bias, "
+                "dropout_p, device, dtype"
+            )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads is {num_heads} and num_kv_heads {num_kv_heads}; accepted: a multiple of num_kv_heads")

@@ -313,6 +313,7 @@ def test_attention_takes_packed_sequences_and_rotates() -> None:
         (lambda: Attention(E, 4, 3), ValueError, "num_heads is 4 and num_kv_heads 3"),
         (lambda: Attention(E, 3), ValueError, "embed_dim is 16 and num_heads 3"),
         (lambda: Attention(E, 4)(torch.ones(1, 2, E), dropout_p=0.1), TypeError, "dropout_p is given to Attention.forward()"),
+        (lambda: Attention(E, 4, heads_kv=2), TypeError, "Attention() has no argument heads_kv; accepted: embed_dim"),
         (lambda: Attention(E, 4)(torch.ones(1, 2, E), return_lse=True), TypeError, "return_lse is given"),
         (lambda: Attention(E, 4)(torch.ones(1, 2, E), qkv_format="bhsd"), ValueError, "qkv_format is 'bhsd' for x without heads"),
         (lambda: Attention(E, 4)(torch.ones(1, 2, E), is_causal=True), TypeError, "accepted instead: attn_mask_type='causal'"),
