@@ -36,7 +36,7 @@ PAGE = ROOT / "docs" / "support.md"
 HEADER = ("feature", *(f"{backend} {direction}" for backend in BACKENDS for direction in ("forward", "backward")))
 SCALE = 7 if torch.cuda.is_available() else 1  # of all lengths: small for the interpreter, past the largest compiled tile
 RNG_STATE = (-7777777777777, 31415926535)  # a negative seed and an offset of more than 32 bits, as torch may draw them
-DEFAULT_SLOPES = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)  # of 4 heads: Press et al. (2022), section 3
+DEFAULT_SLOPES = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)  # slopes of 4 heads: Press et al. (2022), section 3
 BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
 NEG_INF = float("-inf")
 
@@ -55,8 +55,8 @@ NOTHING: dict[str, Any] = {}
 class Row(NamedTuple):
     """One feature: a call with hostile inputs, and who cannot run it."""
 
-    inputs: dict[str, Any] = PADDED  # of `make_inputs`: sq != skv, grouped heads, NaN in the padding or around a strided view
-    call: dict[str, Any] = NOTHING  # of `attention`
+    inputs: dict[str, Any] = PADDED  # for `make_inputs`: sq != skv, grouped heads, NaN in the padding or around a strided view
+    call: dict[str, Any] = NOTHING  # arguments of `attention`
     bias: str = ""  # the dims that a bias spans, as in "1hss"
     slopes: str = ""  # and those of alibi_slopes, "h" or "bh"
     dlse: bool = False  # whether a gradient comes in through lse too

@@ -262,7 +262,7 @@ def test_what_is_wrong_is_never_timed(direction: str, spoil: str, small: tuple[W
     assert right.share == pytest.approx((right.tflops or 0.0) / 800.0)
     attainable = min(800.0, 4.0 * counted.flops / counted.bytes)
     assert right.roofline_share == pytest.approx((right.tflops or 0.0) / attainable)
-    assert (right.host_us, right.host_us_p99) == (pytest.approx(30.0), pytest.approx(49.6))  # of 10, 20, 30, 40 and 50
+    assert (right.host_us, right.host_us_p99) == (pytest.approx(30.0), pytest.approx(49.6))  # p50, p99 of 10, 20, 30, 40 and 50
 
 
 def test_nothing_right_is_no_timing_at_all(small: tuple[Workload, Tensors]) -> None:

@@ -35,9 +35,9 @@ class Where(NamedTuple):
     device: str
     dtypes: tuple[torch.dtype, ...]
     head_dims: tuple[int, ...]
-    longest: tuple[int, int]  # of queries and keys
+    longest: tuple[int, int]  # most queries and most keys
     most_heads: int  # of k and v, and of q for each; and the largest batch
-    without: frozenset[str] = frozenset()  # of FEATURES
+    without: frozenset[str] = frozenset()  # names of FEATURES
 
 
 class Config(NamedTuple):

@@ -15,7 +15,7 @@ from tests.fuzz.calls import HALF, Call, Config, Where, draw_config
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.support.guarded_memory import Allocations
 
-FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of plain torch's error in the same dtype, as flexattn.testing's
+FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # multiples of plain torch's error in the same dtype, as flexattn.testing's
 # Roundings granted where plain torch happens to be exact: of the result's own dtype; in a gradient also of the arithmetic, as dp
 # and delta cancel; in float64, of which there is no wider truth.
 STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0

@@ -19,8 +19,8 @@ from flexattn.integrations import te
 from flexattn.integrations.te.recipe import DelayedScaling, Float8CurrentScaling, Format, recipe_of
 
 BATCH, HEADS, DIM = 2, 4, 16
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}  # of float32: sums of some ten products of numbers about 1
-LENGTHS = ((9, 5), (12, 7))  # of the queries and the keys of each sequence, where a mask has padding
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}  # for float32: sums of some ten products of numbers about 1
+LENGTHS = ((9, 5), (12, 7))  # lengths of the queries and the keys of each sequence, where a mask has padding
 
 
 class Case(NamedTuple):

@@ -17,7 +17,7 @@ from flexattn.mods.trace import cache_info, clear_cache
 from tests.mods.test_score_mod import HEADS, HEADS_KV
 from tests.support import te_callbacks
 
-LIMIT = 2e-5  # of the largest value: fp32 against fp64
+LIMIT = 2e-5  # share of the largest value: fp32 against fp64
 
 
 def causal(graph: Any, score: Any, tensors: Any) -> Any:

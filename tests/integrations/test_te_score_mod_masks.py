@@ -20,7 +20,7 @@ from tests.support import te_callbacks
 from tests.support.te_callbacks import by_value
 
 INF = math.inf
-LIMIT = 2e-5  # of the largest value: fp32 against fp64
+LIMIT = 2e-5  # share of the largest value: fp32 against fp64
 
 
 def inputs(device: str, sq: int = 37, skv: int = 45, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:

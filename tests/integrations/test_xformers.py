@@ -25,7 +25,7 @@ from flexattn.integrations.xformers import memory_efficient_attention
 
 H, D, D_V = 4, 8, 6
 Q_LENGTHS, K_LENGTHS = [5, 3, 0, 7], [9, 3, 4, 8]  # keys at least as many as queries, as xformers asks for
-STARTS = [2, 12, 17, 22]  # of sequences of keys with gaps between them
+STARTS = [2, 12, 17, 22]  # starts of sequences of keys with gaps between them
 
 
 def make(*sizes: int, seed: int = 0) -> Tensor:

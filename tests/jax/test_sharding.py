@@ -13,7 +13,7 @@ jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 
 NamedSharding, P = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
-BOTH = P("data", None, "model")  # of [b, s, h, d]
+BOTH = P("data", None, "model")  # axes of [b, s, h, d]
 
 
 @pytest.fixture(scope="module")

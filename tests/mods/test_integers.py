@@ -16,7 +16,7 @@ from flexattn.mods.bands import implied_band
 from flexattn.mods.trace import trace_mods
 
 LENGTH, HEADS, DIM = 40, 2, 16
-HASH = 6364136223846793005  # of a linear congruential generator: the products leave int64
+HASH = 6364136223846793005  # multiplier of a linear congruential generator: the products leave int64
 EXTREMES = [2**62, -(2**63), 3, 2**63 - 1, -7] * (LENGTH // 5)
 
 # Conditions of (i, j, x), with x holding EXTREMES; what torch makes of them on whole tensors is what they mean.

@@ -14,7 +14,7 @@ from tests.mods.test_score_mod import HEADS, HEADS_KV
 
 GPU = torch.cuda.is_available()
 SQ, SKV = (210, 280) if GPU else (42, 56)
-LIMIT = 2e-5  # of the largest value: fp32 against fp64
+LIMIT = 2e-5  # share of the largest value: fp32 against fp64
 
 
 def positions() -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from tests import pictures  # noqa: E402  # once matplotlib is known to be here
 
 EXAMPLES = list(pictures.examples())
 LARGEST = 60_000  # bytes of a picture
-MOST_CHANGED = 0.005  # of the pixels: fonts differ between versions of matplotlib; a diagonal of a mask is twice as much
+MOST_CHANGED = 0.005  # share of the pixels: fonts differ between versions of matplotlib; a diagonal of a mask is twice as much
 OUTPUTS = "import json; from tests import pictures; print(json.dumps(list(pictures.run(pictures.cells()))))"
 
 

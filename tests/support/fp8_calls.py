@@ -25,7 +25,7 @@ from tests.support.fp8_sums import scores_summed_short
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_ROWS = 64
-SHORT_ACCUMULATOR = 2.0**-11  # of the largest score: the most that lse and max_logit are granted for the sums of `fp8_sums`
+SHORT_ACCUMULATOR = 2.0**-11  # share of the largest score: the most that lse and max_logit are granted for the sums of `fp8_sums`
 
 
 def quantized(

@@ -26,7 +26,7 @@ class Case(NamedTuple):
     descales: Descales
     dout: Tensor  # FP8
     descale_dout: Tensor
-    spec: AttentionSpec  # of the same values in fp64
+    spec: AttentionSpec  # spec of the same values in fp64
     x: Operands
     dout64: Tensor
 

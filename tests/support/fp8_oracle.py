@@ -12,7 +12,7 @@ from torch import Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 MANTISSA, LEAST_EXPONENT = {E4M3: 3, E5M2: 2}, {E4M3: -6, E5M2: -14}
-ORDER = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # of the dims b, s, h, d
+ORDER = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # order of the dims b, s, h, d
 
 
 class Packing(NamedTuple):

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 FAR = gl.constexpr(1 << 30)
-COLUMNS = gl.constexpr(7)  # of the table of sequences
+COLUMNS = gl.constexpr(7)  # columns of the table of sequences
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
