@@ -36,6 +36,7 @@ def examples() -> Iterator[Example]:
 
 def draw(code: str) -> bytes:
     """Runs an example, and returns the PNG of the one figure that it makes."""
+    _pictures()  # closes those of others
     exec(compile(code, "docs/gallery.md", "exec"), {"__name__": "gallery"})
     (picture,) = _pictures()
     return picture
