@@ -1,4 +1,4 @@
-"""A stand-in for the flash_attn package: FlashAttention 2's functions, with its signatures, on flexattn.
+"""A stand-in for FlashAttention's packages: the functions of versions 2, 3 and 4, with their signatures, on flexattn.
 
     from flexattn.integrations import flash_attn
     flash_attn.install()
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from flexattn.integrations.flash_attn import bert_padding, flash_attn_interface
+from flexattn.integrations.flash_attn import bert_padding, block_sparsity, cute, flash_attn_3, flash_attn_interface
 from flexattn.integrations.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -25,6 +25,8 @@ from flexattn.integrations.flash_attn.flash_attn_interface import (
 
 __all__ = [
     "bert_padding",
+    "cute",
+    "flash_attn_3",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -35,25 +37,45 @@ __all__ = [
     "install",
 ]
 
+__version__ = "2.8.4"  # FlashAttention 2's, whose signatures these are: other libraries compare it
+
+
+def _modules() -> dict[str, object]:
+    """Returns this package's modules by FlashAttention's names."""
+    return {
+        "flash_attn": sys.modules[__name__],
+        "flash_attn.flash_attn_interface": flash_attn_interface,
+        "flash_attn.bert_padding": bert_padding,
+        "flash_attn.cute": cute,
+        "flash_attn.cute.interface": cute,
+        "flash_attn.cute.block_sparsity": block_sparsity,
+        "flash_attn_interface": flash_attn_3,
+        "flash_attn_3": flash_attn_3,
+        "flash_attn_3.flash_attn_interface": flash_attn_3,
+    }
+
 
 def install(override: bool = False) -> None:
-    """Makes `import flash_attn`, `flash_attn.flash_attn_interface` and `flash_attn.bert_padding` give this package's modules.
+    """Makes imports of FlashAttention 2, 3 and 4 give this package's modules, in this process.
+
+    The names are `flash_attn` with `flash_attn_interface` and `bert_padding`; `flash_attn_interface` and `flash_attn_3`; and
+    `flash_attn.cute` with `interface` and `block_sparsity`.
 
     Args:
-        override: whether to do so where another flash_attn is imported or installed.
+        override: whether to do so where another FlashAttention is imported or installed.
 
     Raises:
-        RuntimeError: there is another flash_attn, and override is False.
+        RuntimeError: there is another FlashAttention, and override is False.
     """
-    ours = sys.modules[__name__]
-    loaded = sys.modules.get("flash_attn")
-    is_there = loaded is not ours if loaded is not None else importlib.util.find_spec("flash_attn") is not None
-    if is_there and not override:
-        raise RuntimeError(
-            "another flash_attn is installed; accepted: none, or install(override=True), which hides it in this process"
-        )
-    for name in [n for n in sys.modules if n.startswith("flash_attn.")]:
+    modules = _modules()
+    packages = [name for name in modules if "." not in name]
+    for name in packages:
+        loaded = sys.modules.get(name)
+        is_there = loaded is not modules[name] if loaded is not None else importlib.util.find_spec(name) is not None
+        if is_there and not override:
+            raise RuntimeError(
+                f"another {name} is installed; accepted: none, or install(override=True), which hides it in this process"
+            )
+    for name in [n for n in sys.modules if n.split(".")[0] in packages]:
         del sys.modules[name]
-    sys.modules["flash_attn"] = ours
-    sys.modules["flash_attn.flash_attn_interface"] = flash_attn_interface
-    sys.modules["flash_attn.bert_padding"] = bert_padding
+    sys.modules.update(modules)  # type: ignore[arg-type]

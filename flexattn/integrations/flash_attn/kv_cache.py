@@ -78,12 +78,12 @@ def rotate_queries(q: Tokens, rotary: Rotary, options: Options) -> Tensor:
 
 
 def attend(
-    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, cache: Cache, options: Options, **more: Any
+    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None, cache: Cache, options: Options, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns out [t, h, d_v] and lse [h, t] of packed queries [t, h, d] over a cache.
 
     Args:
-        q, cu_seqlens_q, max_seqlen_q: the queries, int32 [b + 1], and the longest length.
+        q, cu_seqlens_q, max_seqlen_q: the queries, int32 [b + 1], and the longest length or None.
         cache: the cache.
         options: FlashAttention's options.
         more: other arguments of `attention`.

@@ -1,0 +1,231 @@
+"""FlashAttention 4's functions (`flash_attn.cute`) under their own names and signatures, run by `flexattn.attention`.
+
+The signatures are those of https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute/interface.py. Mods take the
+arguments that they take there, and are written in torch operations on 0-d tensors, as `flexattn.attention`'s score_mod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.functional import attention
+from flexattn.integrations.flash_attn import block_sparsity, sequences
+from flexattn.integrations.flash_attn.options import Options, named, refuse
+from flexattn.integrations.flash_attn.sequences import Lengths
+
+__version__ = "4.0.0"
+
+Window = tuple[int | None, int | None]
+Mod = Callable[..., Any]
+
+
+class _Extras(NamedTuple):
+    """Arguments that other FlashAttentions have not, under their own names, and the window."""
+
+    window_size: Window
+    learnable_sink: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    aux_tensors: list[Tensor] | None
+    aux_scalars: tuple[Any, ...] | None
+    block_sparse_tensors: Any
+
+
+def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
+    """Returns score_mod and mask_mod with the arguments that `attention` gives to its own."""
+    if extras.score_mod is None and extras.mask_mod is None:
+        return {"score_mod": None, "mask_mod": None}
+    offsets_q, offsets_k, lengths_q, lengths_k = q.cu_seqlens, k.cu_seqlens, q.cumulative().diff(), k.cumulative().diff()
+    foreign_score, foreign_mask = extras.score_mod, extras.mask_mod
+    aux: tuple[Any, ...] = (list(extras.aux_tensors or []),)
+    if extras.aux_scalars:
+        aux = (*aux, tuple(extras.aux_scalars))
+
+    def info(b: Tensor) -> sequences.SequenceInfo:
+        first_q, first_k = (0 if offsets is None else offsets[b] for offsets in (offsets_q, offsets_k))
+        return sequences.SequenceInfo(first_q, first_k, lengths_q[b], lengths_k[b])
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return foreign_score(score, b, h, q_idx, kv_idx, info(b), *aux)  # type: ignore[misc]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return foreign_mask(b, h, q_idx, kv_idx, info(b), *aux)  # type: ignore[misc]
+
+    return {"score_mod": foreign_score and score_mod, "mask_mod": foreign_mask and mask_mod}
+
+
+def _window(causal: bool, window_size: Window) -> Window:
+    """Returns the window with a causal mask in it; as in FlashAttention sides whose sum is below 0 are open."""
+    left, right = (side if side is None else int(side) for side in window_size)
+    right = 0 if causal else right
+    return (None, 0 if causal else None) if left is not None and right is not None and left + right < 0 else (left, right)
+
+
+def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Any]:
+    """Returns masks, windows and mods as `attention` names them."""
+    left, right = _window(options.causal, extras.window_size)
+    mods = _mods(extras, q, k)
+    if extras.mask_mod is not None and (left, right) != (None, None):
+        raise ValueError(
+            f"mask_mod is given with causal {options.causal} and window_size {extras.window_size}; accepted: mask_mod alone, "
+            "beside which FlashAttention ignores the others; write them into mask_mod"
+        )
+    is_padded = any(x is not None for side in (q, k) for x in (side.cu_seqlens, side.used))
+    result: dict[str, Any] = {**named(options._replace(causal=False), is_padded), **mods}
+    if is_padded:
+        result |= sequences.named(q, k)
+    if (left or 0) < 0 or (right or 0) < 0:
+        result["mask_mod"] = sequences.band(left, right, sequences.diagonals(q, k))
+    elif right == 0:
+        prefix = "padding_" if is_padded else ""
+        result |= {"attn_mask_type": prefix + "causal_bottom_right", "window_size": (-1 if left is None else left, 0)}
+    else:
+        result["window_size"] = (-1 if left is None else left, -1 if right is None else right)
+    if extras.block_sparse_tensors is not None:
+        lengths = (q.x.shape[1], k.x.shape[1])
+        result["block_mask"] = block_sparsity.block_mask_of(extras.block_sparse_tensors, result.pop("mask_mod"), lengths)
+    return result
+
+
+def _attend(
+    q: Lengths, k: Lengths, tensors: tuple[Tensor, Tensor | None], options: Options, extras: _Extras
+) -> tuple[Tensor, Tensor]:
+    v, qv = tensors
+    queries, keys = q.x, k.x
+    has_shared_kv = keys is v and v.shape[-1] == 512
+    if qv is not None:  # q k^T + qv v^T is one product of longer rows
+        queries, keys = torch.cat((queries, qv), -1), torch.cat((keys, v), -1)
+    out, lse = attention(
+        queries,
+        keys,
+        v,
+        softmax_type="vanilla" if extras.learnable_sink is None else "learnable",
+        softmax_offset=extras.learnable_sink,
+        return_lse=True,
+        **_masks(options, extras, q, k),
+    )
+    return out, lse.transpose(-1, -2) if qv is not None or has_shared_kv else lse
+
+
+def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None, page_table: Tensor | None = None) -> None:
+    refuse("score_mod_bwd", score_mod_bwd, "leave it out: the gradient is derived from score_mod")
+    refuse("gather_kv_indices", gather_kv_indices, "say which keys are seen with mask_mod")
+    refuse("page_table", page_table, "gather the pages")
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None,
+    aux_tensors: list[Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns attention of a dense batch, and lse or None.
+
+    Args:
+        q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
+        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied.
+        softmax_scale, causal, softcap, deterministic: as FlashAttention's.
+        window_size: (left, right); None is open, and a negative side ends the window on the other side of the diagonal. Sides whose
+            sum is below 0 are open, as in FlashAttention.
+        learnable_sink: float16, bfloat16 or float32 [h]: exp(sink) is added to each softmax denominator. Differentiable.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors) in torch operations, with aux_scalars as one more
+            argument where they are given; seqlen_info has offset_q, offset_k, seqlen_q and seqlen_k.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors), likewise; without causal and window_size.
+        aux_tensors, aux_scalars: what mods take; gradients reach tensors that require them.
+        block_sparse_tensors: a `block_sparsity.BlockSparseTensorsTorch` with block_size.
+        num_splits, pack_gqa, block_sparse_tensors_bwd: without effect: chosen inside; the last one lists the same blocks by keys.
+        gather_kv_indices, score_mod_bwd: None.
+        return_lse: whether to return lse: float32 [b, h, sq], or [b, sq, h] with qv; -inf for a query that sees no key.
+
+    Raises:
+        NotImplementedError: an argument that must be None is given.
+        ValueError: mask_mod with causal or a window; block_sparse_tensors without block_size.
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    """
+    _refuse(score_mod_bwd, gather_kv_indices)
+    options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
+    extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
+    out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), (v, qv), options, extras)
+    return out, lse if return_lse else None
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Mod | None = None,
+    score_mod_bwd: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list[Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns attention of sequences with lengths of their own, packed or in a dense batch, and lse or None.
+
+    Args:
+        q: [total_q, h, d] with cu_seqlens_q, else [b, sq, h, d].
+        k, v: [total_k, h_k, d] and [total_k, h_k, d_v] with cu_seqlens_k, else [b, sk, h_k, d] and [b, sk, h_k, d_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end; None for a dense batch.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or None.
+        seqused_q, seqused_k: int32 [b]: how many tokens of each sequence there are; the others are 0 in out. None is all.
+        qv, softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic, score_mod, mask_mod,
+            aux_tensors, aux_scalars: as in `flash_attn_func`; mods count positions within their sequence.
+        block_sparse_tensors: as in `flash_attn_func`, for a dense batch.
+        min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: without effect: chosen inside.
+        gather_kv_indices, page_table, score_mod_bwd: None.
+        return_lse: whether to return lse: float32 [h, total_q] or [b, h, sq]; with qv [total_q, h] or [b, sq, h].
+
+    Raises:
+        NotImplementedError: an argument that must be None is given.
+        ValueError: mask_mod with causal or a window; block_sparse_tensors without block_size, or of packed sequences.
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    """
+    _refuse(score_mod_bwd, gather_kv_indices, page_table)
+    options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
+    extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
+    of_q, of_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
+    out, lse = _attend(of_q, of_k, (v, qv), options, extras)
+    return out, lse if return_lse else None

@@ -1,0 +1,300 @@
+"""FlashAttention 3's functions under their own names and signatures, run by `flexattn.attention`.
+
+The signatures are those of https://github.com/Dao-AILab/flash-attention/blob/main/hopper/flash_attn_interface.py. q, k and v are
+[b, s, h, d], packed sequences [total, h, d]; masks, windows and chunks are aligned to the bottom-right corner.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.functional import attention
+from flexattn.integrations.flash_attn import kv_cache, sequences
+from flexattn.integrations.flash_attn.options import Options, named, refuse
+from flexattn.integrations.flash_attn.sequences import Lengths
+from flexattn.packed import unpack
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+class _Extras(NamedTuple):
+    """The arguments that FlashAttention 2 has not."""
+
+    qv: Tensor | None = None
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    attention_chunk: int = 0
+
+    def named(self, groups: int, diagonal: int | Tensor) -> dict[str, Any]:
+        """Returns descales and chunks as `attention` names them; groups are the query heads of a key head."""
+        of_q, of_k, of_v = self.descales
+        return {
+            "descale_q": None if of_q is None else of_q.repeat_interleave(groups, -1),
+            "descale_k": of_k,
+            "descale_v": of_v,
+            "mask_mod": sequences.chunked(self.attention_chunk, diagonal) if self.attention_chunk else None,
+        }
+
+
+def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras) -> tuple[Tensor, Tensor]:
+    is_padded = any(x is not None for x in (q.cu_seqlens, k.cu_seqlens, q.used, k.used))
+    queries, keys = q.x, k.x
+    if extras.qv is not None:  # q k^T + qv v^T is one product of longer rows
+        queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, v), -1)
+    out, lse = attention(
+        queries,
+        keys,
+        v,
+        return_lse=True,
+        **named(options, is_padded),
+        **extras.named(queries.shape[-2] // keys.shape[-2], sequences.diagonals(q, k)),
+        **(sequences.named(q, k) if is_padded else {}),
+    )
+    return out, lse
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Returns attention of a dense batch.
+
+    Args:
+        q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
+        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied.
+        q_descale, k_descale, v_descale: float32 [b, h_k], for q, k and v in FP8.
+        window_size: (left, right); a side below 0 is open.
+        attention_chunk: above 0 a query sees the keys of its own chunk of so many, counted from key 0.
+        softmax_scale, causal, softcap, deterministic: as FlashAttention's.
+        num_splits, pack_gqa, sm_margin: without effect: chosen inside.
+        return_attn_probs: whether to return (out, softmax_lse); softmax_lse is float32 [b, h, sq], -inf for a
+            query that sees no key.
+
+    Raises:
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    """
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
+    out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), v, options, extras)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Returns attention of a dense batch, q, k and v in one tensor.
+
+    Args:
+        qkv: [b, s, 3, h, d], or [b, s, h + 2 * h_k, d] with num_heads_q h.
+        num_heads_q: h, for qkv with 4 dims.
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, deterministic, sm_margin,
+            return_attn_probs: as in `flash_attn_func`.
+
+    Raises:
+        ValueError: qkv has 4 dims and num_heads_q does not leave as many heads to k as to v.
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    """
+    if qkv.dim() == 5:
+        q, k, v = unpack(qkv, 2)
+    else:
+        heads = qkv.shape[2]
+        if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+            raise ValueError(
+                f"num_heads_q is {num_heads_q} and qkv has {heads} heads; accepted: a number that leaves k and v equally many, or "
+                "qkv [b, s, 3, h, d]"
+            )
+        h_k = (heads - num_heads_q) // 2
+        q, k, v = torch.split(qkv, [num_heads_q, h_k, h_k], 2)
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    extras = _Extras(None, (q_descale, k_descale, v_descale), attention_chunk)
+    out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), v, options, extras)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Returns attention of packed sequences.
+
+    Args:
+        q, k, v: [total_q, h, d], [total_k, h_k, d] and [total_k, h_k, d_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end.
+        max_seqlen_q, max_seqlen_k: the longest lengths.
+        seqused_q, seqused_k: int32 [b]: how many tokens of each sequence there are; the others are 0 in out. None is all.
+        qv: [total_q, h, d_v], as in `flash_attn_func`.
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa,
+            deterministic, sm_margin: as in `flash_attn_func`.
+        return_attn_probs: whether to return (out, softmax_lse); softmax_lse is float32 [h, total_q], -inf for
+            a query that sees no key.
+
+    Raises:
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
+    """
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
+    of_q, of_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
+    out, lse = _attend(of_q, of_k, v, options, extras)
+    return (out, lse) if return_attn_probs else out
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns attention over a cache, after k and v were written to it in place. Has no gradient.
+
+    Args:
+        q: [b, sq, h, d], or [total_q, h, d] with cu_seqlens_q.
+        k_cache, v_cache: [rows, s, h_k, d] and [rows, s, h_k, d_v].
+        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], or [total, h_k, d] and [total, h_k, d_v] with cu_seqlens_k_new,
+            written from cache_seqlens on; both or neither.
+        qv: q's shape, with d_v: adds qv v^T to q k^T, for which the whole cache is copied.
+        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q; all of a sequence's queries at its first
+            position if neither causal nor with a window. Only with k.
+        cache_seqlens: int, or int32 [b]: where each sequence ends in its row before the call; None is s, and not with k.
+        cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
+        cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
+        page_table: None.
+        cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q: int32 [b + 1], where each sequence's queries and new tokens start; the
+            longest length of the queries, or None.
+        rotary_seqlens: int32 [b], the position of each sequence's first new token and query; None is cache_seqlens.
+        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, or 0 and r / 2, 1 and r / 2 + 1, ...
+        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap: as in `flash_attn_func`.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin: without effect: chosen inside.
+        return_softmax_lse: whether to return (out, softmax_lse, and two empty tensors in the place of partial results); softmax_lse
+            is float32 [b, h, sq], or [h, total_q] with cu_seqlens_q.
+
+    Raises:
+        NotImplementedError: page_table is given.
+        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse.
+    """
+    refuse("page_table", page_table, "gather the pages")
+    kv_cache.check_new(k, v, cache_seqlens)
+    b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    options = Options(0.0, softmax_scale, causal, window_size, softcap)
+    cache = kv_cache.cache_of(k_cache, v_cache, b, cache_seqlens, cache_batch_idx, cache_leftpad)
+    starts = cache.end if rotary_seqlens is None else rotary_seqlens.long()
+    rotary = kv_cache.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, starts, k)
+    queries = kv_cache.tokens_of(q, cu_seqlens_q)
+    if rotary is not None:
+        queries = queries._replace(values=kv_cache.rotate_queries(queries, rotary, options))
+    if k is not None and v is not None:
+        new_k, new_v = (kv_cache.tokens_of(x, cu_seqlens_k_new) for x in (k, v))
+        cache = kv_cache.append(cache, new_k, new_v, rotary)
+    if qv is not None:
+        queries = queries._replace(values=torch.cat((queries.values, qv.reshape(-1, *qv.shape[-2:])), -1))
+        cache = cache._replace(k=torch.cat((k_cache, v_cache), -1))
+    of_q = Lengths(q, cu_seqlens_q, None, max_seqlen_q)
+    starts_q = of_q.cumulative()
+    extras = _Extras(None, (q_descale, k_descale, v_descale), attention_chunk)
+    more = extras.named(q.shape[-2] // k_cache.shape[-2], cache.end - cache.start - starts_q.diff())
+    longest = max_seqlen_q if cu_seqlens_q is not None else q.shape[1]
+    out, lse = kv_cache.attend(queries.values, starts_q, longest, cache, options, **more)
+    if cu_seqlens_q is None:
+        out, lse = out.view(*q.shape[:2], *out.shape[1:]), lse.view(-1, *q.shape[:2]).transpose(0, 1)
+    return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of all keys from results of parts of them. Differentiable where out is None.
+
+    Args:
+        out_partial: [parts, b, sq, h, d_v], the results.
+        lse_partial: float32 [parts, b, sq, h], their logarithms of softmax denominators.
+        out: [b, sq, h, d_v], where to write; None makes a tensor.
+        out_dtype: out's dtype; None is out_partial's.
+    """
+    largest = lse_partial.amax(0).clamp_min(torch.finfo(lse_partial.dtype).min)  # so that no part without keys makes a nan
+    weights = (lse_partial - largest).exp()
+    total = weights.sum(0)
+    combined = (out_partial.to(lse_partial.dtype) * weights[..., None]).sum(0) / total.masked_fill(total == 0.0, 1.0)[..., None]
+    lse = (total.log() + largest).masked_fill(total == 0.0, -math.inf)
+    combined = combined.to(out_dtype or out_partial.dtype)
+    return (combined if out is None else out.copy_(combined)), lse
+
+
+def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+    """Returns None, which `flash_attn_with_kvcache` takes as scheduler_metadata: there is nothing to plan ahead of a call."""

@@ -1,0 +1,86 @@
+"""Lengths of sequences, from FlashAttention 3's and 4's arguments to those of `attention`, and masks that depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+
+
+class Lengths(NamedTuple):
+    """Lengths of q's or k's sequences: [b, s, ...] or, with cu_seqlens, [total, ...]; used cuts each one after its first tokens."""
+
+    x: Tensor
+    cu_seqlens: Tensor | None
+    used: Tensor | None
+    max_seqlen: int | None = None
+
+    def cumulative(self) -> Tensor:
+        """Returns 0 and the running sum of the lengths, int32 [b + 1]."""
+        if self.used is not None:
+            return torch.cat((self.used.new_zeros(1), self.used.cumsum(0))).int()
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        b, s = self.x.shape[:2]
+        return torch.arange(b + 1, dtype=torch.int32, device=self.x.device) * s
+
+    def named(self, side: str) -> dict[str, Any]:
+        """Returns the lengths as `attention` names them, side being q or kv."""
+        result: dict[str, Any] = {f"cu_seqlens_{side}": self.cumulative()}
+        if self.cu_seqlens is not None:
+            result[f"max_seqlen_{side}"] = None if self.max_seqlen is None else int(self.max_seqlen)
+            result[f"cu_seqlens_{side}_padded"] = None if self.used is None else self.cu_seqlens
+        return result
+
+
+def named(q: Lengths, k: Lengths) -> dict[str, Any]:
+    """Returns the formats and lengths of both sides as `attention` names them."""
+    of_q, of_k = ("bshd" if side.cu_seqlens is None else "thd" for side in (q, k))
+    return {"qkv_format": of_q if of_q == of_k else f"{of_q}_2{of_k}"} | q.named("q") | k.named("kv")
+
+
+def diagonals(q: Lengths, k: Lengths) -> int | Tensor:
+    """Returns how many more keys than queries there are: an int where every sequence is whole, else int32 [b]."""
+    if all(side.cu_seqlens is None and side.used is None for side in (q, k)):
+        return int(k.x.shape[1] - q.x.shape[1])
+    return k.cumulative().diff() - q.cumulative().diff()
+
+
+class SequenceInfo(NamedTuple):
+    """A sequence's numbers, under the names that FlashAttention 4's mods read: its first tokens' places and its lengths."""
+
+    offset_q: Any
+    offset_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+def of_sequence(values: int | Tensor, b: Tensor) -> int | Tensor:
+    """Returns sequence b's value."""
+    return values[b] if isinstance(values, Tensor) else values
+
+
+def chunked(chunk: int, diagonal: int | Tensor) -> Mask:
+    """Returns the mask that shows a query the keys of its own chunk, queries being counted from the bottom-right corner."""
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        place = q_idx + of_sequence(diagonal, b)
+        start = place - place % chunk
+        return (kv_idx >= start) & (kv_idx < start + chunk)
+
+    return mask
+
+
+def band(left: int | None, right: int | None, diagonal: int | Tensor) -> Mask:
+    """Returns a window's mask, whose sides may be negative and, where None, open."""
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        distance = kv_idx - q_idx - of_sequence(diagonal, b)
+        seen = distance >= distance if left is None else distance >= -left
+        return seen if right is None else seen & (distance <= right)
+
+    return mask
