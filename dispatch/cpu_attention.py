@@ -95,8 +95,10 @@ def _contiguous(t: Tensor) -> Tensor:
 
 
 def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
+    """Returns q, k and v as bhsd with a last stride of 1: the operator asks q, k and v for every stride but that."""
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    return tuple(as_bshd(t.detach(), fmt).transpose(1, 2) for t, fmt in zip((x.q, x.k, x.v), formats, strict=True))
+    bhsd = (as_bshd(t.detach(), fmt).transpose(1, 2) for t, fmt in zip((x.q, x.k, x.v), formats, strict=True))
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in bhsd)
 
 
 def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:

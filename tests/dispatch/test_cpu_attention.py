@@ -40,9 +40,9 @@ def call_of(inputs: Any, **arguments: Any) -> tuple[Any, Any]:
     return spec._replace(needs_bias_grad=False), x
 
 
-def check(inputs: Any, **arguments: Any) -> None:
+def check(inputs: Any, dout: torch.Tensor | None = None, **arguments: Any) -> None:
     spec, x = call_of(inputs, **arguments)
-    dout = make_dout(inputs)
+    dout = make_dout(inputs) if dout is None else dout
     out, lse, _ = eager_backend.forward(spec, x)
     exact, budget = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
     check_close("out", out, exact[0], budget[0])
@@ -72,6 +72,25 @@ def test_the_references_numbers(fmt: str, arguments: dict[str, Any], asked: list
     if "bias" in given:
         given["bias"] = torch.randn(given["bias"], generator=torch.Generator().manual_seed(2))
     check(make_inputs(fmt, lengths_q=[37, 37], lengths_kv=lengths_kv), **given)
+    assert asked == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "bias"])
+@pytest.mark.parametrize("layout", ["strided", "transposed", "expanded"])
+def test_any_strides(name: str, layout: str, asked: list[str]) -> None:
+    inputs = make_inputs(lengths_q=[37, 37], lengths_kv=[53, 53])
+    tensors = {"dout": make_dout(inputs), "bias": torch.randn(2, 4, 37, 53, generator=torch.Generator().manual_seed(2))}
+    given = tensors.get(name, getattr(inputs, name, None))
+    assert given is not None
+    if layout == "strided":
+        laid_out = torch.stack([given, torch.full_like(given, float("nan"))], -1)[..., 0]
+    elif layout == "transposed":
+        laid_out = given.transpose(-1, -2).contiguous().transpose(-1, -2)
+    else:
+        laid_out = given[..., :1].expand(given.shape)
+    tensors = {**tensors, name: laid_out} if name in tensors else tensors
+    inputs = inputs if name in tensors else inputs._replace(**{name: laid_out})
+    check(inputs, tensors["dout"], bias=tensors["bias"], bias_type="post_scale_bias")
     assert asked == ["forward", "backward"]
 
 
