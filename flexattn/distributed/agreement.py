@@ -1,0 +1,34 @@
+"""Agreement of the ranks, under FLEXATTN_CHECK=1: before the first collective all say what they are about to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from flexattn.dispatch.options import check_values
+from flexattn.distributed.exchange import waiting
+
+
+def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -> None:
+    """Raises `error`, this rank's own; and under FLEXATTN_CHECK=1, on every rank, where one has an error or says something else.
+
+    own: what this rank is about to do, which must be equal on all; it is pickled. `what` names the call in the text.
+    """
+    if not check_values():
+        if error is not None:
+            raise error
+        return
+    said: list[Any] = [None] * dist.get_world_size(group)
+    with waiting(f"the comparison of the ranks' calls of {what}", group):
+        dist.all_gather_object(said, (own, None if error is None else f"{type(error).__name__}: {error}"), group=group)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text is not None]
+    if failed:
+        raise ValueError(f"{what} is refused on another rank, so on all: {'; '.join(failed)}")
+    for name in own:
+        values = [others.get(name) for others, _ in said]
+        if any(value != values[0] for value in values):
+            by_rank = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
+            raise ValueError(f"{what} differs among ranks in {name}: {by_rank}; accepted: the same on all ranks of the group")

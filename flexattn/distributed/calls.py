@@ -1,0 +1,327 @@
+"""Local calls: pieces become calls of `attention` and `attention_backward` on this rank, whose results are put together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.backward import attention_backward
+from flexattn.distributed.layout import Run
+from flexattn.distributed.mask import LocalBand, Piece, local_band
+from flexattn.distributed.origin import Mod, Origin, moved_mod, with_alibi
+from flexattn.functional import attention, merge_attention
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Arguments of a call that are no tensors and mean the same on each part; the fields are named as `attention` names them."""
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    tensor_names: tuple[str, ...] | None = None  # those of score_mod_tensors where they are a mapping
+    bias_type: str = "no_bias"
+    softmax_type: str = "vanilla"
+    deterministic: bool | None = None
+    backend: str | None = None
+
+    def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
+        return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
+
+    def common(self) -> dict[str, Any]:
+        """Returns the arguments that every call of a part takes as they are."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "deterministic": self.deterministic,
+            "backend": self.backend,
+        }
+
+
+class Shared(NamedTuple):
+    """Tensors that all ranks have whole."""
+
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    softmax_offset: Tensor | None = None
+    mod_tensors: tuple[Tensor, ...] = ()
+
+    def zeros(self) -> list[Tensor | None]:
+        """Returns sums of gradients, of bias and of the mods' tensors: None where none is wanted."""
+        return [
+            torch.zeros(t.shape, dtype=sum_dtype(t.dtype), device=t.device) if t is not None and t.requires_grad else None
+            for t in (self.bias, *self.mod_tensors)
+        ]
+
+
+class Call(NamedTuple):
+    """One call of attention: sequences of a packed call, or the one piece of a dense one. The tensors are on the device."""
+
+    pieces: tuple[Piece, ...]
+    band: LocalBand
+    origin: Origin
+    packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call
+
+
+class Part(NamedTuple):
+    """Queries and keys that a call is made of, and the results that it begins from; `Call` has their rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def make_calls(pieces: Sequence[Piece], is_packed: bool, wants_diagonal: bool, device: torch.device) -> list[Call]:
+    """Returns calls that hold all pieces: in one call no two share a query or a key, and all have the same local band."""
+    groups: list[tuple[LocalBand, list[Piece]]] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.keys.start, piece.rows.start)):
+        band = local_band(piece, wants_diagonal)
+        fitting = (found for of, found in groups if is_packed and of == band and _is_apart(found, piece))
+        group = next(fitting, None)
+        if group is None:
+            groups.append((band, [piece]))
+        else:
+            group.append(piece)
+    with torch.inference_mode(False):  # an inference tensor could not be read by a later backward
+        return [_call(tuple(sorted(group, key=lambda piece: piece.rows.start)), band, is_packed, device) for band, group in groups]
+
+
+def _is_apart(group: list[Piece], piece: Piece) -> bool:
+    def apart(a: Run, b: Run) -> bool:
+        return a.stop <= b.start or b.stop <= a.start
+
+    # Sorted by their keys, so that only the last one's can overlap.
+    return group[-1].keys.stop <= piece.keys.start and all(apart(other.rows, piece.rows) for other in group)
+
+
+def _call(pieces: tuple[Piece, ...], band: LocalBand, is_packed: bool, device: torch.device) -> Call:
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(device)
+
+    columns = ("document", "q_start", "kv_start", "diagonal")
+    values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
+    if not is_packed:
+        of = {name: torch.tensor(found[0], dtype=torch.int32).to(device) for name, found in values.items()}
+        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None)
+    packing: dict[str, Any] = {}
+    for side, runs in (("q", [piece.rows for piece in pieces]), ("kv", [piece.keys for piece in pieces])):
+        ends = [0]
+        for run in runs:
+            ends.append(ends[-1] + run.size)
+        starts = [run.start for run in runs]
+        packing[f"cu_seqlens_{side}"] = tensor(ends)
+        packing[f"cu_seqlens_{side}_padded"] = None if starts == ends[:-1] else tensor([*starts, runs[-1].stop])
+        packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
+    of = {name: tensor(found) for name, found in values.items()}
+    return Call(pieces, band, Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"]), packing)
+
+
+def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
+    """Returns a call's tensors, and the index of its rows in q and in k: a packed call takes all, by its cu_seqlens."""
+    if call.packing is not None:
+        return part, (slice(None),), (slice(None),)
+    piece = call.pieces[0]
+    rows, keys = slice(*piece.rows), slice(*piece.keys)
+    return Part(part.q[:, rows], part.k[:, keys], part.v[:, keys]), (slice(None), rows), (slice(None), keys)
+
+
+def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the index into lse, [b, h, s] or [h, t], of rows that `index` has in q."""
+    return (..., index[-1])
+
+
+def arguments_of(call: Call, scores: Scores, shared: Shared) -> dict[str, Any]:
+    """Returns what `attention` takes beside q, k and v, with no sink."""
+    origin, slopes = call.origin, shared.alibi_slopes
+    score_mod = moved_mod(scores.score_mod, 1, origin)
+    bias_type, bias = scores.bias_type, shared.bias
+    if slopes is not None and slopes.dim() == 2 and origin.document is not None:
+        slopes = slopes.index_select(0, origin.document)
+    if slopes is not None and not call.band.is_exact:
+        score_mod, slopes, bias_type = with_alibi(score_mod, slopes, origin), None, "no_bias"
+    if bias is not None:
+        bias = bias[bias_index(bias, call.pieces[0])]
+    return scores.common() | {
+        "qkv_format": "bshd" if call.packing is None else "thd",
+        "attn_mask_type": "no_mask" if call.packing is None else "padding",
+        "window_size": call.band.window_size,
+        "bottom_right_diagonal": call.band.bottom_right,
+        "score_mod": score_mod,
+        "mask_mod": moved_mod(scores.mask_mod, 0, origin),
+        "score_mod_tensors": scores.mod_tensors(shared.mod_tensors),
+        "bias_type": bias_type,
+        "bias": bias,
+        "alibi_slopes": slopes,
+        **(call.packing or {}),
+    }
+
+
+def bias_index(bias: Tensor, piece: Piece) -> tuple[Any, ...]:
+    """Returns the index of a piece's scores in a bias of the whole, whose dims of size 1 stay."""
+    starts = ((piece.q_start, piece.rows.size, 2), (piece.kv_start, piece.keys.size, 3))
+    return (..., *(slice(None) if bias.shape[dim] == 1 else slice(start, start + size) for start, size, dim in starts))
+
+
+def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it."""
+    arguments = arguments_of(call, scores, shared)
+    if sink is not None:
+        arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
+    out, lse = attention(*part, **arguments, return_lse=True)
+    return out, lse
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+class Sums(NamedTuple):
+    """Gradients that calls add to: in float32 (float64 for float64), but for a dq whose rows belong to one call each."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    shared: list[Tensor | None]
+
+
+def differentiate(
+    call: Call, part: Part, results: Results, seeds: tuple[Tensor, Tensor | None], context: tuple[Scores, Shared], sums: Sums
+) -> None:
+    """Adds to `sums` the gradients of a call, from the whole's out and lse in `results` and (dout, dlse)."""
+    local, rows, keys = rows_of_call(call, part)
+    scores, shared = context
+    dout, dlse = seeds
+    leaves = shared._replace(mod_tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in shared.mod_tensors))
+    bias = shared.bias
+    if bias is not None:
+        leaves = leaves._replace(bias=bias.detach().requires_grad_(bias.requires_grad))
+    with torch.enable_grad():
+        arguments = arguments_of(call, scores, leaves)
+    at = lse_index(rows)
+    found = attention_backward(
+        dout[rows],
+        *local,
+        results.out[rows],
+        results.lse[at],
+        dlse=None if dlse is None else dlse[at],
+        **arguments,
+    )
+    sums.dq[rows] += found.dq
+    sums.dk[keys] += found.dk
+    sums.dv[keys] += found.dv
+    if found.dbias is not None and bias is not None and sums.shared[0] is not None:
+        sums.shared[0][bias_index(bias, call.pieces[0])] += found.dbias
+    for leaf, total in zip(leaves.mod_tensors, sums.shared[1:], strict=True):
+        for captured, gradient in found.dcaptures:
+            if captured is leaf and total is not None:
+                total += gradient
+
+
+def offset_gradient(results: Results, seeds: tuple[Tensor, Tensor | None], offset: Tensor, is_packed: bool) -> Tensor:
+    """Returns a sink's gradient from this rank's rows: the sum of -exp(offset - lse) * (sum(out * dout) - dlse), by head."""
+    dout, dlse = seeds
+    dtype = results.lse.dtype
+    delta = (results.out.to(dtype) * dout.to(dtype)).sum(-1).transpose(-1, -2)  # [b, h, s] or [h, t], as lse is
+    if dlse is not None:
+        delta = delta - dlse
+    weight = torch.exp(offset.to(dtype).unsqueeze(-1) - results.lse)
+    return -(weight * delta).sum(-1 if is_packed else (0, -1))
+
+
+def empty_results(q: Tensor, dim_v: int, is_packed: bool, dtype: torch.dtype) -> Results:
+    """Returns out and lse of queries that see nothing yet."""
+    statistics = sum_dtype(q.dtype)
+    shape = (q.shape[1], q.shape[0]) if is_packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.full(shape, float("-inf"), dtype=statistics, device=q.device)
+    return Results(torch.zeros((*q.shape[:-1], dim_v), dtype=dtype, device=q.device), lse)
+
+
+def add_sink(results: Results, offset: Tensor) -> Results:
+    """Returns out and lse with a sink in the denominator, for rows that had none."""
+    lse = torch.logaddexp(results.lse, offset.to(results.lse.dtype).unsqueeze(-1).expand_as(results.lse))
+    share = torch.exp(results.lse - lse).transpose(-1, -2).unsqueeze(-1)
+    return Results((results.out * share).to(results.out.dtype), lse)
+
+
+def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
+    """Merges a call's out and lse into the results of its rows; a row that the call has not comes with lse -inf."""
+    index: tuple[Any, ...] = (slice(None),) if call.packing is not None else (slice(None), slice(*call.pieces[0].rows))
+    at = lse_index(index)
+    fmt = "bshd" if call.packing is None else "thd"
+    before = results.out[index], results.lse[at]
+    merged = merge_attention(*before, out.to(results.out.dtype), lse, qkv_format=fmt)
+    results.out[index], results.lse[at] = merged
+
+
+def place(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
+    """Writes a call's out and lse into the results: no other call has its rows."""
+    if call.packing is None:
+        rows = slice(*call.pieces[0].rows)
+        results.out[:, rows], results.lse[..., rows] = out, lse
+        return
+    for start, stop in _joined_rows(call.pieces):
+        results.out[start:stop], results.lse[..., start:stop] = out[start:stop], lse[..., start:stop]
+
+
+@functools.lru_cache(maxsize=64)
+def _joined_rows(pieces: tuple[Piece, ...]) -> tuple[tuple[int, int], ...]:
+    found: list[tuple[int, int]] = []
+    for piece in pieces:
+        if found and found[-1][1] == piece.rows.start:
+            found[-1] = (found[-1][0], piece.rows.stop)
+        else:
+            found.append((piece.rows.start, piece.rows.stop))
+    return tuple(found)
+
+
+def attend_all(calls: Sequence[Call], part: Part, context: tuple[Scores, Shared], is_packed: bool) -> Results:
+    """Returns out and lse of all queries of a part, each of which is in one call at most; a sink is in each of them."""
+    scores, shared = context
+    sink = shared.softmax_offset
+    results = empty_results(part.q, part.v.shape[-1], is_packed, part.q.dtype)
+    if sink is not None:
+        results = add_sink(results, sink)
+    for call in calls:
+        local, _, _ = rows_of_call(call, part)
+        out, lse = attend(call, local, scores, shared, sink)
+        place(results, call, out, lse)
+    return results
+
+
+def differentiate_all(
+    calls: Sequence[Call],
+    part: Part,
+    results: Results,
+    seeds: tuple[Tensor, Tensor | None],
+    context: tuple[Scores, Shared],
+) -> Sums:
+    """Returns the gradients of `attend_all`, but for a sink's."""
+    q, k, v = part
+    wide = sum_dtype(q.dtype)
+    dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
+    sums = Sums(torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk, dv, context[1].zeros())
+    for call in calls:
+        differentiate(call, part, results, seeds, context, sums)
+    return sums
+
+
+def rows_first(k: Tensor, v: Tensor, is_packed: bool) -> Tensor:
+    """Returns k and v in one contiguous tensor whose first dim is that of the tokens: [s, b, h, d + d_v], or [t, h, d + d_v]."""
+    return torch.cat((k, v) if is_packed else (k.transpose(0, 1), v.transpose(0, 1)), -1)
+
+
+def apart(kv: Tensor, dim: int, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Returns views of the k and v that `rows_first` put together; dim: k's head dim."""
+    kv = kv if is_packed else kv.transpose(0, 1)
+    return kv[..., :dim], kv[..., dim:]

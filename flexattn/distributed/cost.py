@@ -1,0 +1,109 @@
+"""Cost model: predicted milliseconds of each strategy, from the scores a rank computes and the rows it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+STATISTICS = 4  # bytes of one lse, and of one element of a gradient that is sent: both are float32
+BACKWARD_WORK = 2.5  # products of a backward over those of a forward: five to two
+
+
+class Rates(NamedTuple):
+    """Speeds that predictions rest on. The defaults were measured on two H200s (NVLink, NCCL), causal, bf16, head dim 128.
+
+    flops: of attention's products in a second. link: bytes that a rank receives in a second. latency: seconds before a collective's
+    bytes count. memory: bytes in a second that merges read and write. most_bytes: of gathered keys that "auto" may hold on a rank.
+    """
+
+    flops: float = 6.2e14
+    link: float = 2.4e11
+    latency: float = 1e-4
+    memory: float = 2.5e12
+    most_bytes: float = 1.6e10
+
+
+DEFAULT_RATES = Rates()
+
+
+class Heads(NamedTuple):
+    """Sizes of a call beside its lengths."""
+
+    q: int
+    kv: int
+    dim: int
+    dim_v: int
+    itemsize: int
+    batch: int
+
+
+class Work(NamedTuple):
+    """Most of any rank: scores in each step, rows of keys received in each collective or step, rows of own and attended queries.
+
+    held: rows of keys in memory at once.
+    """
+
+    areas: tuple[float, ...]
+    received: int
+    per_step: int
+    own_q: int
+    queries: int
+    held: int
+
+
+class Prediction(NamedTuple):
+    forward_ms: float
+    backward_ms: float
+    received_bytes: int  # a forward's, by the rank that receives most
+    held_bytes: int  # keys and values beside its own
+
+
+def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
+    """Returns the time of a call: computing, plus what moves where nothing hides it.
+
+    A ring's keys travel behind the step before; all other collectives are waited for. A backward fetches the keys again, and sends
+    their gradients in float32.
+    """
+    kv_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * heads.itemsize
+    grad_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * STATISTICS
+    per_score = 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops
+    if strategy == "ulysses":
+        share = (ranks - 1) / ranks
+        largest = -(-heads.q // ranks) * ranks / heads.q  # the rank with most heads over the mean
+        own_kv = max(1.0, heads.kv / ranks) / heads.kv
+        sent_q = share * work.queries / ranks * heads.batch * heads.q * (heads.dim + heads.dim_v) * heads.itemsize
+        sent_kv = share * work.held * own_kv * kv_row
+        compute = work.areas[0] * largest * per_score
+        moved = 3 * rates.latency + (sent_q + sent_kv) / rates.link if ranks > 1 else 0.0
+        back = 3 * rates.latency + (sent_q + sent_kv * grad_row / kv_row) / rates.link if ranks > 1 else 0.0
+        return _milliseconds(compute + moved, compute * BACKWARD_WORK + back, (sent_q + sent_kv, work.held * own_kv * kv_row))
+    if strategy == "ring":
+        send = (rates.latency + work.per_step * kv_row / rates.link) if ranks > 1 else 0.0
+        send_back = send + (rates.latency + work.per_step * grad_row / rates.link if ranks > 1 else 0.0)
+        merge = 5 * work.own_q * heads.batch * heads.q * heads.dim_v * STATISTICS / rates.memory
+        times = [area * per_score for area in work.areas]
+        forward = sum(max(t, send) for t in times[:-1]) + times[-1] + merge * (len(times) - 1)
+        backward = sum(max(t * BACKWARD_WORK, send_back) for t in times[:-1]) + times[-1] * BACKWARD_WORK + send_back
+        return _milliseconds(forward, backward, ((ranks - 1) * work.per_step * kv_row, work.held * kv_row))
+    wait = rates.latency if work.received else 0.0
+    compute = work.areas[0] * per_score
+    forward = compute + wait + work.received * kv_row / rates.link
+    backward = compute * BACKWARD_WORK + 2 * wait + work.received * (kv_row + grad_row) / rates.link
+    return _milliseconds(forward, backward, (work.received * kv_row, work.held * kv_row))
+
+
+def _milliseconds(forward: float, backward: float, sizes: tuple[float, float]) -> Prediction:
+    return Prediction(forward * 1e3, backward * 1e3, int(sizes[0]), int(sizes[1]))
+
+
+def table(predictions: Mapping[str, Prediction | str], taken: str) -> list[str]:
+    """Returns lines of text: one strategy each."""
+    lines = ["strategy   forward ms  backward ms  received MiB  held MiB"]
+    for name, found in predictions.items():
+        mark = "  <- taken" if name == taken else ""
+        if isinstance(found, str):
+            lines.append(f"{name:10} {found}{mark}")
+        else:
+            sizes = f"{found.received_bytes / 2**20:13.1f} {found.held_bytes / 2**20:9.1f}"
+            lines.append(f"{name:10} {found.forward_ms:10.3f} {found.backward_ms:12.3f} {sizes}{mark}")
+    return lines

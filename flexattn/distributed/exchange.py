@@ -1,0 +1,133 @@
+"""Collectives: rows of keys that travel to the ranks that need them, gradients that travel back, heads for rows, rings."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
+
+
+@contextlib.contextmanager
+def waiting(what: str, group: Any) -> Iterator[None]:
+    """Turns a failure of the group into an error that says what this rank waited for."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} did not get through {what}: {e}. Another rank may have "
+            "raised before it, or called something else: see its output, and run all with FLEXATTN_CHECK=1, which compares what "
+            "the ranks are about to do. How long ranks wait is the timeout of init_process_group"
+        ) from e
+
+
+class Route(NamedTuple):
+    """Rows that one rank sends and receives, for keys that lie in `kv_runs` and are wanted in runs of the whole's order."""
+
+    sends: tuple[Runs, ...]  # by rank that gets them: rows of this rank's tensor
+    receives: tuple[int, ...]  # by rank that gives them: how many
+    order: Runs  # rows of what is received, in the order of the whole
+    is_whole: bool  # whether all ranks want all rows, and have equally many
+
+
+def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], rank: int) -> Route:
+    """Returns a rank's route. wanted: by rank, sorted and apart."""
+    ranks = range(len(kv_runs))
+    own, own_rows = kv_runs[rank], rows_of(kv_runs[rank])
+    sends = []
+    for other in ranks:
+        runs = common(wanted[other], own)
+        sends.append(tuple(_moved(run, row_of(run.start, own, own_rows)) for run in runs))
+    receives, order, row = [], [], 0
+    for other in ranks:
+        runs = list(common(wanted[rank], kv_runs[other]))
+        for run in runs:
+            order.append((run.start, Run(row, row + run.size)))
+            row += run.size
+        receives.append(size_of(runs))
+    total = size_of(union(run for runs in kv_runs for run in runs))
+    even = len({size_of(runs) for runs in kv_runs}) == 1
+    is_whole = even and total > 0 and all(size_of(runs) == total for runs in wanted)
+    return Route(tuple(sends), tuple(receives), tuple(rows for _, rows in sorted(order)), is_whole)
+
+
+def _moved(run: Run, row: int) -> Run:
+    return Run(row, row + run.size)
+
+
+def fetch(x: Tensor, route: Route, group: Any) -> Tensor:
+    """Returns the rows [wanted, ...] that this rank needs, in the whole's order, of all ranks' x [rows, ...]."""
+    received = x.new_empty((sum(route.receives), *x.shape[1:]))
+    with waiting("the exchange of keys and values", group):
+        if route.is_whole:
+            dist.all_gather_into_tensor(received, x.contiguous(), group=group)
+        else:
+            sent = _pick(x, [run for runs in route.sends for run in runs])
+            dist.all_to_all_single(received, sent, list(route.receives), [size_of(runs) for runs in route.sends], group=group)
+    return _pick(received, route.order)
+
+
+def give_back(grad: Tensor, route: Route, rows: int, group: Any) -> Tensor:
+    """Returns the sum, in this rank's rows [rows, ...], of all ranks' gradients [wanted, ...] of what they fetched.
+
+    Sums are made in the order of the ranks, so that they are the same in each run.
+    """
+    arranged = grad.new_empty(grad.shape)
+    row = 0
+    for run in route.order:  # the inverse of `fetch`'s last step
+        arranged[run.start : run.stop] = grad[row : row + run.size]
+        row += run.size
+    counts = [size_of(runs) for runs in route.sends]
+    received = grad.new_empty((sum(counts), *grad.shape[1:]))
+    with waiting("the exchange of the gradients of keys and values", group):
+        dist.all_to_all_single(received, arranged, counts, list(route.receives), group=group)
+    own = grad.new_zeros((rows, *grad.shape[1:]))
+    row = 0
+    for run in (run for runs in route.sends for run in runs):
+        own[run.start : run.stop] += received[row : row + run.size]
+        row += run.size
+    return own
+
+
+def _pick(x: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Returns the runs of rows one after another; x itself where they are all of it."""
+    if all(a.stop == b.start for a, b in itertools.pairwise(runs)) and size_of(runs) == x.shape[0]:
+        return x.contiguous()
+    return torch.cat([x[run.start : run.stop] for run in runs]) if runs else x[:0].contiguous()
+
+
+def sum_over_ranks(tensors: Sequence[Tensor | None], group: Any) -> list[Tensor | None]:
+    """Returns the sums over all ranks of tensors of one dtype, in one collective."""
+    given = [t for t in tensors if t is not None]
+    if not given or dist.get_world_size(group) == 1:
+        return list(tensors)
+    flat = torch.cat([t.reshape(-1) for t in given])
+    with waiting("the sum of the gradients of tensors that all ranks share", group):
+        dist.all_reduce(flat, group=group)
+    sums = iter(torch.split(flat, [t.numel() for t in given]))
+    return [None if t is None else next(sums).view(t.shape) for t in tensors]
+
+
+def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, list[Any]]:
+    """Begins to send x to the next rank and to receive `rows` rows of the rank before; returns them and what to wait for."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = x.new_empty((rows, *x.shape[1:]))
+    todo = []
+    if x.shape[0]:
+        todo.append(dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=(rank + 1) % ranks))
+    if rows:
+        todo.append(dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks))
+    with waiting("a step of the ring", group):
+        return received, dist.batch_isend_irecv(todo) if todo else []
+
+
+def wait(works: Sequence[Any], group: Any) -> None:
+    with waiting("a step of the ring", group):
+        for work in works:
+            work.wait()

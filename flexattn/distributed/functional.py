@@ -1,0 +1,325 @@
+"""Attention of tensors that lie over ranks, with gradients; and of keys that do, for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+from flexattn import validation
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
+from flexattn.distributed import agreement
+from flexattn.distributed.calls import Results, Scores, Shared, Sums, offset_gradient
+from flexattn.distributed.cost import Heads
+from flexattn.distributed.exchange import sum_over_ranks
+from flexattn.distributed.gather import Gather
+from flexattn.distributed.layout import size_of
+from flexattn.distributed.plans import Plan
+from flexattn.distributed.ring import Ring
+from flexattn.distributed.ulysses import Ulysses
+from flexattn.mods.captures import find_captures
+from flexattn.prepare import default_alibi_slopes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flexattn.mods.trace import Mod
+
+
+class Options(TypedDict, total=False):
+    """Arguments of `attention` that mean what they mean for `flexattn.attention`, of the whole."""
+
+    qkv_format: str
+    attn_mask_type: str
+    window_size: tuple[int, int]
+    bottom_right_diagonal: bool | None
+    bias_type: str
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softmax_type: str
+    softmax_offset: Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
+    deterministic: bool | None
+    return_lse: bool
+    backend: str | None
+
+
+NOT_TAKEN = {
+    "dropout_p": "0, as each rank would drop weights by the positions in its own part",
+    "rng_state": "none, as there is no dropout",
+    "block_mask": "mask_mod=block_mask.mask_mod, whose blocks are then found in each call",
+    "return_max_logit": "False",
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
+        "lengths on the host, as `documents` of the plan",
+    ),
+    **dict.fromkeys(
+        ("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"), "16 bits or more, as what ranks send is not quantised"
+    ),
+}
+
+
+class Strategy(Protocol):
+    """A way to attend over ranks: `Gather`, `Ring` or `Ulysses`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]: ...
+
+    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    strategy: str | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Returns attention of this rank's queries over the keys of all ranks, as `flexattn.attention` of the whole has them.
+
+    Every rank of the plan's group calls it, with the same options. The gradients of q, k and v are those of this rank's tokens;
+    a tensor that all ranks have whole (bias, softmax_offset, score_mod_tensors) gets, on each rank, its gradient summed over the
+    ranks, from one all-reduce at the end of the backward. Numbers are those of one process, up to the order of sums: gradients of
+    keys are summed over ranks in float32, in the ranks' order. There are no second derivatives, and torch.compile breaks its graph.
+
+    Args:
+        q: this rank's tokens, in the plan's order (`shard`): [b, s, h, d] as `qkv_format` says, or, where the plan has documents,
+            [t, h, d]. float16, bfloat16, float32, or float64 on the eager backend.
+        k, v: this rank's keys and values, as `shard(plan, k, keys=True)` gives them.
+        plan: what `plan` made, with a group.
+        strategy: "gather" (all keys come to each rank), "halo" (those keys that its queries see), "ulysses" (heads for tokens),
+            "ring" (keys travel from rank to rank), "auto" (the least time predicted), or None for the plan's.
+        qkv_format: "bshd", "sbhd" or "bhsd"; "thd" and nothing else for a plan with documents. None is the one that fits.
+        attn_mask_type, window_size, bottom_right_diagonal: None for the plan's mask; else the mask of this call, over the plan's
+            tokens: layers with a window and layers without one share a plan.
+        bias: the whole's, on each rank, for a plan without documents.
+        alibi_slopes: of all heads, and for packed documents [documents, h] or [h]. None takes the defaults of all heads.
+        softmax_offset: of all heads.
+        score_mod, mask_mod: as `flexattn.attention` takes them. They see the batch row (or the document), the head and the
+            positions of the whole. Tensors that they capture are the same on each rank; one that requires a gradient is to come in
+            score_mod_tensors.
+        bias_type, softmax_type, softmax_scale, softcap, score_mod_tensors, deterministic, backend: as `flexattn.attention` has
+            them.
+        return_lse: whether to return (out, lse), lse as `flexattn.attention` has it, of this rank's queries. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument that has no meaning or that cannot be split (dropout, FP8, block masks), before anything
+            is sent; on all ranks if all were given the same, and in any case under FLEXATTN_CHECK=1, which compares the ranks'
+            calls first.
+        RuntimeError: a collective failed, or its group's timeout passed, because another rank does not take part.
+    """
+    error, call = None, None
+    try:
+        call = _Call.of(q, k, v, plan, strategy, dict(options))
+    except (TypeError, ValueError) as e:
+        error = e
+    group = getattr(plan, "group", None)
+    if group is None:
+        if error is not None:
+            raise error
+        raise ValueError("plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
+    agreement.agree(group, "flexattn.distributed.attention", {} if call is None else call.summary(), error)
+    assert call is not None
+    return call.run()
+
+
+class _Call:
+    """A call of `attention` that is checked."""
+
+    def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
+        self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
+        self.summary_of: dict[str, Any] = {}
+        self.qkv_format, self.return_lse = "bshd", False
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> _Call:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
+        _check_options(options)
+        mask = {name: options.pop(name) for name in ("attn_mask_type", "window_size", "bottom_right_diagonal") if name in options}
+        if mask:
+            plan = plan.masked(**mask)
+        fmt = options.pop("qkv_format", None) or ("thd" if plan.is_packed else "bshd")
+        validation.check_name("qkv_format", fmt, ("thd",) if plan.is_packed else ("bshd", "sbhd", "bhsd"))
+        if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype is not torch.float64 else t for t in (q, k, v))
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if type(t).__name__ == "DTensor" or (isinstance(t, Tensor) and t.dtype in validation.FP8_DTYPES):
+                what = f"has dtype {t.dtype}" if type(t).__name__ != "DTensor" else "is a DTensor"
+                raise TypeError(f"{name} {what}; accepted: a local tensor in float16, bfloat16, float32 or float64")
+        validation.check_qkv(q, k, v, fmt, fmt)
+        q, k, v = (as_bshd(t, fmt) for t in (q, k, v))
+        rank, dim = plan.rank, 0 if plan.is_packed else 1
+        for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
+            if t.shape[dim] != size_of(runs[rank]):
+                raise ValueError(
+                    f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} that the plan gives it, "
+                    "as `shard` does"
+                )
+        return_lse = options.pop("return_lse", False)
+        validation.check_flag("return_lse", return_lse)
+        scores, shared = _scores(q, plan, options)
+        heads = Heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size(), 1 if plan.is_packed else q.shape[0])
+        chosen = plan.chosen(heads, strategy)
+        runner: Strategy
+        if chosen == "ulysses":
+            runner = Ulysses(plan, scores, heads.q, heads.kv)
+        else:
+            runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)
+        call = cls(runner, plan, (q, k, v), shared)
+        call.qkv_format, call.return_lse = fmt, return_lse
+        call.summary_of = {
+            "plan": plan.digest,
+            "strategy": chosen,
+            "heads, head dims, bytes of an element and batch": tuple(heads),
+            "dtype": str(q.dtype),
+            "qkv_format": fmt,
+            "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
+            "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
+            "gradients": tuple(bool(t.requires_grad) for t in call.inputs() if t is not None) if torch.is_grad_enabled() else (),
+            "shapes of shared tensors": tuple(None if t is None else tuple(t.shape) for t in call.inputs()[3:]),
+        }
+        return call
+
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        bias, slopes, offset, mod_tensors = self.shared
+        return (*self.qkv, bias, slopes, offset, *mod_tensors)
+
+    def summary(self) -> dict[str, Any]:
+        return self.summary_of
+
+    def run(self) -> Any:
+        with torch.autocast(self.qkv[0].device.type, enabled=False):
+            out, lse = _Attend.apply(self.runner, self.plan, *self.inputs())  # type: ignore[no-untyped-call]
+        out = from_bshd(out, self.qkv_format).contiguous()
+        return (out, lse) if self.return_lse else out
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises for an argument that is none of `attention`'s, or that cannot be split."""
+    for name, value in options.items():
+        if name in NOT_TAKEN:
+            is_given = value is not None and not (isinstance(value, (bool, int, float)) and not value)
+            if is_given:
+                raise ValueError(f"{name} is given to flexattn.distributed.attention; accepted: {NOT_TAKEN[name]}")
+        elif name not in Options.__annotations__:
+            accepted = ", ".join(("plan", "strategy", *Options.__annotations__))
+            raise TypeError(f"{name} is no argument of flexattn.distributed.attention; accepted: {accepted}")
+    for name in NOT_TAKEN:
+        options.pop(name, None)
+
+
+def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Shared]:
+    """Returns the arguments that mean the same on each part, and the tensors that all ranks have, checked against the whole."""
+    heads, batch = q.shape[-2], len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
+    bias_type, softmax_type = options.get("bias_type", "no_bias"), options.get("softmax_type", "vanilla")
+    validation.check_name("bias_type", bias_type, BIAS_TYPES)
+    validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
+    validation.check_flag("deterministic", options.get("deterministic"), optional=True)
+    scale, softcap, _ = validation.check_scalars(options.get("softmax_scale"), options.get("softcap", 0.0), 0.0)
+    bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
+    if plan.is_packed and bias is not None:
+        raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it at the documents' positions")
+    validation.check_bias(bias_type, bias, q, (batch, heads, plan.length, plan.length_kv))
+    validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
+    validation.check_softmax_offset(softmax_type, offset, q, heads)
+    if bias_type == "alibi" and slopes is None:
+        slopes = default_alibi_slopes(heads, q)
+    if softmax_type == "off-by-one":
+        offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
+    score_mod, mask_mod, tensors = options.get("score_mod"), options.get("mask_mod"), options.get("score_mod_tensors", ())
+    validation.check_mod_arguments(score_mod, mask_mod, tensors)
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None:
+            _check_mod(name, mod, (batch, heads, plan))
+    names = tuple(tensors) if isinstance(tensors, Mapping) else None
+    values = tuple(tensors.values() if isinstance(tensors, Mapping) else tensors)
+    scores = Scores(
+        softmax_scale=scale,
+        softcap=softcap,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        tensor_names=names,
+        bias_type=bias_type,
+        softmax_type=softmax_type,
+        deterministic=options.get("deterministic"),
+        backend=options.get("backend"),
+    )
+    return scores, Shared(bias, slopes, offset, values)
+
+
+def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
+    """Raises for a mod that cannot be split: with a gradient of its own, or with captured tensors that require one."""
+    batch, heads, plan = sizes
+    if getattr(mod, "score_mod_gradient", None) is not None:
+        raise ValueError(f"{name} has a gradient of its own, which reads positions of a part; accepted: one that is derived")
+    check_sizes = getattr(mod, "_flexattn_check_sizes", None)
+    if check_sizes is not None:
+        check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))
+    if not torch.is_grad_enabled():
+        return
+    found = find_captures(mod)
+    if found.key is None:
+        raise ValueError(
+            f"{name} reads tensors that cannot be known: {found.unkeyed}; accepted: a function whose captures are tensors, "
+            "numbers, functions, or attributes of plain objects by their names"
+        )
+    for captured, t in found.tensors:
+        if t.requires_grad:
+            raise ValueError(
+                f"{name} captures {captured}, which requires a gradient, of which each rank would have a part; accepted: tensors "
+                "without one, and any in score_mod_tensors"
+            )
+
+
+class _Attend(torch.autograd.Function):
+    """One node for a call: its collectives come in the same order on each rank, whatever the rank computes."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, bias, slopes, offset, *mod_tensors = tensors
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        shared = Shared(bias, slopes, offset, tuple(t for t in mod_tensors if t is not None))
+        results, saved = runner.forward(q, k, v, shared)
+        ctx.runner, ctx.plan, ctx.count = runner, plan, len(saved)
+        ctx.like_out = results.out.new_empty(0), results.out.shape
+        of_sink = tuple(results) if offset is not None else (None, None)
+        ctx.save_for_backward(*saved, *of_sink, *tensors[3:])
+        ctx.set_materialize_grads(False)
+        return results.out, results.lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        saved, rest = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        out, lse, *shared_tensors = rest
+        wanted = ctx.needs_input_grad[5:]
+        bias, slopes, offset, *mod_tensors = (
+            None if t is None else t.detach().requires_grad_(wants) for t, wants in zip(shared_tensors, wanted, strict=True)
+        )
+        shared = Shared(bias, slopes, offset, tuple(t for t in mod_tensors if t is not None))
+        empty, shape = ctx.like_out
+        dout = empty.new_zeros(shape) if dout is None else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        sums = ctx.runner.backward(saved, (dout, dlse), shared)
+        of_offset = None
+        if offset is not None and offset.requires_grad:
+            of_offset = offset_gradient(Results(out, lse), (dout, dlse), offset, ctx.plan.is_packed)
+        of_bias, *of_mods = sum_over_ranks([*sums.shared, of_offset], ctx.plan.group)
+        of_offset = of_mods.pop()
+        q_like = (sums.dq.to(dout.dtype), sums.dk.to(dout.dtype), sums.dv.to(dout.dtype))
+        of_shared = [
+            None if total is None or t is None else total.to(t.dtype)
+            for total, t in zip((of_bias, None, of_offset, *of_mods), shared_tensors, strict=True)
+        ]
+        return (None, None, *q_like, *of_shared)

@@ -1,0 +1,111 @@
+"""Layouts: the runs of a sequence's tokens that each rank holds, in the order in which it holds them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+LAYOUTS = ("contiguous", "zigzag", "dealt")
+CHUNK = 1024  # tokens of a dealt chunk: 2048 leave up to 4 % of imbalance, and smaller ones move more keys
+
+
+class Run(NamedTuple):
+    """Consecutive positions, from start up to but not including stop."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+Runs = tuple[Run, ...]
+
+
+def cut(length: int, parts: int) -> list[Run]:
+    """Returns `parts` runs that cover `length` positions in order, whose sizes differ by 1 at most."""
+    ends = [length * i // parts for i in range(parts + 1)]
+    return [Run(*pair) for pair in itertools.pairwise(ends)]
+
+
+def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
+    """Returns one run for each rank, in order."""
+    return tuple((run,) if run.size else () for run in cut(length, ranks))
+
+
+def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
+    """Returns for rank r the parts r and 2 ranks - 1 - r of 2 ranks: one with few keys under a causal mask, and one with many."""
+    parts = cut(length, 2 * ranks)
+    return tuple(joined((parts[rank], parts[2 * ranks - 1 - rank])) for rank in range(ranks))
+
+
+def dealt(length: int, ranks: int, area: Callable[[Run], int]) -> tuple[Runs, ...]:
+    """Returns equally many chunks for each rank, so that the sums of their areas are nearly equal: largest first, each to the rank
+    that has least so far (longest processing time first: Graham, 1969, https://doi.org/10.1137/0117039).
+
+    area: the scores of the queries of a run. A rank holds its chunks in the sequence's order.
+    """
+    per_rank = max(1, -(-length // (ranks * CHUNK)))
+    if length < 16 * ranks * CHUNK:
+        per_rank = max(1, min(16, length // (8 * ranks)))  # short sequences: as many chunks, but none of under 8 tokens
+    chunks = cut(length, ranks * per_rank)
+    areas = [area(chunk) for chunk in chunks]
+    dealt_to: list[list[Run]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(chunks)), key=lambda i: -areas[i]):
+        total, rank = heapq.heappop(open_ranks)
+        dealt_to[rank].append(chunks[i])
+        if len(dealt_to[rank]) < per_rank:
+            heapq.heappush(open_ranks, (total + areas[i], rank))
+    return tuple(joined(sorted(runs)) for runs in dealt_to)
+
+
+def joined(runs: Iterable[Run]) -> Runs:
+    """Returns the runs in their order, those that are empty left out and those that follow each other made one."""
+    found: list[Run] = []
+    for run in runs:
+        if run.size == 0:
+            continue
+        if found and found[-1].stop == run.start:
+            found[-1] = Run(found[-1].start, run.stop)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def union(runs: Iterable[Run]) -> Runs:
+    """Returns the positions of all runs as runs that are sorted and apart."""
+    found: list[Run] = []
+    for run in sorted(run for run in runs if run.size):
+        if found and run.start <= found[-1].stop:
+            found[-1] = Run(found[-1].start, max(found[-1].stop, run.stop))
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def common(a: Runs, b: Runs) -> Iterable[Run]:
+    """Yields the positions that both have, in the order of b; a is sorted and apart."""
+    for run in b:
+        for other in a:
+            both = Run(max(run.start, other.start), min(run.stop, other.stop))
+            if both.size > 0:
+                yield both
+
+
+def size_of(runs: Iterable[Run]) -> int:
+    return sum(run.size for run in runs)
+
+
+def rows_of(runs: Runs) -> list[Run]:
+    """Returns where each run lies in a tensor that holds them one after another."""
+    ends = list(itertools.accumulate((run.size for run in runs), initial=0))
+    return [Run(*pair) for pair in itertools.pairwise(ends)]
+
+
+def row_of(position: int, runs: Runs, rows: Sequence[Run]) -> int:
+    """Returns the row at which a tensor of these runs holds a position."""
+    return next(row.start + position - run.start for run, row in zip(runs, rows, strict=True) if run.start <= position < run.stop)

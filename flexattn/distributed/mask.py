@@ -1,0 +1,198 @@
+"""Masks as host data: documents and a band; the keys that a run of queries sees, and the pieces that it is attended in.
+
+A query at position i of its document sees the keys j with i + shift - left <= j <= i + shift + right, where shift is 0, or the
+difference of the lengths for a bottom-right diagonal.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flexattn.distributed.layout import Run
+
+
+class Side(NamedTuple):
+    """Documents in a tensor of the whole: each one's first token, and its length."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def within(self, run: Run) -> Iterator[tuple[int, Run]]:
+        """Yields each document that has tokens in a run of the whole, with their positions in the document."""
+        for document in range(max(0, bisect.bisect_right(self.starts, run.start) - 1), len(self.starts)):
+            start, length = self.starts[document], self.lengths[document]
+            if start >= run.stop:
+                return
+            part = Run(max(run.start - start, 0), min(run.stop - start, length))
+            if part.size > 0:
+                yield document, part
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A band, the same for each document; None is an open side."""
+
+    left: int | None
+    right: int | None
+    bottom_right: bool
+    lengths_q: tuple[int, ...]
+    lengths_kv: tuple[int, ...]
+
+    @functools.cached_property
+    def q(self) -> Side:
+        return Side(tuple(itertools.accumulate(self.lengths_q, initial=0))[:-1], self.lengths_q)
+
+    @functools.cached_property
+    def kv(self) -> Side:
+        return Side(tuple(itertools.accumulate(self.lengths_kv, initial=0))[:-1], self.lengths_kv)
+
+    def shift(self, document: int) -> int:
+        return self.lengths_kv[document] - self.lengths_q[document] if self.bottom_right else 0
+
+    def keys(self, document: int, queries: Run) -> Run:
+        """Returns the positions of a document's keys that at least one of the queries sees, which lie without gaps."""
+        shift, length = self.shift(document), self.lengths_kv[document]
+        start = 0 if self.left is None else queries.start + shift - self.left
+        stop = length if self.right is None else queries.stop + shift + self.right
+        start = min(max(start, 0), length)
+        return Run(start, min(max(stop, start), length))
+
+    @functools.cached_property
+    def areas(self) -> torch.Tensor:
+        """int64 [tokens + 1]: the scores of all queries before each; that of a run is a difference of two."""
+        counts = []
+        for document, (len_q, len_kv) in enumerate(zip(self.lengths_q, self.lengths_kv, strict=True)):
+            diagonal = torch.arange(len_q) + self.shift(document)
+            first = torch.zeros_like(diagonal) if self.left is None else (diagonal - self.left).clamp(0, len_kv)
+            last = torch.full_like(diagonal, len_kv) if self.right is None else (diagonal + self.right + 1).clamp(0, len_kv)
+            counts.append((last - first).clamp(min=0))
+        zero = torch.zeros(1, dtype=torch.int64)
+        return torch.cat((zero, *counts)).cumsum(0)
+
+    def area(self, queries: Run) -> int:
+        """Returns the number of scores of a run of the whole's queries."""
+        return int(self.areas[queries.stop] - self.areas[queries.start])
+
+
+class Piece(NamedTuple):
+    """Queries and keys of one document, both without gaps, each of which sees or is seen; low <= j - i <= high, None where open.
+
+    rows, keys: where they lie in the tensors of the call. diagonal: j - i on the whole's diagonal.
+    """
+
+    document: int
+    q_start: int  # in the document
+    kv_start: int
+    rows: Run
+    keys: Run
+    low: int | None
+    high: int | None
+    diagonal: int
+
+    @property
+    def area(self) -> int:
+        """Scores that are seen."""
+        nq, nk = self.rows.size, self.keys.size
+        before = 0 if self.low is None else _clamped_sum(nq, self.low, nk)
+        return (nq * nk if self.high is None else _clamped_sum(nq, self.high + 1, nk)) - before
+
+
+def _clamped_sum(count: int, first: int, most: int) -> int:
+    """Returns the sum of first, first + 1, ... (`count` numbers), each brought into 0 to `most`."""
+    rise = min(max(-first, 0), count)  # where the numbers leave 0
+    full = min(max(most - first, rise), count)  # where they reach most
+    return (full - rise) * (2 * first + rise + full - 1) // 2 + (count - full) * most
+
+
+def make_piece(mask: Mask, document: int, queries: Run, keys: Run, rows: tuple[int, int]) -> Piece | None:
+    """Returns the piece of a document's queries and keys, without those that nothing sees or is seen by; None where none is left.
+
+    rows: where the first query and the first key lie.
+    """
+    len_q, len_kv = queries.size, keys.size
+    diagonal = queries.start + mask.shift(document) - keys.start
+    low = None if mask.left is None else diagonal - mask.left
+    high = None if mask.right is None else diagonal + mask.right
+    first, last = 0 if high is None else max(0, -high), len_q if low is None else min(len_q, len_kv - low)
+    if first >= last:
+        return None
+    first_key, last_key = 0 if low is None else max(0, first + low), len_kv if high is None else min(len_kv, last + high)
+    if first_key >= last_key:
+        return None
+    moved, len_q, len_kv = first_key - first, last - first, last_key - first_key
+    low = None if low is None or low - moved <= 1 - len_q else low - moved
+    high = None if high is None or high - moved >= len_kv - 1 else high - moved
+    return Piece(
+        document,
+        queries.start + first,
+        keys.start + first_key,
+        Run(rows[0] + first, rows[0] + last),
+        Run(rows[1] + first_key, rows[1] + last_key),
+        low,
+        high,
+        diagonal - moved,
+    )
+
+
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Returns fewer pieces of the same scores: those that together are one band, of rows and keys that follow each other.
+
+    Positions in the document are then those of a piece's first query and key alone, so no mod, bias or ALiBi may read them.
+    """
+    found = list(pieces)
+    for i in range(len(found) - 1, 0, -1):
+        for j in range(i - 1, -1, -1):
+            one = _merged(found[j], found[i])
+            if one is not None:
+                found[j] = one
+                del found[i]
+                break
+    return found
+
+
+def _merged(a: Piece, b: Piece) -> Piece | None:
+    if a.document != b.document or a.low is not None or b.low is not None:
+        return None
+    if a.rows == b.rows and a.keys.stop == b.keys.start and a.high is None:  # b's keys lie behind those that all rows see
+        keys, high = Run(a.keys.start, b.keys.stop), None if b.high is None else b.high + a.keys.size
+        return a._replace(keys=keys, high=high)
+    if a.rows.stop != b.rows.start or a.keys.start != b.keys.start:
+        return None
+    rows = Run(a.rows.start, b.rows.stop)
+    if a.keys == b.keys and a.high is None and b.high is None:
+        return a._replace(rows=rows)
+    is_corner = a.high is not None and a.high == a.keys.size - a.rows.size  # a's last row sees a's last key and no later one
+    if is_corner and b.high is not None and a.high == b.high - a.rows.size and a.keys.stop <= b.keys.stop:
+        return a._replace(rows=rows, keys=b.keys)
+    return None
+
+
+class LocalBand(NamedTuple):
+    """A band as `attention` takes it, counted from a diagonal of the piece itself."""
+
+    window_size: tuple[int, int]
+    bottom_right: bool
+    is_exact: bool  # whether that diagonal is the whole's
+
+
+def local_band(piece: Piece, wants_diagonal: bool) -> LocalBand:
+    """Returns the piece's band, from the whole's diagonal where that is wanted and can be; it begins at one of two diagonals.
+
+    The top-left one always lies in the band: the first query sees a key, so high >= 0, and the first key is seen, so low <= 0.
+    """
+    shifts = [(piece.keys.size - piece.rows.size, True), (0, False)]
+    if wants_diagonal:
+        shifts.sort(key=lambda pair: pair[0] != piece.diagonal)
+    for shift, bottom_right in shifts:
+        left = -1 if piece.low is None else shift - piece.low
+        right = -1 if piece.high is None else piece.high - shift
+        if (piece.low is None or left >= 0) and (piece.high is None or right >= 0):
+            return LocalBand((left, right), bottom_right, shift == piece.diagonal)
+    raise AssertionError(f"{piece} has a query or a key that is alone")

@@ -1,0 +1,73 @@
+"""Mods of a part: wrapped so that they see the whole's batch row, head and positions, whatever part of it is attended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Mod = Callable[..., Any]
+
+
+class Origin(NamedTuple):
+    """Places in the whole of what a call counts from 0: tensors, so that no other values mean another trace.
+
+    For packed documents each is int32 [sequences of the call], else a 0-d tensor, and document is None.
+    """
+
+    document: Tensor | None
+    q_start: Tensor
+    kv_start: Tensor
+    diagonal: Tensor  # j - i, in the call's own positions, on the whole's diagonal
+
+
+def moved_mod(mod: Mod | None, places: int, origin: Origin) -> Mod | None:
+    """Returns the mod for a part.
+
+    places: how many arguments come before the batch index: 1 for a score_mod, 0 for a mask_mod.
+    """
+    if mod is None:
+        return None
+    document, q_start, kv_start, _ = origin
+    if document is None:
+
+        def moved(*arguments: Any, **named: Any) -> Any:
+            first, (b, h, i, j), rest = arguments[:places], arguments[places : places + 4], arguments[places + 4 :]
+            return mod(*first, b, h, i + q_start, j + kv_start, *rest, **named)
+
+        return moved
+
+    def moved_document(*arguments: Any, **named: Any) -> Any:
+        first, (b, h, i, j), rest = arguments[:places], arguments[places : places + 4], arguments[places + 4 :]
+        return mod(*first, document[b], h, i + q_start[b], j + kv_start[b], *rest, **named)
+
+    return moved_document
+
+
+def of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None:
+    """Returns the mod for a part of the heads, which begin at first_head, a 0-d tensor."""
+    if mod is None:
+        return None
+
+    def moved(*arguments: Any, **named: Any) -> Any:
+        first, (b, h), rest = arguments[:places], arguments[places : places + 2], arguments[places + 2 :]
+        return mod(*first, b, h + first_head, *rest, **named)
+
+    return moved
+
+
+def with_alibi(mod: Mod | None, slopes: Tensor, origin: Origin) -> Mod:
+    """Returns a score_mod that subtracts slope * |distance from the whole's diagonal| behind another one, or alone.
+
+    slopes: float32 [h] or [sequences of the call, h]. It stands in for bias_type "alibi" where a call has another diagonal.
+    """
+    diagonal, is_packed, has_rows = origin.diagonal, origin.document is not None, slopes.dim() == 2
+
+    def biased(score: Any, b: Any, h: Any, i: Any, j: Any, *rest: Any, **named: Any) -> Any:
+        if mod is not None:
+            score = mod(score, b, h, i, j, *rest, **named)
+        slope = slopes[b, h] if has_rows else slopes[h]
+        return score - slope * (j - i - (diagonal[b] if is_packed else diagonal)).abs()
+
+    return biased

@@ -1,0 +1,301 @@
+"""Plans: how a sequence's tokens and keys lie over ranks, as host data that every rank makes alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexattn.dispatch.spec import OPEN_WINDOW, as_index, make_band
+from flexattn.distributed import layout as layouts
+from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, predict, table
+from flexattn.distributed.layout import LAYOUTS, Run, Runs, common, joined, row_of, rows_of, size_of, union
+from flexattn.distributed.mask import Mask, Piece, make_piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+STRATEGIES = ("gather", "halo", "ulysses", "ring")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Host data of a split: made by `plan`, equal on all ranks, hashable and picklable (its group is not pickled).
+
+    Attributes:
+        ranks: int, how many there are.
+        layout: "contiguous", "zigzag" or "dealt".
+        strategy: "auto", or a name in `STRATEGIES`.
+        is_packed: bool, whether there are documents, so that tensors are [tokens, ...] and not [batch, tokens, ...].
+        q_runs, kv_runs: for each rank the runs of the whole's queries and keys that it holds, in its order.
+        mask: the documents and the band.
+        group: the process group, or None for a plan that is only looked at.
+    """
+
+    ranks: int
+    layout: str
+    strategy: str
+    is_packed: bool
+    q_runs: tuple[Runs, ...]
+    kv_runs: tuple[Runs, ...]
+    mask: Mask
+    group: ProcessGroup | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Returns a text that is equal for equal plans, in any process."""
+        whole = (self.ranks, self.layout, self.strategy, self.is_packed, self.q_runs, self.kv_runs, dataclasses.astuple(self.mask))
+        return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest and self.group is other.group
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"group": None}
+
+    def on(self, group_or_mesh: ProcessGroup | DeviceMesh) -> Plan:
+        """Returns the plan for a group of as many ranks, as an unpickled plan needs it."""
+        ranks, group = _group_of(group_or_mesh)
+        if ranks != self.ranks:
+            raise ValueError(f"group_or_mesh has {ranks} ranks and the plan {self.ranks}; accepted: as many")
+        return dataclasses.replace(self, group=group)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the plan's group."""
+        if self.group is None:
+            raise ValueError("the plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
+        return self.group.rank()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole's queries."""
+        return sum(self.mask.lengths_q)
+
+    @property
+    def length_kv(self) -> int:
+        """Tokens of the whole's keys."""
+        return sum(self.mask.lengths_kv)
+
+    def masked(
+        self,
+        attn_mask_type: str = "no_mask",
+        window_size: tuple[int, int] = OPEN_WINDOW,
+        bottom_right_diagonal: bool | None = None,
+    ) -> Plan:
+        """Returns a plan of the same tokens on the same ranks under another mask, as layers with and without windows need it."""
+        left, right, bottom_right = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+        return dataclasses.replace(self, mask=dataclasses.replace(self.mask, left=left, right=right, bottom_right=bottom_right))
+
+    def area(self, rank: int) -> int:
+        """Returns the number of scores that a rank's queries have."""
+        return sum(self.mask.area(run) for run in self.q_runs[rank])
+
+    def needs(self, rank: int) -> Runs:
+        """Returns the whole's keys that a rank's queries see, sorted and apart."""
+        found = []
+        for run in self.q_runs[rank]:
+            for document, queries in self.mask.q.within(run):
+                start = self.mask.kv.starts[document]
+                keys = self.mask.keys(document, queries)
+                found.append(Run(start + keys.start, start + keys.stop))
+        return union(found)
+
+    def fetched(self, strategy: str, rank: int) -> Runs:
+        """Returns the whole's keys that a rank has, in order, under "gather" or "halo"; its own are among them if it sees them."""
+        if strategy == "gather":
+            return (Run(0, self.length_kv),) if self.length_kv else ()
+        return self.needs(rank)
+
+    def pieces(self, rank: int, keys: Runs) -> list[Piece]:
+        """Returns the pieces of a rank's queries over a tensor of these runs of the whole's keys."""
+        return _pieces(self.mask, self.q_runs[rank], keys)
+
+    def whole_pieces(self) -> list[Piece]:
+        """Returns the pieces of all queries over all keys, both in the order of the whole."""
+        return _pieces(self.mask, joined((Run(0, self.length),)), joined((Run(0, self.length_kv),)))
+
+    def work(self, strategy: str) -> Work:
+        """Returns the most that any rank computes and receives, in scores and rows of keys and of queries."""
+        ranks = range(self.ranks)
+        whole = sum(self.area(rank) for rank in ranks)
+        most_q, most_kv = (max(size_of(runs) for runs in of) for of in (self.q_runs, self.kv_runs))
+        if strategy == "ulysses":
+            return Work((whole / self.ranks,), 0, 0, most_q, self.length, self.length_kv)
+        if strategy == "ring":
+            steps = []
+            for step in ranks:
+                of_step = [self.pieces(rank, self.kv_runs[(rank - step) % self.ranks]) for rank in ranks]
+                steps.append(float(max(sum(piece.area for piece in pieces) for pieces in of_step)))
+            return Work(tuple(steps), most_kv, most_kv, most_q, most_q, 2 * most_kv)
+        received, held = 0, 0
+        for rank in ranks:
+            keys = self.fetched(strategy, rank)
+            own = union(self.kv_runs[rank])
+            received = max(received, size_of(keys) - size_of(common(own, keys)))
+            held = max(held, size_of(keys))
+        return Work((float(max(self.area(rank) for rank in ranks)),), received, 0, most_q, most_q, held)
+
+    def predictions(self, heads: Heads, rates: Rates = DEFAULT_RATES) -> dict[str, Prediction | str]:
+        """Returns the predicted cost of each strategy, or the reason against it."""
+        found: dict[str, Prediction | str] = {}
+        for strategy in STRATEGIES:
+            refusal = self.refusal(strategy, heads)
+            found[strategy] = refusal or predict(strategy, self.work(strategy), heads, self.ranks, rates)
+        return found
+
+    def refusal(self, strategy: str, heads: Heads) -> str:
+        """Returns the reason why a strategy cannot run, or ""."""
+        if strategy == "ulysses" and heads.q < self.ranks:
+            return f"{heads.q} heads for {self.ranks} ranks; accepted: at least one head for each"
+        return ""
+
+    def chosen(self, heads: Heads, strategy: str | None = None, rates: Rates = DEFAULT_RATES) -> str:
+        """Returns the strategy that runs: the one given, else the plan's, else the one with the least time predicted."""
+        wanted = self.strategy if strategy is None else strategy
+        if wanted not in ("auto", *STRATEGIES):
+            raise ValueError(f"strategy is {wanted!r}; accepted: 'auto', {', '.join(map(repr, STRATEGIES))}")
+        if wanted != "auto":
+            refusal = self.refusal(wanted, heads)
+            if refusal:
+                raise ValueError(f"strategy is {wanted!r} with {refusal}, or another strategy")
+            return wanted
+        return _cheapest(self, heads, rates)
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, *, rates: Rates = DEFAULT_RATES) -> str:
+        """Returns the layout, what moves, and the predicted milliseconds of each strategy, as a text.
+
+        q, k, v: as `attention` takes them, of any rank: their heads, head dims and dtype are read alone.
+        rates: what the machine does; the default is two H200s on NVLink.
+        """
+        dim = 1 if self.is_packed else 2
+        heads = Heads(q.shape[dim], k.shape[dim], q.shape[-1], v.shape[-1], q.element_size(), 1 if self.is_packed else q.shape[0])
+        predictions = self.predictions(heads, rates)
+        taken = self.chosen(heads, None, rates)
+        areas = [self.area(rank) for rank in range(self.ranks)]
+        mean = sum(areas) / self.ranks
+        balance = max(areas) / mean if mean else 1.0
+        runs = max(len(runs) for runs in self.q_runs)
+        lines = [
+            f"{self.length} queries and {self.length_kv} keys in {len(self.mask.lengths_q)} document(s) on {self.ranks} rank(s)",
+            f"layout {self.layout}: up to {runs} run(s) a rank; the slowest has {balance:.2f} of the mean",
+            *table(predictions, taken),
+        ]
+        return "\n".join(lines)
+
+
+def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
+    found = []
+    key_rows = rows_of(keys)
+    for run, rows in zip(queries, rows_of(queries), strict=True):
+        for document, part in mask.q.within(run):
+            row = rows.start + mask.q.starts[document] + part.start - run.start
+            start = mask.kv.starts[document]
+            visible = mask.keys(document, part)
+            for seen in common((Run(start + visible.start, start + visible.stop),), keys):
+                local = Run(seen.start - start, seen.stop - start)
+                piece = make_piece(mask, document, part, local, (row, row_of(seen.start, keys, key_rows)))
+                if piece is not None:
+                    found.append(piece)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
+    predictions = plan.predictions(heads, rates)
+    fits = {name: found for name, found in predictions.items() if isinstance(found, Prediction)}
+    small = {name: found for name, found in fits.items() if found.held_bytes <= rates.most_bytes}
+    return min(small or fits, key=lambda name: fits[name].forward_ms + fits[name].backward_ms)
+
+
+def plan(
+    group_or_mesh: ProcessGroup | DeviceMesh | int,
+    *,
+    length: int | tuple[int, int] | None = None,
+    documents: Sequence[int] | Sequence[tuple[int, int]] | None = None,
+    attn_mask_type: str = "causal",
+    window_size: tuple[int, int] = OPEN_WINDOW,
+    bottom_right_diagonal: bool | None = None,
+    layout: str | None = None,
+    strategy: str = "auto",
+) -> Plan:
+    """Returns the plan of a sequence, or of packed documents, over the ranks of a group. Nothing is sent.
+
+    Args:
+        group_or_mesh: a process group, a one-dimensional DeviceMesh (as mesh["cp"]), or a number of ranks, for a plan to look at.
+        length: the whole's tokens, where it is one sequence (of a batch of any size): tensors are [batch, tokens, ...]. A pair is
+            for other keys than queries: (queries, keys).
+        documents: lengths of packed documents, 0 allowed, in place of `length`: tensors are [tokens, ...]. Pairs as for `length`.
+        attn_mask_type, window_size, bottom_right_diagonal: as `flexattn.attention` takes them; "padding" in the type's name means
+            nothing more, as documents have their lengths anyway.
+        layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (chunks by their numbers of scores); or
+            None: the first for windows, for masks that are not causal and for other keys than queries, the second for one causal
+            sequence, the third for packed documents.
+        strategy: "gather", "halo", "ulysses", "ring", or "auto": the least time predicted (`Plan.explain`).
+
+    Raises:
+        ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
+    """
+    ranks, group = _group_of(group_or_mesh)
+    left, right, bottom_right = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    if (length is None) == (documents is None):
+        raise ValueError(f"length is {length} and documents {'None' if documents is None else 'given'}; accepted: one of the two")
+    is_packed = documents is not None
+    pairs = [_lengths("documents", n) for n in documents] if documents is not None else [_lengths("length", length)]
+    if not pairs:
+        raise ValueError("documents is empty; accepted: at least one length, 0 too")
+    lengths_q, lengths_kv = (tuple(side) for side in zip(*pairs, strict=True))
+    if strategy not in ("auto", *STRATEGIES):
+        raise ValueError(f"strategy is {strategy!r}; accepted: 'auto', {', '.join(map(repr, STRATEGIES))}")
+    if layout not in (None, *LAYOUTS):
+        raise ValueError(f"layout is {layout!r}; accepted: None, {', '.join(map(repr, LAYOUTS))}")
+    mask = Mask(left, right, bottom_right, lengths_q, lengths_kv)
+    same = lengths_q == lengths_kv
+    if layout is None:
+        layout = "contiguous" if left is not None or right is None or not same else "dealt" if is_packed else "zigzag"
+    total_q, total_kv = sum(lengths_q), sum(lengths_kv)
+    if layout == "contiguous":
+        q_runs = layouts.contiguous(total_q, ranks)
+    elif layout == "zigzag":
+        q_runs = layouts.zigzag(total_q, ranks)
+    else:
+        q_runs = layouts.dealt(total_q, ranks, mask.area)
+    kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
+    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, group)
+
+
+def _lengths(name: str, value: Any) -> tuple[int, int]:
+    """Returns the tokens of queries and of keys."""
+    sides = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    counts = [as_index(side) for side in sides]
+    if len(counts) == 2 and counts[0] is not None and counts[1] is not None and min(counts[0], counts[1]) >= 0:
+        return counts[0], counts[1]
+    raise ValueError(
+        f"{name} is or has {value!r}; accepted: whole numbers of tokens on the host, 0 or more, or pairs, for queries and keys"
+    )
+
+
+def _group_of(group_or_mesh: Any) -> tuple[int, Any]:
+    """Returns the number of ranks and the process group, None for a bare number."""
+    count = as_index(group_or_mesh)
+    if count is not None:
+        if count < 1:
+            raise ValueError(f"group_or_mesh is {count}; accepted: a process group, a DeviceMesh of one dim, or at least one rank")
+        return count, None
+    if hasattr(group_or_mesh, "get_group"):
+        if group_or_mesh.ndim != 1:
+            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, as mesh['cp']")
+        group_or_mesh = group_or_mesh.get_group()
+    if not hasattr(group_or_mesh, "rank") or not hasattr(group_or_mesh, "size"):
+        raise TypeError(
+            f"group_or_mesh is a {type(group_or_mesh).__name__}; accepted: a process group, a DeviceMesh of one dim, or a number"
+        )
+    return group_or_mesh.size(), group_or_mesh

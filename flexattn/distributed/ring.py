@@ -1,0 +1,109 @@
+"""Strategy "ring": keys travel from rank to rank, a step ahead of their use, and partial results are merged in float32.
+
+A rank holds two ranks' keys at a time. A sink joins at the end, once. In the backward the float32 gradients of the keys travel with
+them, and one step further, home: Liu et al., "Ring Attention with Blockwise Transformers" (2023, https://arxiv.org/abs/2310.01889).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.distributed.calls import (
+    Call,
+    Part,
+    Results,
+    Scores,
+    Shared,
+    Sums,
+    add_sink,
+    apart,
+    attend,
+    differentiate,
+    empty_results,
+    make_calls,
+    merge_into,
+    rows_first,
+    rows_of_call,
+    sum_dtype,
+)
+from flexattn.distributed.exchange import rotate, wait
+from flexattn.distributed.layout import size_of
+from flexattn.distributed.mask import merged
+from flexattn.distributed.plans import Plan
+
+
+@functools.lru_cache(maxsize=32)
+def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torch.device) -> tuple[list[Call], ...]:
+    found = []
+    for step in range(plan.ranks):
+        pieces = plan.pieces(plan.rank, plan.kv_runs[(plan.rank - step) % plan.ranks])
+        if not wants_positions:
+            pieces = merged(pieces)
+        found.append(make_calls(pieces, plan.is_packed, wants_diagonal, device))
+    return tuple(found)
+
+
+class Ring(NamedTuple):
+    """A call of attention by keys that travel."""
+
+    plan: Plan
+    scores: Scores
+
+    def _steps(self, shared: Shared, device: torch.device) -> tuple[list[Call], ...]:
+        has_slopes, has_mods = shared.alibi_slopes is not None, (self.scores.score_mod or self.scores.mask_mod) is not None
+        return _steps(self.plan, has_slopes, has_slopes or has_mods or shared.bias is not None, device)
+
+    def _rows_of_step(self, step: int) -> int:
+        return size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
+        """Returns out and lse of this rank's queries, and what a backward needs."""
+        plan, dim = self.plan, k.shape[-1]
+        results = empty_results(q, v.shape[-1], plan.is_packed, sum_dtype(q.dtype))
+        kv = rows_first(k, v, plan.is_packed)
+        for step, calls in enumerate(self._steps(shared, q.device)):
+            if step + 1 < plan.ranks:
+                received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
+            for call in calls:
+                local, _, _ = rows_of_call(call, Part(q, *apart(kv, dim, plan.is_packed)))
+                merge_into(results, call, *attend(call, local, self.scores, shared, None))
+            if step + 1 < plan.ranks:
+                wait(works, plan.group)
+                kv = received
+        if shared.softmax_offset is not None:
+            results = add_sink(results, shared.softmax_offset)
+        results = results._replace(out=results.out.to(q.dtype))
+        return results, (q, k, v, *results)
+
+    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums:
+        """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
+        q, k, v, out, lse = saved
+        plan, dim, packed, wide = self.plan, k.shape[-1], self.plan.is_packed, sum_dtype(q.dtype)
+        dq, of_shared = torch.zeros(q.shape, dtype=wide, device=q.device), shared.zeros()
+        kv = rows_first(k, v, packed)
+        grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
+        for step, calls in enumerate(self._steps(shared, q.device)):
+            if step + 1 < plan.ranks:
+                received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
+            if step:
+                grad = self._travelled(grad, step)
+            sums = Sums(dq, *apart(grad, dim, packed), of_shared)
+            for call in calls:
+                part = Part(q, *apart(kv, dim, packed))
+                differentiate(call, part, Results(out, lse), seeds, (self.scores, shared), sums)
+            if step + 1 < plan.ranks:
+                wait(works, plan.group)
+                kv = received
+        if plan.ranks > 1:
+            grad = self._travelled(grad, plan.ranks)
+        return Sums(dq, *apart(grad, dim, packed), of_shared)
+
+    def _travelled(self, grad: Tensor, step: int) -> Tensor:
+        """Returns the sums of gradients that the rank before has, of the keys that come here in this step."""
+        received, works = rotate(grad, self._rows_of_step(step), self.plan.group)
+        wait(works, self.plan.group)
+        return received

@@ -1,0 +1,85 @@
+"""Tensors of the whole and of a rank: shard, unshard, positions."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexattn.distributed.exchange import waiting
+from flexattn.distributed.layout import Runs, rows_of, size_of
+from flexattn.distributed.plans import Plan
+
+
+def shard(plan: Plan, *tensors: Tensor, dim: int | None = None, keys: bool = False) -> Tensor | tuple[Tensor, ...]:
+    """Returns this rank's tokens of each tensor of the whole, in the plan's order, contiguous: inputs, labels, masks, positions.
+
+    Args:
+        tensors: any dtype, any device, the same on each rank; nothing is sent.
+        dim: the dim of the tokens; None is 0 for packed documents and 1 else, behind the batch.
+        keys: whether they are tokens of the keys, where these are others than the queries'.
+
+    Returns:
+        The one tensor, or a tuple of as many as were given.
+
+    Raises:
+        ValueError: a tensor whose dim has not the whole's tokens.
+    """
+    dim = _dim(plan, dim)
+    runs, length = (plan.kv_runs[plan.rank], plan.length_kv) if keys else (plan.q_runs[plan.rank], plan.length)
+    for t in tensors:
+        _check("tensors", t, dim, length)
+    parts = tuple(_cut(t, dim, runs) for t in tensors)
+    return parts[0] if len(parts) == 1 else parts
+
+
+def unshard(plan: Plan, tensor: Tensor, *, dim: int | None = None, keys: bool = False) -> Tensor:
+    """Returns the whole, on each rank, of what `shard` divides: one all-gather. The result has no gradient.
+
+    A loss is better summed over ranks than computed from a whole that each has. tensor, dim, keys: as `shard` has them.
+
+    Raises:
+        ValueError: a tensor whose dim has not this rank's tokens.
+    """
+    dim = _dim(plan, dim)
+    all_runs, length = (plan.kv_runs, plan.length_kv) if keys else (plan.q_runs, plan.length)
+    _check("tensor", tensor, dim, size_of(all_runs[plan.rank]))
+    most = max(size_of(runs) for runs in all_runs)
+    own = tensor.detach().movedim(dim, 0)
+    padded = own.new_zeros((most, *own.shape[1:]))
+    padded[: own.shape[0]] = own
+    received = padded.new_empty((plan.ranks * most, *own.shape[1:]))
+    with waiting("unshard", plan.group):
+        dist.all_gather_into_tensor(received, padded, group=plan.group)
+    whole = own.new_empty((length, *own.shape[1:]))
+    for rank, runs in enumerate(all_runs):
+        for run, rows in zip(runs, rows_of(runs), strict=True):
+            whole[run.start : run.stop] = received[rank * most + rows.start : rank * most + rows.stop]
+    return whole.movedim(0, dim).contiguous()
+
+
+def positions(plan: Plan, *, keys: bool = False, device: torch.device | str | None = None) -> Tensor:
+    """Returns the position in its document of each of this rank's tokens, as rotary embeddings need it: int64 [tokens].
+
+    keys: whether those of the keys' tokens. device: where, None for the default device.
+    """
+    runs, side = (plan.kv_runs, plan.mask.kv) if keys else (plan.q_runs, plan.mask.q)
+    found = [torch.arange(part.start, part.stop) for run in runs[plan.rank] for _, part in side.within(run)]
+    whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    return whole.to(torch.get_default_device() if device is None else device)
+
+
+def _dim(plan: Plan, dim: int | None) -> int:
+    if dim is None:
+        return 0 if plan.is_packed else 1
+    return dim
+
+
+def _check(name: str, t: Tensor, dim: int, length: int) -> None:
+    if not -t.dim() <= dim < t.dim() or t.shape[dim] != length:
+        raise ValueError(f"{name} has one of shape {tuple(t.shape)}; accepted: {length} tokens in dim {dim}, or another dim")
+
+
+def _cut(t: Tensor, dim: int, runs: Runs) -> Tensor:
+    parts = [t.narrow(dim, run.start, run.size) for run in runs]
+    return torch.cat(parts, dim) if parts else t.narrow(dim, 0, 0).contiguous()

@@ -1,0 +1,207 @@
+"""Strategy "ulysses": an all-to-all gives each rank all tokens of some heads, and another one brings the results back.
+
+Jacobs et al., "DeepSpeed Ulysses" (2023, https://arxiv.org/abs/2309.14509). Any numbers of heads with at least one query head for
+each rank: a rank gets the key heads that its query heads read, which several ranks may get; their gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexattn.distributed.calls import (
+    Call,
+    Part,
+    Results,
+    Scores,
+    Shared,
+    Sums,
+    apart,
+    attend_all,
+    differentiate_all,
+    make_calls,
+    rows_first,
+)
+from flexattn.distributed.exchange import waiting
+from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
+from flexattn.distributed.origin import of_heads
+from flexattn.distributed.plans import Plan
+
+
+class Split(NamedTuple):
+    """Heads by rank, and the key heads that they read."""
+
+    q: tuple[Run, ...]
+    kv: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, heads: int, heads_kv: int, ranks: int) -> Split:
+        group = heads // heads_kv
+        q = cut(heads, ranks)
+        return cls(tuple(q), tuple(Run(run.start // group, (run.stop - 1) // group + 1) for run in q))
+
+
+def local_key_heads(split: Split, rank: int, group: int) -> list[int] | None:
+    """Returns for each query head of a rank its key head among the rank's; None where they are as grouped heads are anyway."""
+    q, kv = split.q[rank], split.kv[rank]
+    found = [head // group - kv.start for head in range(q.start, q.stop)]
+    even = q.size % kv.size == 0 and found == [i // (q.size // kv.size) for i in range(q.size)]
+    return None if even else found
+
+
+def to_heads(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: Any) -> Tensor:
+    """Returns [whole, ..., own heads, d], in the whole's order, of each rank's [rows, ..., h, d]; heads may be in several ranks."""
+    width = heads[dist.get_rank(group)].size
+    sent = [x[..., run.start : run.stop, :].reshape(-1) for run in heads]
+    receives = [size_of(of) * width * _head_row(x) for of in runs]
+    received = x.new_empty(sum(receives))
+    with waiting("the all-to-all from tokens to heads", group):
+        dist.all_to_all_single(received, torch.cat(sent), receives, [t.numel() for t in sent], group=group)
+    by_rank = received.view(sum(map(size_of, runs)), *x.shape[1:-2], width, x.shape[-1])
+    whole = x.new_empty(by_rank.shape)
+    for run, rows in _places(runs):
+        whole[run.start : run.stop] = by_rank[rows.start : rows.stop]
+    return whole
+
+
+def to_rows(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], total: tuple[int, Any]) -> Tensor:
+    """Returns each rank's [rows, ..., h, d] of [whole, ..., own heads, d]: sums in the ranks' order where several have a head.
+
+    total: h, and the group.
+    """
+    all_heads, group = total
+    by_rank = x.new_empty(x.shape)
+    for run, rows in _places(runs):
+        by_rank[rows.start : rows.stop] = x[run.start : run.stop]
+    rank = dist.get_rank(group)
+    own, row = size_of(runs[rank]), _head_row(x)
+    sends, receives = [size_of(of) * row * x.shape[-2] for of in runs], [own * row * run.size for run in heads]
+    received = x.new_empty(sum(receives))
+    with waiting("the all-to-all from heads to tokens", group):
+        dist.all_to_all_single(received, by_rank.view(-1), receives, sends, group=group)
+    by_heads = zip(torch.split(received, receives), heads, strict=True)
+    parts = [t.view(own, *x.shape[1:-2], run.size, x.shape[-1]) for t, run in by_heads]
+    if sum(run.size for run in heads) == all_heads:
+        return torch.cat(parts, -2)
+    found = x.new_zeros((own, *x.shape[1:-2], all_heads, x.shape[-1]))
+    for part, run in zip(parts, heads, strict=True):
+        found[..., run.start : run.stop, :] += part
+    return found
+
+
+def _head_row(x: Tensor) -> int:
+    """Returns the elements of one head in one row of [rows, h, d] or [rows, b, h, d]."""
+    return x.shape[-1] * (x.shape[1] if x.dim() == 4 else 1)
+
+
+def _places(runs: tuple[Runs, ...]) -> list[tuple[Run, Run]]:
+    """Returns each run of the whole with its rows in a tensor that holds one rank's rows after another's."""
+    everyones = tuple(run for of in runs for run in of)
+    return list(zip(everyones, rows_of(everyones), strict=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> list[Call]:
+    return make_calls(plan.whole_pieces(), plan.is_packed, wants_diagonal, device)
+
+
+class Ulysses(NamedTuple):
+    """A call of attention by heads; `heads` and `heads_kv` are the whole's."""
+
+    plan: Plan
+    scores: Scores
+    heads: int
+    heads_kv: int
+
+    @property
+    def _split(self) -> Split:
+        return Split.of(self.heads, self.heads_kv, self.plan.ranks)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """Returns this rank's heads of q's rows, or of what has its dims, for all tokens."""
+        packed = self.plan.is_packed
+        return _swapped(to_heads(_swapped(x, packed), self.plan.q_runs, self._split.q, self.plan.group), packed)
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        """Returns all heads of this rank's rows: the inverse."""
+        packed = self.plan.is_packed
+        total = (self.heads, self.plan.group)
+        return _swapped(to_rows(_swapped(x, packed), self.plan.q_runs, self._split.q, total), packed).contiguous()
+
+    def _own(self, shared: Shared, device: torch.device) -> tuple[Scores, Shared]:
+        """Returns the arguments and the shared tensors of this rank's heads."""
+        run, scores = self._split.q[self.plan.rank], self.scores
+        heads = slice(*run)
+        bias, slopes, offset = shared.bias, shared.alibi_slopes, shared.softmax_offset
+        if scores.score_mod is not None or scores.mask_mod is not None:
+            first = torch.tensor(run.start, dtype=torch.int32).to(device)
+            scores = dataclasses.replace(
+                scores, score_mod=of_heads(scores.score_mod, 1, first), mask_mod=of_heads(scores.mask_mod, 0, first)
+            )
+        own = shared._replace(
+            bias=bias if bias is None or bias.shape[1] == 1 else bias[:, heads].detach().requires_grad_(bias.requires_grad),
+            alibi_slopes=None if slopes is None else slopes[..., heads].contiguous(),
+            softmax_offset=None if offset is None else offset[heads].contiguous(),
+        )
+        return scores, own
+
+    def _part(self, whole_q: Tensor, kv: Tensor, dim: int) -> tuple[Part, list[int] | None]:
+        places = local_key_heads(self._split, self.plan.rank, self.heads // self.heads_kv)
+        if places is not None:
+            kv = kv.index_select(-2, torch.tensor(places, device=kv.device))
+        return Part(whole_q, *apart(kv, dim, self.plan.is_packed)), places
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
+        """Returns out and lse of this rank's queries, and what a backward needs."""
+        plan, packed = self.plan, self.plan.is_packed
+        whole_q = self._to_heads(q)
+        kv = to_heads(rows_first(k, v, packed), plan.kv_runs, self._split.kv, plan.group)
+        part, _ = self._part(whole_q, kv, k.shape[-1])
+        calls = _calls(plan, shared.alibi_slopes is not None, q.device)
+        found = attend_all(calls, part, self._own(shared, q.device), packed)
+        lse = self._to_rows(_lse_as_rows(found.lse))
+        return Results(self._to_rows(found.out), _rows_as_lse(lse)), (whole_q, kv, *found)
+
+    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums:
+        """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
+        whole_q, kv, out, lse = saved
+        plan, packed = self.plan, self.plan.is_packed
+        dout, dlse = seeds
+        dim = kv.shape[-1] - dout.shape[-1]
+        own_dout = self._to_heads(dout)
+        own_dlse = None if dlse is None else _rows_as_lse(self._to_heads(_lse_as_rows(dlse)))
+        part, places = self._part(whole_q, kv, dim)
+        scores, own = self._own(shared, whole_q.device)
+        calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
+        sums = differentiate_all(calls, part, Results(out, lse), (own_dout, own_dlse), (scores, own))
+        dkv = rows_first(sums.dk, sums.dv, packed)
+        if places is not None:
+            all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
+            dkv = all_heads.index_add_(-2, torch.tensor(places, device=dkv.device), dkv)
+        dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
+        of_bias, *of_mods = sums.shared
+        if of_bias is not None and shared.bias is not None and shared.bias.shape[1] > 1:
+            whole = of_bias.new_zeros(shared.bias.shape)
+            whole[:, slice(*self._split.q[plan.rank])] = of_bias
+            of_bias = whole
+        return Sums(self._to_rows(sums.dq), *apart(dkv, dim, packed), [of_bias, *of_mods])
+
+
+def _swapped(x: Tensor, is_packed: bool) -> Tensor:
+    """Returns [b, s, h, d] as [s, b, h, d] or the reverse; packed tensors begin with their tokens anyway."""
+    return x if is_packed else x.transpose(0, 1)
+
+
+def _lse_as_rows(lse: Tensor) -> Tensor:
+    """Returns lse, [b, h, s] or [h, t], with out's dims: [b, s, h, 1] or [t, h, 1]."""
+    return lse.transpose(-1, -2).unsqueeze(-1)
+
+
+def _rows_as_lse(rows: Tensor) -> Tensor:
+    """Returns the inverse of `_lse_as_rows`."""
+    return rows.squeeze(-1).transpose(-1, -2).contiguous()

@@ -1,0 +1,1 @@
+"""Attention over ranks, in processes on a CPU."""

@@ -1,0 +1,258 @@
+"""Calls of attention over ranks and of one process, and what must be equal between them; used in gloo processes on a CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flexattn
+from flexattn import distributed
+from flexattn.distributed.plans import STRATEGIES, Plan
+from flexattn.testing import GRADIENT_FACTOR, check_close
+
+EXACT = 1e-10  # of fp64: sums over ranks and steps in another order
+LAYOUTS = ("contiguous", "zigzag", "dealt")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call of the whole. lengths: of packed documents, or of the one sequence of a batch; (queries, keys) each."""
+
+    lengths: tuple[tuple[int, int], ...] = ((37, 37),)
+    batch: int | None = 2  # None: packed
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (8, 8)
+    mask: str = "causal"
+    window: tuple[int, int] = (-1, -1)
+    qkv_format: str = ""
+    score: str = ""  # a mod of `score_mods`
+    sees: str = ""  # a mod of `mask_mods`
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plan_arguments(self) -> dict[str, Any]:
+        sizes: dict[str, Any] = {"documents": self.lengths} if self.batch is None else {"length": self.lengths[0]}
+        return sizes | {"attn_mask_type": self.mask, "window_size": self.window}
+
+
+def by_table(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return score * table[h] + 0.01 * b * i - 0.02 * j * h
+
+
+def by_place(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score + torch.sin(i * 0.7 - j * 0.3 + h + b)
+
+
+def some(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i + 2 * j + h + b) % 5 != 1
+
+
+SCORE_MODS: dict[str, Callable[..., Any]] = {"table": by_table, "place": by_place}
+MASK_MODS: dict[str, Callable[..., Any]] = {"some": some}
+
+
+def tensors_of(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns q, k, v of the whole in its format, and the tensors that all ranks share; always the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    (heads, heads_kv), (dim, dim_v) = problem.heads, problem.dims
+    total_q, total_kv = (sum(lengths) for lengths in zip(*problem.lengths, strict=True))
+    shape = () if problem.batch is None else (problem.batch,)
+    found = {
+        "q": draw(*shape, total_q, heads, dim),
+        "k": draw(*shape, total_kv, heads_kv, dim),
+        "v": draw(*shape, total_kv, heads_kv, dim_v),
+    }
+    if problem.qkv_format:
+        found = {name: as_format(t, problem.qkv_format) for name, t in found.items()}
+    batch = problem.batch or len(problem.lengths)
+    options = problem.options
+    if options.get("softmax_type") == "learnable":
+        found["softmax_offset"] = draw(heads)
+    if "bias" in options.get("bias_type", ""):
+        found["bias"] = (
+            draw(1, heads, total_q, total_kv) if options["bias_type"] == "post_scale_bias" else draw(batch, 1, 1, total_kv)
+        )
+    if options.get("bias_type") == "alibi" and heads % 2:
+        found["alibi_slopes"] = draw(batch, heads).abs().float()
+    if problem.score == "table":
+        found["table"] = draw(heads)
+    return found
+
+
+def as_format(t: Tensor, fmt: str) -> Tensor:
+    """Returns a contiguous tensor in the format, of one in bshd, or the reverse."""
+    return (t.transpose(0, 1) if fmt == "sbhd" else t.transpose(1, 2) if fmt == "bhsd" else t).contiguous()
+
+
+def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None) -> dict[str, Any]:
+    """Returns the arguments of either attention beside q, k and v."""
+    shared = {name: t for name, t in tensors.items() if name not in ("q", "k", "v", "table")}
+    mods: dict[str, Any] = {"score_mod": SCORE_MODS.get(problem.score), "mask_mod": MASK_MODS.get(problem.sees)}
+    if "table" in tensors:
+        mods["score_mod_tensors"] = {"table": tensors["table"]}
+    of_format = {"qkv_format": problem.qkv_format} if problem.qkv_format else {}
+    found = problem.options | shared | mods | of_format | {"return_lse": True}
+    if plan is not None:
+        return found
+    found |= {"attn_mask_type": problem.mask, "window_size": problem.window}
+    if problem.batch is None:
+        found |= {"qkv_format": "thd", "attn_mask_type": "padding" if problem.mask == "no_mask" else f"padding_{problem.mask}"}
+        for side, lengths in zip(("q", "kv"), zip(*problem.lengths, strict=True), strict=True):
+            found[f"cu_seqlens_{side}"] = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+            found[f"max_seqlen_{side}"] = max(1, *lengths)
+    return found
+
+
+def results(
+    problem: Problem, tensors: dict[str, Tensor], dtype: torch.dtype, plan: Plan | None, strategy: str = ""
+) -> dict[str, Tensor]:
+    """Returns out, lse and the gradients of a call: of the whole, or of this rank's part of the same losses."""
+    leaves = {name: t.detach().clone() for name, t in tensors.items()}
+    if plan is not None:
+        dim = {"sbhd": 0, "bhsd": 2}.get(problem.qkv_format)
+        for name in "qkv":
+            leaves[name] = distributed.shard(plan, leaves[name], dim=dim, keys=name != "q")
+    for name, t in leaves.items():
+        t.requires_grad_(name != "alibi_slopes")
+    given = arguments_of(problem, leaves, plan)
+    qkv = [leaves[name] for name in "qkv"]
+    backend = "eager" if dtype is torch.float64 else None
+    if plan is None:
+        out, lse = flexattn.attention(*qkv, **given, backend=backend)
+    else:
+        out, lse = distributed.attention(*qkv, plan=plan, strategy=strategy, **given, backend=backend)
+    (out.double().sin().sum() + lse.double().where(lse.isfinite(), 0.0).cos().sum()).backward()
+    gradients = {f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """Returns this rank's tokens of the whole's results, and all of the gradients of shared tensors."""
+    dim = {"sbhd": 0, "bhsd": 2}.get(problem.qkv_format)
+    found = dict(whole)
+    for name in ("out", "dq", "dk", "dv"):
+        found[name] = distributed.shard(plan, whole[name], dim=dim, keys=name in ("dk", "dv"))
+    found["lse"] = distributed.shard(plan, whole["lse"], dim=-1)
+    return found
+
+
+def compare(problem: Problem, layouts: Sequence[str | None], strategies: Sequence[str], dtype: torch.dtype = torch.float64) -> int:
+    """Asserts that each strategy in each layout gives what one process does; returns how many were compared."""
+    wide = results(problem, tensors_of(problem, torch.float64), torch.float64, None)
+    narrow = wide if dtype is torch.float64 else results(problem, tensors_of(problem, dtype), dtype, None)
+    count = 0
+    for layout in layouts:
+        plan = distributed.plan(dist.group.WORLD, layout=layout, **problem.plan_arguments)
+        expected, budget = part_of(problem, wide, plan), part_of(problem, narrow, plan)
+        for strategy in strategies:
+            got = results(problem, tensors_of(problem, dtype), dtype, plan, strategy)
+            assert got.keys() == expected.keys(), (got.keys(), expected.keys())
+            for name, t in got.items():
+                label = f"{name} of {strategy} in {plan.layout} on {plan.ranks}: {problem}"
+                if dtype is torch.float64:
+                    torch.testing.assert_close(t, expected[name], rtol=0.0, atol=EXACT, msg=lambda text, at=label: f"{at}: {text}")
+                else:
+                    check_close(label, t, expected[name], budget[name], factor=GRADIENT_FACTOR)
+            count += 1
+    return count
+
+
+DOCUMENTS = tuple((n, n) for n in (5, 0, 20, 1, 11))
+
+FEATURES = {
+    "causal": Problem(),
+    "no mask": Problem(mask="no_mask", dims=(8, 4), qkv_format="sbhd"),
+    "a causal window": Problem(window=(6, -1), qkv_format="bhsd"),
+    "a window on both sides": Problem(mask="no_mask", window=(3, 4)),
+    "fewer queries than keys": Problem(((19, 37),), mask="causal_bottom_right", window=(9, -1)),
+    "more queries than keys": Problem(((37, 19),), mask="causal_bottom_right"),
+    "more queries than keys, from the first": Problem(((37, 19),), window=(5, -1)),
+    "an odd number of heads": Problem(heads=(5, 1), options={"bias_type": "alibi"}),
+    "key heads that do not divide": Problem(heads=(6, 3), options={"softmax_scale": 0.2}),
+    "a sink and a softcap": Problem(options={"softmax_type": "learnable", "softcap": 2.0}),
+    "a sink for queries that see nothing": Problem(((37, 19),), mask="causal_bottom_right", options={"softmax_type": "learnable"}),
+    "one in the denominator": Problem(DOCUMENTS, None, options={"softmax_type": "off-by-one"}),
+    "ALiBi from both sides": Problem(mask="no_mask", options={"bias_type": "alibi"}),
+    "a bias for each head": Problem(options={"bias_type": "post_scale_bias"}),
+    "a bias for all heads": Problem(mask="no_mask", options={"bias_type": "pre_scale_bias"}),
+    "mods": Problem(score="table", sees="some"),
+    "documents": Problem(DOCUMENTS, None, options={"deterministic": True}),
+    "documents with keys of other lengths": Problem(((5, 7), (0, 3), (9, 2), (4, 4), (3, 0)), None, mask="causal_bottom_right"),
+    "documents with windows and ALiBi": Problem(
+        DOCUMENTS, None, (5, 1), mask="no_mask", window=(3, 2), options={"bias_type": "alibi"}
+    ),
+    "documents with mods and a sink": Problem(DOCUMENTS, None, score="table", sees="some", options={"softmax_type": "learnable"}),
+    "documents without a mask": Problem(DOCUMENTS, None, mask="no_mask", score="place"),
+    "fewer tokens than ranks": Problem(((1, 1),), batch=1),
+    "no tokens": Problem(((0, 0),)),
+    "no tokens in documents": Problem(((0, 0), (0, 0)), None),
+}
+
+
+def draw_problem(seed: int) -> Problem:
+    """Returns a problem by chance: lengths 0 and 1, windows, documents, heads, and what changes scores."""
+    rng = random.Random(seed)
+    is_packed = rng.random() < 0.6
+
+    def length() -> int:
+        return rng.choice((0, 1, 1, 2, rng.randint(3, 12), rng.randint(3, 40)))
+
+    pairs = [(n, n if same else length()) for same in [rng.random() < 0.7] for n in [length() for _ in range(rng.randint(1, 7))]]
+    heads_kv = rng.choice((1, 2, 3))
+    heads = heads_kv * rng.choice((1, 2, 3))
+    while heads < 4:
+        heads += heads_kv
+    mask = rng.choice(("no_mask", "causal", "causal", "causal_bottom_right"))
+    left, right = (rng.choice((-1, -1, 0, rng.randint(1, 20))) for _ in range(2))
+    options: dict[str, Any] = rng.choice(
+        (
+            {},
+            {},
+            {"softmax_type": "learnable"},
+            {"softmax_type": "off-by-one", "softcap": 1.5},
+            {"bias_type": "alibi"},
+            {"bias_type": "alibi", "softmax_type": "learnable"},
+            {} if is_packed else {"bias_type": "post_scale_bias"},
+            {} if is_packed else {"bias_type": "pre_scale_bias", "deterministic": True},
+        )
+    )
+    return Problem(
+        tuple(pairs if is_packed else pairs[:1]),
+        None if is_packed else rng.randint(1, 3),
+        (heads, heads_kv),
+        (rng.choice((8, 16)), rng.choice((8, 4))),
+        mask,
+        (left, right if mask == "no_mask" else -1),
+        "" if is_packed else rng.choice(("", "sbhd", "bhsd")),
+        rng.choice(("", "", "table", "place")),
+        rng.choice(("", "", "some")),
+        options,
+    )
+
+
+def compare_drawn(seeds: range, dtype: torch.dtype = torch.float64) -> int:
+    count = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        problem = draw_problem(seed)
+        layout, strategy = rng.choice(LAYOUTS), rng.choice(STRATEGIES)
+        try:
+            count += compare(problem, [layout], [strategy], dtype)
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {problem}") from e
+    return count
+
+
+def sampled(problem: Problem, number: int) -> tuple[list[str | None], list[str]]:
+    """Returns one layout and two strategies, others for each number, so that all pairs come in turn."""
+    return [LAYOUTS[number % 3]], [STRATEGIES[number % 4], STRATEGIES[(number + 1 + number // 4 % 3) % 4]]
