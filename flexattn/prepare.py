@@ -62,11 +62,13 @@ def prepare(
     backend: str | None,
     is_backward: bool = False,
     results: Results = Results(),  # noqa: B008  # immutable
+    can_check_floor: bool = True,
 ) -> tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None]:
     """Returns a call's tensors and settings, checked, and how q, k and v are to be quantised, or None.
 
     is_backward: True where a backward is all that will run, which wants gradients of q, k and v whatever they require; then call it
-    with grad mode on. results: the formats in memory of out and the gradients.
+    with grad mode on. results: the formats in memory of out and the gradients. can_check_floor: whether lse can be looked at where
+    the call runs; else a finite score that masks is computed as it is written, and never becomes a band.
     """
     q_format, kv_format = parse_format(str(qkv_format))
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
@@ -121,7 +123,7 @@ def prepare(
         masks = 0
         if bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right):
             is_plain = bias_type == "no_bias" and "padding" not in attn_mask_type and mask_mod is None and not return_max_logit
-            masks = _masks(band, max_q, max_kv) if is_plain else 1
+            masks = _masks(band, max_q, max_kv) if is_plain and can_check_floor else 1
         mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, masks, q)
         if mods.left is not None or mods.right is not None:
             band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)

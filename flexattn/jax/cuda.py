@@ -121,10 +121,6 @@ def _for(device: Device, call: Call) -> Call:
 
 def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> AttentionSpec:
     check_backend(call.settings.backend)
-    if call.settings.has_floor:
-        raise NotImplementedError(
-            "a mod masks by a finite number, which has to be checked where the call runs; accepted on a CUDA device: -jnp.inf"
-        )
     if reason := triton_backend.unsupported(spec, direction):
         raise BackendError(f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device there is no other backend")
     return spec

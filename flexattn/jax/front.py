@@ -99,13 +99,17 @@ def attention(
         ValueError, TypeError: what `flexattn.attention` raises for the same arguments, when the call is traced.
         BackendError: no backend of the platform can run the call, when it is compiled.
     """
-    arguments = dict(locals())
-    given = _given(arguments)
-    fwd_of = _differentiable(given)
-    out, lse, max_logit = fwd_of(tuple(given.arrays))
+    out, lse, max_logit = attend(dict(locals()))
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)
     return (out, lse) if return_lse else out
+
+
+def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")) -> tuple[Any, Any, Any]:
+    """Returns out, lse and max_logit of a call of `attention`; names: those that `jax.checkpoint` policies know out and lse by."""
+    given = _given(_DEFAULTS | {"score_mod_tensors": ()} | dict(arguments))
+    found: tuple[Any, Any, Any] = _differentiable(given, names)(tuple(given.arrays))
+    return found
 
 
 def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
@@ -141,7 +145,7 @@ class _Given(NamedTuple):
     names: tuple[str, ...]  # names of arrays that are arguments; captures and lists of a block mask follow
     arrays: list[Any]
     static: dict[str, Any]
-    traced: dict[str, mods.Traced]  # by role
+    traced: dict[str, mods.Traced | mods.InTorch]  # by role
     captures: list[Any]  # the mods' arrays
     block_mask: BlockMask | None
 
@@ -177,11 +181,11 @@ class _Given(NamedTuple):
         first += len(self.captures)
         with torch.enable_grad():
             if self.block_mask is None:
-                x, settings, config = prepare(**(self.static | tensors | functions))
+                x, settings, config = prepare(**(self.static | tensors | functions), can_check_floor=False)
             else:
                 lists = [stand_in(first + i, "block_mask", False) for i in range(len(self.arrays) - first)]
                 functions["block_mask"] = self.block_mask.stand_in(lists, functions.pop("mask_mod"))
-                x, settings, config = prepare(**(self.static | tensors | functions))
+                x, settings, config = prepare(**(self.static | tensors | functions), can_check_floor=False)
                 x = x._replace(block_mask=tuple(lists))
         return x, settings, config, places
 
@@ -269,8 +273,8 @@ def words_of(key: Any) -> Any:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # as torch draws them: not negative
 
 
-def _differentiable(given: _Given) -> Any:
-    """Returns the call as a function of its arrays, with its gradients."""
+def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
+    """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
 
     def primal(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         one, sources = given.bind([False] * len(arrays))
@@ -281,7 +285,7 @@ def _differentiable(given: _Given) -> Any:
         one, sources = given.bind([p.perturbed for p in primals])
         operands = _operands(arrays, sources)
         out, lse, max_logit = forward_p.bind(*operands, call=one)
-        out, lse = checkpoint_name(out, "flexattn_out"), checkpoint_name(lse, "flexattn_lse")
+        out, lse = checkpoint_name(out, names[0]), checkpoint_name(lse, names[1])
         return (out, lse, max_logit), (arrays, out, lse, _Static((one, tuple(sources))))
 
     def backward(saved: Any, cotangents: Any) -> Any:

@@ -86,11 +86,30 @@ class Traced(NamedTuple):
         return list({id(array): array for array in found}.values())
 
 
-def trace(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced:
+class InTorch(NamedTuple):
+    """A mod in torch already, for doors whose mods are not written in JAX: what makes it, and the JAX arrays that it reads."""
+
+    make: Callable[[tuple[Tensor, ...]], Mod]  # of a tensor for each array
+    arrays: tuple[Any, ...]
+
+    def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
+        """Returns the mod; stand_ins: a tensor for each array, by its id."""
+        return self.make(tuple(stand_ins[id(array)] for array in self.arrays))
+
+    def all_arrays(self) -> list[Any]:
+        """Returns the arrays, each once."""
+        return list({id(array): array for array in self.arrays}.values())
+
+
+def trace(role: str, mod: Mod | InTorch, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced | InTorch:
     """Returns a mod's torch source; explicit: arrays that score_mod takes after its arguments, or by name.
 
     Raises TypeError for what is no function, ValueError for what a mod cannot hold, with JAX's name of it.
     """
+    return mod if isinstance(mod, InTorch) else _traced(role, mod, explicit)
+
+
+def _traced(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced:
     if not callable(mod):
         raise TypeError(f"{role} is {mod!r} ({type(mod).__name__}); accepted: a function, or None")
     floats = _SCALARS[role]
@@ -107,7 +126,7 @@ def trace(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ())
     parameters = ", ".join(f"capture_{i}" for i in range(len(writer.arrays)))
     source = f"def make({parameters}):\n    def {role}({', '.join(names)}):\n{body}    return {role}\n"
     gradient = getattr(mod, "score_mod_gradient", None) if role == "score_mod" else None
-    return Traced(source, tuple(writer.arrays), None if gradient is None else trace("score_mod_gradient", gradient))
+    return Traced(source, tuple(writer.arrays), None if gradient is None else _traced("score_mod_gradient", gradient))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,237 @@
+"""TransformerEngine's SequenceDescriptor, and what it says as arguments of `flexattn.jax.attention`: lengths, or a mask.
+
+Lengths become cu_seqlens. Segment ids and positions become a mask of their own values, which is exact for any of them: in any
+order, with gaps, or striped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexattn.jax.te.names import AttnMaskType, name_of
+from flexattn.validation import describe
+
+Pair = tuple[Any, Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class SequenceDescriptor:
+    """Where sequences lie in the rows of q, and of k and v; made by one of the three `from_` methods. A pytree of eight arrays.
+
+    Each attribute is a pair, for the queries and for the keys, of arrays of size 0 where it is not given.
+
+    Source: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/attention.py
+    """
+
+    def __init__(
+        self,
+        seqlens: Pair | None = None,
+        seq_offsets: Pair | None = None,
+        segment_ids: Pair | None = None,
+        segment_pos: Pair | None = None,
+    ) -> None:
+        def given(pair: Pair | None) -> Pair:
+            return (jnp.zeros(0), jnp.zeros(0)) if pair is None else pair
+
+        self.seqlens, self.seq_offsets = given(seqlens), given(seq_offsets)
+        self.segment_ids, self.segment_pos = given(segment_ids), given(segment_pos)
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        """Returns the arrays, for `jax.tree_util`."""
+        return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> SequenceDescriptor:
+        """Returns a descriptor of what `tree_flatten` gave."""
+        return cls(*children)
+
+    @classmethod
+    def from_seqlens(cls, seqlens: Any) -> SequenceDescriptor:
+        """Returns a descriptor of one sequence in each row, its first tokens.
+
+        Args:
+            seqlens: integers [b], or a pair of them: of the queries, and of the keys.
+
+        Raises TypeError for what is no array, ValueError for a tuple of another length.
+        """
+        return cls(seqlens=_pair("seqlens", seqlens))
+
+    @classmethod
+    def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> SequenceDescriptor:
+        """Returns a descriptor of several sequences in each row, for layouts with T in their name.
+
+        Args:
+            seqlens: integers [b, n], or a pair of them: lengths of a row's sequences, below 1 where there is none. Sequence i of
+                the queries sees sequence i of the keys.
+            seq_offsets: integers [b, n] or more, or a pair of them: where in its row each of these sequences begins. What is
+                beyond n, or belongs to no sequence, is not read.
+
+        Raises TypeError for what is no array, ValueError for a tuple of another length.
+        """
+        return cls(seqlens=_pair("seqlens", seqlens), seq_offsets=_pair("seq_offsets", seq_offsets))
+
+    @classmethod
+    def from_segment_ids_and_pos(cls, segment_ids: Any, segment_pos: Any = None) -> SequenceDescriptor:
+        """Returns a descriptor by token: which sequence of its row it belongs to, and its position there.
+
+        Args:
+            segment_ids: integers [b, s], or a pair of them, of the queries and of the keys; 0 is padding.
+            segment_pos: integers [b, s] or [s], or a pair of them; must be given, as in TransformerEngine.
+
+        Raises TypeError for what is no array, ValueError for a tuple of another length, or no segment_pos.
+        """
+        if segment_pos is None:
+            raise ValueError("segment_pos is None; accepted: integers [b, s], each token's position in its segment, or a pair of them")
+        return cls(segment_ids=_pair("segment_ids", segment_ids), segment_pos=_pair("segment_pos", segment_pos))
+
+
+def _pair(name: str, value: Any) -> Pair:
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise ValueError(f"{name} is a tuple of {len(value)}; accepted: an array, or a pair: of the queries, and of the keys")
+        return value
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} is {describe(value)}; accepted: an array, or a pair: of the queries, and of the keys")
+    return value, value
+
+
+class Rows(NamedTuple):
+    """A call as its mask sees it: its rows, and TransformerEngine's words for the mask."""
+
+    batch: int
+    sizes: tuple[int, int]  # tokens of a row of q, and of k
+    is_thd: bool
+    kind: AttnMaskType
+    window: tuple[int, int]  # -1: open
+
+    @property
+    def band(self) -> dict[str, Any]:
+        """Mask type and window as arguments of `attention`; for a mask, without the padding that lengths must be given for."""
+        name = name_of(self.kind).removeprefix("padding_").replace("padding", "no_mask")
+        return {
+            "attn_mask_type": name,
+            "window_size": self.window,
+            "bottom_right_diagonal": None if self.kind.is_causal() else False,
+        }
+
+    @property
+    def padded_band(self) -> dict[str, Any]:
+        """Mask type and window beside lengths."""
+        return self.band | {"attn_mask_type": name_of(self.kind)}
+
+
+class Sequences(NamedTuple):
+    """Arguments of `attention` for the sequences of a call; is_packed: as those of all rows, one after another, in thd."""
+
+    arguments: dict[str, Any]
+    is_packed: bool = False
+
+
+def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows) -> Sequences:
+    """Returns the arguments that say what a descriptor, a mask, or None says of a call's rows.
+
+    Raises:
+        ValueError: a descriptor that does not belong to the layout and the mask type, or has other shapes than the rows.
+    """
+    if rows.is_thd and not rows.kind.is_padding():
+        raise ValueError(f"attn_mask_type is {rows.kind.name} with a THD layout; accepted: a type with PADDING in its name")
+    if descriptor is not None and not isinstance(descriptor, SequenceDescriptor):
+        return Sequences(_by_mask(descriptor, rows))
+    has = () if descriptor is None else tuple(name for name in vars(descriptor) if getattr(descriptor, name)[0].size)
+    if not rows.kind.is_padding():
+        return Sequences(rows.band)
+    assert descriptor is None or isinstance(descriptor, SequenceDescriptor)
+    if descriptor is not None and "segment_ids" in has:
+        return Sequences(_by_segments(descriptor.segment_ids, descriptor.segment_pos, rows))
+    if descriptor is None or ("seq_offsets" in has) != rows.is_thd or "seqlens" not in has:
+        accepted = "from_seqlens_and_offsets" if rows.is_thd else "from_seqlens"
+        came = "None" if descriptor is None else f"a SequenceDescriptor with {', '.join(has) or 'nothing'}"
+        raise ValueError(
+            f"sequence_descriptor is {came}, with attn_mask_type {rows.kind.name} and a {'THD' if rows.is_thd else 'BSHD'} layout; "
+            f"accepted: SequenceDescriptor.{accepted}(...) or .from_segment_ids_and_pos(...)"
+        )
+    if rows.is_thd:
+        return Sequences(_packed(descriptor.seqlens, descriptor.seq_offsets, rows), is_packed=True)
+    arguments = rows.padded_band
+    for side, lengths in zip(("q", "kv"), descriptor.seqlens, strict=True):
+        lengths = _integers("seqlens", lengths, (rows.batch,))
+        arguments[f"cu_seqlens_{side}"] = _cumulative(lengths)
+    return Sequences(arguments)
+
+
+def _integers(name: str, x: Any, shape: tuple[int, ...]) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.integer) or x.shape != shape:
+        raise ValueError(f"{name} of the sequence_descriptor has dtype {x.dtype} and shape {x.shape}; accepted: integers {shape}")
+    return jnp.asarray(x, jnp.int32)
+
+
+def _cumulative(lengths: Any) -> Any:
+    """Returns 0 and the running sum of lengths; those below 0 count as 0."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)])
+
+
+def _packed(seqlens: Pair, seq_offsets: Pair, rows: Rows) -> dict[str, Any]:
+    """Returns arguments for the rows' sequences as those of one row after another."""
+    count = seqlens[0].shape[-1] if seqlens[0].ndim else 0
+    arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
+    for side, lengths, offsets, size in zip(("q", "kv"), seqlens, seq_offsets, rows.sizes, strict=True):
+        lengths = _integers("seqlens", lengths, (rows.batch, count))
+        beyond = max(count, offsets.shape[-1] if offsets.ndim else 0)
+        offsets = _integers("seq_offsets", offsets, (rows.batch, beyond))[:, :count]
+        starts = jnp.where(lengths > 0, offsets + size * jnp.arange(rows.batch, dtype=jnp.int32)[:, None], 0)
+        arguments[f"cu_seqlens_{side}"] = _cumulative(lengths.reshape(-1))
+        arguments[f"cu_seqlens_{side}_padded"] = jnp.append(starts.reshape(-1), jnp.int32(rows.batch * size))
+    return arguments
+
+
+def _by_segments(segment_ids: Pair, segment_pos: Pair, rows: Rows) -> dict[str, Any]:
+    """Returns arguments with the mask of ids and positions: a query sees the keys of its own id, as far as the band reaches."""
+    ids, places = [], []
+    for one, pos, size in zip(segment_ids, segment_pos, rows.sizes, strict=True):
+        shape = (rows.batch, size)
+        ids.append(_integers("segment_ids", one, shape))
+        place = jnp.broadcast_to(_integers("segment_pos", pos, shape if pos.ndim == 2 else (size,)), shape)
+        places.append(place - _run_lengths(ids[-1]) if rows.kind.is_bottom_right() else place)
+    (ids_q, ids_kv), (place_q, place_kv) = ids, places
+    (left, right), is_causal = rows.window, rows.kind.is_causal()
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        behind = place_q[b, i] - place_kv[b, j]  # how far the key lies before the diagonal
+        seen = (ids_q[b, i] == ids_kv[b, j]) & (ids_q[b, i] != 0)
+        seen = seen & (behind >= 0) if is_causal else seen
+        seen = seen & (behind <= left) if left >= 0 else seen
+        return seen & (behind >= -right) if right >= 0 and not is_causal else seen
+
+    return {"attn_mask_type": "no_mask", "mask_mod": mask_mod}
+
+
+def _run_lengths(ids: Any) -> Any:
+    """Returns for each token of [b, s] how many of its neighbours, itself included, have its id without another in between."""
+    begins = jnp.concatenate([jnp.zeros((ids.shape[0], 1), bool), ids[:, 1:] != ids[:, :-1]], 1)
+    run = jnp.cumsum(begins, 1)
+    counts = jax.vmap(lambda row: jnp.bincount(row, length=ids.shape[1]))(run)
+    return jnp.take_along_axis(counts, run, 1).astype(jnp.int32)
+
+
+def _by_mask(mask: Any, rows: Rows) -> dict[str, Any]:
+    """Returns arguments with a mask, True for a hidden pair, as TransformerEngine took one before it had descriptors."""
+    shape = (rows.batch, 1, *rows.sizes)
+    if not isinstance(mask, (jax.Array, np.ndarray)):
+        raise TypeError(f"sequence_descriptor is {describe(mask)}; accepted: a SequenceDescriptor, a mask {shape}, or None")
+    if rows.is_thd:
+        raise ValueError("sequence_descriptor is a mask with a THD layout; accepted: a SequenceDescriptor")
+    if not rows.kind.is_padding():
+        return rows.band
+    if mask.shape != shape:
+        raise ValueError(f"sequence_descriptor is a mask of shape {mask.shape}; accepted: {shape}, True or 1 for a hidden pair")
+    if rows.kind.is_bottom_right():
+        raise ValueError(
+            f"sequence_descriptor is a mask with attn_mask_type {rows.kind.name}, whose diagonal depends on lengths that a mask does "
+            "not say; accepted: SequenceDescriptor.from_seqlens(...)"
+        )
+    hidden = jnp.asarray(mask) != 0
+    return rows.band | {"mask_mod": lambda b, h, i, j: ~hidden[b, 0, i, j]}
