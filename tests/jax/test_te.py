@@ -246,19 +246,6 @@ def test_descriptors_are_pytrees() -> None:
     assert [x.size for pair in (again.seqlens, again.seq_offsets) for x in pair] == [0, 0, 0, 0]
 
 
-def test_vmap_over_lengths() -> None:
-    kind, lengths = AttnMaskType.PADDING_CAUSAL_MASK, jnp.asarray([[3, 7], [11, 0]], jnp.int32)
-
-    def call(q: Any, n: Any) -> Any:
-        _, k, v = qkv()
-        given = PLAIN | {"attn_mask_type": kind, "sequence_descriptor": SequenceDescriptor.from_seqlens(n)}
-        return te.fused_attn((q, k, v), **given)
-
-    q = normal(7, 2, B, SQ, H, D)
-    one_by_one = jnp.stack([call(q[i], lengths[i]) for i in range(2)])
-    assert jnp.allclose(jax.vmap(call)(q, lengths), one_by_one, atol=1e-6)
-
-
 def test_nvte_variable_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_deterministic() -> list[bool]:
         text = str(jax.make_jaxpr(lambda *x: te.fused_attn(x, **PLAIN))(*qkv()))
