@@ -89,7 +89,7 @@ class Traced(NamedTuple):
 class InTorch(NamedTuple):
     """A mod in torch already, for doors whose mods are not written in JAX: what makes it, and the JAX arrays that it reads."""
 
-    make: Callable[[tuple[Tensor, ...]], Mod]  # of a tensor for each array
+    make: Callable[[tuple[Tensor, ...]], Mod]  # takes a tensor for each array
     arrays: tuple[Any, ...]
 
     def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:

@@ -22,9 +22,10 @@ def dot_product_attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    implementation: None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Returns `attention` by the arguments of `jax.nn.dot_product_attention`, but for `implementation`.
+    """Returns `attention` by the arguments of `jax.nn.dot_product_attention`, on the backend that flexattn chooses.
 
     A query that sees no key gets 0, not the mean of v; so do those beyond query_seq_lengths.
 
@@ -37,10 +38,13 @@ def dot_product_attention(
         is_causal: whether query i sees keys j <= i alone.
         query_seq_lengths, key_value_seq_lengths: int32 [b]: how many tokens of each sequence count.
         local_window_size: w, or (left, right): query i sees keys i - left to i + right.
+        implementation: None; `flexattn.jax.explain` says what runs.
         return_residual: whether to return lse, float32 [b, sq, h] or [sq, h], as well.
 
     Raises ValueError and TypeError as `attention` does.
     """
+    if implementation is not None:
+        raise ValueError(f"implementation is {implementation!r}; accepted: None, and flexattn's own backends run the call")
     single = jnp.ndim(query) == 3
     given: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     for name, x in given.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -48,15 +49,21 @@ def test_without_a_batch() -> None:
     assert jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
 
 
+def test_signature_is_that_of_the_installed_jax() -> None:
+    ours, theirs = (inspect.signature(f).parameters for f in (fj.dot_product_attention, jax.nn.dot_product_attention))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in theirs.values()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"implementation": "cudnn"}, "implementation is 'cudnn'; accepted: None"),
         ({"mask": jnp.ones((1, 1, 9, 11))}, "mask has dtype float32; accepted: bool"),
         ({"mask": jnp.ones((1, 1, 8, 11), bool)}, "mask has shape (1, 1, 8, 11); accepted: (2, 4, 9, 11)"),
         ({"query": jnp.ones(3)}, "query is of shape (3,); accepted: an array of 4 dims"),
         ({"query_seq_lengths": jnp.ones(3, int)}, "query_seq_lengths has shape (3,); accepted: (2,)"),
     ],
-    ids=["dtype", "shape", "query", "lengths"],
+    ids=["implementation", "dtype", "shape", "query", "lengths"],
 )
 def test_errors(arguments: dict[str, Any], text: str) -> None:
     given = {"query": normal(0, 2, 9, 4, 16), "key": normal(1, 2, 11, 2, 16), "value": normal(2, 2, 11, 2, 16)}

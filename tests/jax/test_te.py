@@ -125,7 +125,7 @@ def test_one_sequence_a_row(kind: Any, window: Any, how: str) -> None:
         "none": None,
     }[how]
     if kind.is_padding() and (how == "none" or (how == "mask" and kind.is_bottom_right())):
-        with pytest.raises(ValueError, match="accepted: SequenceDescriptor.from_seqlens"):
+        with pytest.raises(ValueError, match=r"accepted: SequenceDescriptor\.from_seqlens"):
             te.fused_attn(qkv(), **PLAIN | {"attn_mask_type": kind, "sequence_descriptor": descriptor})
         return
     given = PLAIN | {"attn_mask_type": kind, "window_size": window, "sequence_descriptor": descriptor}
@@ -165,7 +165,9 @@ def test_several_sequences_a_row(kind: Any, window: Any, how: str) -> None:
 def test_tokens_out_of_order() -> None:
     """As load balancing over devices leaves them."""
     order_q, order_kv = np.random.RandomState(0).permutation(SQ), np.random.RandomState(1).permutation(SKV)
-    q, kv = ([np.asarray(part)[:, order] for part in rows(p, n)] for p, n, order in ((PACKED_Q, SQ, order_q), (PACKED_KV, SKV, order_kv)))
+    q, kv = (
+        [np.asarray(part)[:, order] for part in rows(p, n)] for p, n, order in ((PACKED_Q, SQ, order_q), (PACKED_KV, SKV, order_kv))
+    )
     kind = AttnMaskType.PADDING_CAUSAL_MASK
     given = PLAIN | {"qkv_layout": QKVLayout.THD_THD_THD, "attn_mask_type": kind, "sequence_descriptor": by_ids(q, kv)}
     seen = pairs_seen(kind, None, (q[0], kv[0]), (q[1], kv[1]))
@@ -191,7 +193,9 @@ def test_bias_and_softmax_types(bias_type: Any, softmax: Any) -> None:
 def test_layouts(layout: Any) -> None:
     """Each with the memory order that its name says; the gradient of a packed array is one array."""
     q, k, v = normal(0, B, SQ, H, D), normal(1, B, SQ, H, D), normal(2, B, SQ, H, D)
-    arrays = (jnp.stack([q, k, v], 2),) if layout.is_qkvpacked() else (q, jnp.stack([k, v], 2)) if layout.is_kvpacked() else (q, k, v)
+    arrays = (
+        (jnp.stack([q, k, v], 2),) if layout.is_qkvpacked() else (q, jnp.stack([k, v], 2)) if layout.is_kvpacked() else (q, k, v)
+    )
     lengths = jnp.asarray([[5, 3], [SQ, 0]], jnp.int32)
     kind = AttnMaskType.PADDING_CAUSAL_MASK
     descriptor = SequenceDescriptor.from_seqlens(lengths[:, 0])
@@ -258,9 +262,15 @@ def test_nvte_variable_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> 
 
 SIGNATURE = {  # of fused_attn in transformer_engine/jax/attention.py, with pull request 2985
     **dict.fromkeys(("qkv", "bias", "sequence_descriptor", "seed", "attn_bias_type", "attn_mask_type"), inspect.Parameter.empty),
-    **dict.fromkeys(("qkv_layout", "softmax_type", "scaling_factor", "dropout_probability", "is_training"), inspect.Parameter.empty),
-    **{"max_segments_per_seq": 1, "window_size": None, "context_parallel_strategy": te.CPStrategy.DEFAULT},
-    **{"context_parallel_causal_load_balanced": False, "context_parallel_axis": "", "context_checkpoint_name": "context"},
+    **dict.fromkeys(
+        ("qkv_layout", "softmax_type", "scaling_factor", "dropout_probability", "is_training"), inspect.Parameter.empty
+    ),
+    "max_segments_per_seq": 1,
+    "window_size": None,
+    "context_parallel_strategy": te.CPStrategy.DEFAULT,
+    "context_parallel_causal_load_balanced": False,
+    "context_parallel_axis": "",
+    "context_checkpoint_name": "context",
     **dict.fromkeys(("softmax_offset", "stripe_size", "score_mod", "score_mod_bprop", "score_mod_tensors")),
     "score_mod_bprop_tensors": None,
 }
@@ -311,11 +321,20 @@ LENGTHS = jnp.ones(2, jnp.int32)
 OFFSETS = SequenceDescriptor.from_seqlens_and_offsets(LENGTHS[:, None], LENGTHS[:, None])
 ERRORS += [
     (PADDING | {"sequence_descriptor": SequenceDescriptor.from_seqlens(jnp.ones(3, int))}, "shape (3,); accepted: integers (2,)"),
-    (PADDING | {"sequence_descriptor": SequenceDescriptor.from_seqlens(jnp.ones(2))}, "seqlens of the sequence_descriptor has dtype"),
-    (PADDING | {"sequence_descriptor": OFFSETS}, "is a SequenceDescriptor with seqlens, seq_offsets, with attn_mask_type PADDING_MASK"),
+    (
+        PADDING | {"sequence_descriptor": SequenceDescriptor.from_seqlens(jnp.ones(2))},
+        "seqlens of the sequence_descriptor has dtype",
+    ),
+    (
+        PADDING | {"sequence_descriptor": OFFSETS},
+        "is a SequenceDescriptor with seqlens, seq_offsets, with attn_mask_type PADDING_MASK",
+    ),
     (PADDING | {"sequence_descriptor": SequenceDescriptor()}, "is a SequenceDescriptor with nothing"),
     (PADDING | {"sequence_descriptor": jnp.ones((2, 11, 14))}, "is a mask of shape (2, 11, 14); accepted: (2, 1, 11, 14)"),
-    (THD | {"sequence_descriptor": SequenceDescriptor.from_seqlens(LENGTHS)}, "accepted: SequenceDescriptor.from_seqlens_and_offsets"),
+    (
+        THD | {"sequence_descriptor": SequenceDescriptor.from_seqlens(LENGTHS)},
+        "accepted: SequenceDescriptor.from_seqlens_and_offsets",
+    ),
     (THD | {"sequence_descriptor": jnp.ones((2, 1, 11, 14))}, "sequence_descriptor is a mask with a THD layout"),
     (
         THD | {"sequence_descriptor": OFFSETS, "attn_bias_type": AttnBiasType.POST_SCALE_BIAS, "bias": jnp.ones((1, 1, 11, 14))},

@@ -15,7 +15,9 @@ from tests.jax.test_te import PLAIN, by_ids, normal, pairs_seen, rows
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 te = pytest.importorskip("flexattn.jax.te")
-pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed, which the callbacks of TransformerEngine's tests import")
+pytest.importorskip(
+    "cudnn", reason="nvidia-cudnn-frontend is not installed, which the callbacks of TransformerEngine's tests import"
+)
 from tests.support import te_callbacks  # noqa: E402
 
 MASK, CAP = te_callbacks.MASK, te_callbacks.SOFTCAP
@@ -149,10 +151,8 @@ def _scaled(factor: float) -> Any:
 
 def test_callbacks_that_look_alike_are_not_one_program() -> None:
     """Their addresses may be used again."""
-    outs = []
     x = normal(0, 1, 8, 2, 16)
-    for factor in (0.25, 1.0, 2.0, -3.0):
-        outs.append(te.fused_attn((x, x, x), **PLAIN | {"score_mod": _scaled(factor)}))
+    outs = [te.fused_attn((x, x, x), **PLAIN | {"score_mod": _scaled(factor)}) for factor in (0.25, 1.0, 2.0, -3.0)]
     assert all(not jnp.allclose(a, b, atol=1e-3) for i, a in enumerate(outs) for b in outs[:i])
 
 
@@ -183,10 +183,19 @@ def asks(graph: Any, score: Any, tensors: Any) -> Any:
         ({"score_mod": 3}, "score_mod is 3; accepted: a function of (graph, tensor, tensors)"),
         ({"score_mod": asks, "score_mod_tensors": [1]}, "score_mod_tensors is a list; accepted: a dict"),
         ({"score_mod": asks, "score_mod_tensors": {1: 1.0}}, "score_mod_tensors has the name 1, a int; accepted: str names"),
-        ({"score_mod": asks, "score_mod_tensors": {"factors": 1.0}}, "tensors['factor'], and the names that were given are: 'factors'"),
+        (
+            {"score_mod": asks, "score_mod_tensors": {"factors": 1.0}},
+            "tensors['factor'], and the names that were given are: 'factors'",
+        ),
         ({"score_mod": asks, "score_mod_tensors": {"factor": "1"}}, "score_mod_tensors['factor'] is a builtins.str; accepted"),
-        ({"score_mod": asks, "score_mod_tensors": {"factor": jnp.ones(3)}}, "score_mod_tensors['factor'] has shape (3,), with 3 for skv"),
-        ({"score_mod": asks, "score_mod_bprop_tensors": {"factor": 1.0}}, "score_mod_bprop_tensors is given without a score_mod_bprop"),
+        (
+            {"score_mod": asks, "score_mod_tensors": {"factor": jnp.ones(3)}},
+            "score_mod_tensors['factor'] has shape (3,), with 3 for skv",
+        ),
+        (
+            {"score_mod": asks, "score_mod_bprop_tensors": {"factor": 1.0}},
+            "score_mod_bprop_tensors is given without a score_mod_bprop",
+        ),
         ({"score_mod": lambda graph, score, tensors: graph.matmul(score, score)}, "a score_mod's graph has no node 'matmul'"),
         ({"score_mod": lambda graph, score, tensors: 1.0}, "returned 1.0; accepted: a tensor of its graph"),
     ],

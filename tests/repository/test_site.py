@@ -8,7 +8,10 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 NAVIGATION = re.findall(r"^ +- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2], re.MULTILINE)
-PUBLIC = ("flexattn", "flexattn.distributed", "flexattn.fp8", "flexattn.jax", "flexattn.mods", "flexattn.nn", "flexattn.testing")
+PUBLIC = (
+    *("flexattn", "flexattn.distributed", "flexattn.fp8", "flexattn.jax", "flexattn.jax.te", "flexattn.mods", "flexattn.nn"),
+    "flexattn.testing",
+)
 INNER = ("flexattn.integrations.flex_maxima",)  # a part of another
 
 

@@ -1,6 +1,6 @@
-"""TransformerEngine's attention for JAX under its own names, over `flexattn.jax.attention`; TransformerEngine need not be installed.
+"""TransformerEngine's attention for JAX under its own names, over `flexattn.jax.attention`.
 
-`flexattn.jax.te.flax` has its flax module.
+TransformerEngine need not be installed. `flexattn.jax.te.flax` has its flax module.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def separate(qkv: Any, layout: QKVLayout) -> tuple[Any, Any, Any]:
     if layout.is_separate():
         return qkv[0], qkv[1], qkv[2]
     packed = jnp.asarray(qkv[-1])
-    parts = tuple(packed[:, :, i] for i in range(packed.shape[2]))
-    return (qkv[0], *parts) if layout.is_kvpacked() else parts  # type: ignore[return-value]
+    *first, k, v = (packed[:, :, i] for i in range(packed.shape[2]))
+    return (first or qkv)[0], k, v
 
 
 def _refuse_context_parallelism(strategy: Any, is_balanced: Any, axis: Any, stripe_size: Any) -> None:

@@ -15,7 +15,7 @@ E = TypeVar("E", bound=Enum)
 
 
 class AttnBiasType(Enum):
-    """What is added to the scores: nothing, a bias before they are scaled, or one after."""
+    """Kinds of biases: none, one added before the scores are scaled, or one after."""
 
     NO_BIAS = names.AttnBiasType["no_bias"]
     PRE_SCALE_BIAS = names.AttnBiasType["pre_scale_bias"]
@@ -46,7 +46,7 @@ class AttnMaskType(Enum):
 
 
 class AttnSoftmaxType(Enum):
-    """What else is in a softmax's denominator: nothing, 1, or exp of an offset for each head."""
+    """Kinds of softmax: nothing else in the denominator, 1 as well, or exp of an offset for each head."""
 
     VANILLA_SOFTMAX = names.SoftmaxType["vanilla"]
     OFF_BY_ONE_SOFTMAX = names.SoftmaxType["off-by-one"]
@@ -70,7 +70,7 @@ class QKVFormat(Enum):
 
 
 class QKVLayout(Enum):
-    """Which of q, k and v share an array: all of them, [b, s, 3, h, d], k and v, [b, s, 2, h, d], or none.
+    """Layouts of q, k and v: all in one array, [b, s, 3, h, d], k and v in one, [b, s, 2, h, d], or three arrays.
 
     T3HD, THD_T2HD and THD_THD_THD have those shapes too, with several sequences in a row.
     """

@@ -25,7 +25,7 @@ class _Tensors(NamedTuple):
     values: dict[Any, Any]  # numbers, and None where there is an array
     arrays: dict[Any, Any]
 
-    def joined(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Any]:
+    def joined(self, tensors: dict[Any, Tensor]) -> dict[Any, Any]:
         """Returns the dict with tensors in the place of the arrays, in the order in which it was given."""
         return self.values | tensors
 

@@ -20,7 +20,7 @@ Pair = tuple[Any, Any]
 
 @jax.tree_util.register_pytree_node_class
 class SequenceDescriptor:
-    """Where sequences lie in the rows of q, and of k and v; made by one of the three `from_` methods. A pytree of eight arrays.
+    """Places of sequences in the rows of q, and of k and v; one of the three `from_` methods makes it. A pytree of eight arrays.
 
     Each attribute is a pair, for the queries and for the keys, of arrays of size 0 where it is not given.
 
@@ -85,7 +85,9 @@ class SequenceDescriptor:
         Raises TypeError for what is no array, ValueError for a tuple of another length, or no segment_pos.
         """
         if segment_pos is None:
-            raise ValueError("segment_pos is None; accepted: integers [b, s], each token's position in its segment, or a pair of them")
+            raise ValueError(
+                "segment_pos is None; accepted: integers [b, s], each token's position in its segment, or a pair of them"
+            )
         return cls(segment_ids=_pair("segment_ids", segment_ids), segment_pos=_pair("segment_pos", segment_pos))
 
 
@@ -230,8 +232,8 @@ def _by_mask(mask: Any, rows: Rows) -> dict[str, Any]:
         raise ValueError(f"sequence_descriptor is a mask of shape {mask.shape}; accepted: {shape}, True or 1 for a hidden pair")
     if rows.kind.is_bottom_right():
         raise ValueError(
-            f"sequence_descriptor is a mask with attn_mask_type {rows.kind.name}, whose diagonal depends on lengths that a mask does "
-            "not say; accepted: SequenceDescriptor.from_seqlens(...)"
+            f"sequence_descriptor is a mask with attn_mask_type {rows.kind.name}, whose diagonal depends on lengths that a mask "
+            "does not say; accepted: SequenceDescriptor.from_seqlens(...)"
         )
     hidden = jnp.asarray(mask) != 0
     return rows.band | {"mask_mod": lambda b, h, i, j: ~hidden[b, 0, i, j]}
