@@ -20,6 +20,7 @@ from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_erro
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.known_bad import known_bad, version_text
+from flexattn.dispatch.pages import with_cu_seqlens
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
 
@@ -116,6 +117,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return reason
     if spec.num_heads > MOST_HEADS:
         return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
+    if spec.page_size:
+        return "the graphs here read no pages; use backend='triton', or gather k and v by k[page_table]"
     if spec.softcap:
         return "the graphs have no softcap; use backend='triton'"
     if spec.block_size is not None:
@@ -394,6 +397,7 @@ def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
 ):
     from flexattn.kernels_cudnn.problem import Problem
 
+    x = with_cu_seqlens(x, (spec.q_format, spec.kv_format))
     problem = Problem(
         q=as_bshd(x.q, spec.q_format),
         k=as_bshd(x.k, spec.kv_format),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import cpu_attention
+from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.quantization import dequantize, dout_of
 from flexattn.dispatch.reference import (
     NEG_INF,
@@ -42,6 +43,7 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     if cpu_attention.takes(spec, x) and (found := cpu_attention.forward(spec, x)) is not None:
         return found
+    spec, x = without_pages(spec, x)
     out, lse, max_logit = empty_outputs(spec, x)
     out.zero_()
     lse.fill_(NEG_INF)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.mod_program import Program, evaluate
+from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.philox import dropout_keep, rounded_dropout
 from flexattn.dispatch.quantization import dequantize, round_gradient, round_weights
 from flexattn.dispatch.spec import AttentionSpec, Band, Gradients, Operands, as_bshd, batch_size, empty_outputs
@@ -61,6 +62,7 @@ def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = t
     `dtype` of 16 bits rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no
     oracle.
     """
+    spec, x = without_pages(spec, x)
     whole = Differentiable.of(dequantize(spec, x, dtype)).map(lambda t: t.to(dtype))
     out, lse, _ = empty_outputs(spec, x)
     out, lse = torch.zeros_like(out, dtype=dtype), torch.full_like(lse, NEG_INF, dtype=dtype)

@@ -222,7 +222,7 @@ class AttentionSpec(NamedTuple):
     num_heads_kv: int
     head_dim_qk: int
     head_dim_v: int
-    padding: bool  # the sequences' lengths come from cu_seqlens, not from the shapes
+    padding: bool  # the sequences' lengths come from cu_seqlens and seqused, not from the shapes
     band: Band
     bias_type: str
     bias_dims: tuple[bool, bool, bool, bool] | None  # which of (b, h, sq, skv) the bias spans; it is broadcast over the others
@@ -245,6 +245,7 @@ class AttentionSpec(NamedTuple):
     fp8: Fp8 | None = None  # where q, k and v are FP8
     is_part: bool = False  # backward: out and lse are of more keys than these
     results: Results = Results()  # where out, dq, dk and dv lie otherwise than q, k and v
+    page_size: int = 0  # keys of a page, where k and v are pages that a table names; 0: they are not
 
     @property
     def group_size(self) -> int:
@@ -280,6 +281,9 @@ class Operands(NamedTuple):
     cu_seqlens_q_padded: Tensor | None
     cu_seqlens_kv_padded: Tensor | None
     rng_state: Tensor | None  # int64 [2]: Philox seed and offset
+    seqused_q: Tensor | None  # int32 [b]: how many tokens of its slot a sequence uses; None: as many as cu_seqlens_q or q says
+    seqused_kv: Tensor | None
+    page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence, of which k and v are a pool
     max_seqlen_q: int
     max_seqlen_kv: int
     softmax_scale: float

@@ -38,6 +38,9 @@ class Options(TypedDict, total=False):
     cu_seqlens_kv: Tensor | None
     cu_seqlens_q_padded: Tensor | None
     cu_seqlens_kv_padded: Tensor | None
+    seqused_q: Tensor | None
+    seqused_kv: Tensor | None
+    page_table: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     bias_type: str
@@ -123,6 +126,9 @@ def attention(
     cu_seqlens_kv: Tensor | None = None,
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_kv: Tensor | None = None,
+    page_table: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     bias_type: str = "no_bias",
@@ -176,9 +182,17 @@ def attention(
             tokens. Sequence i of a dense format is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only: where each sequence starts, if there are gaps: from any
             token on and in any order, without overlap. The last entry is not read. None: where cu_seqlens says.
-        max_seqlen_q, max_seqlen_kv: int, thd only: at least the longest sequence; what lies beyond is cut off. Without it the
-            total number of tokens stands in, which costs empty programs but no synchronisation; a bias needs it. Like the other
-            numbers here it may be of numpy, or a 0-d tensor on a CPU, but not one on another device.
+        seqused_q, seqused_kv: int32 [b], contiguous, on q's device, with a padding type: how many tokens each sequence really has,
+            for caches whose lengths change where the tensors stay. For thd beside cu_seqlens, which then say where the slots
+            begin and end; for a dense format in the place of cu_seqlens, and with one of them the other side may have no lengths:
+            its sequences are then as long as its dim.
+        page_table: int32 [b, columns] on q's device: k and v are pools of pages, [pages, page_size, h_kv, d] (bshd) or [pages,
+            h_kv, page_size, d] (bhsd), and keys n * page_size and on of sequence i lie in page page_table[i, n]. Entries beyond a
+            sequence's length are not read. Forward only; with seqused_kv or cu_seqlens_kv, in 16 or 32 bits (docs/inference.md).
+        max_seqlen_q, max_seqlen_kv: int, for thd and pages: at least the longest sequence; what lies beyond is cut off. Without it
+            the total number of tokens, or columns * page_size, stands in, which costs empty programs but no synchronisation; a bias
+            over thd needs it. Like the other numbers here it may be of numpy, or a 0-d tensor on a CPU, but not one on another
+            device.
         bias_type: "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after softmax_scale and
             softcap) or "alibi" (-slope * |distance from the diagonal|, at the same place).
         bias: q's dtype or float32, [b, h, sq, skv], where any dim may be 1 instead; for thd sq and skv are max_seqlen_q and
@@ -233,7 +247,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
-            is accepted. The values in cu_seqlens and descales are checked only under FLEXATTN_CHECK=1, as reading them waits for
+            is accepted. The values in cu_seqlens, seqused, page_table and descales are checked only under FLEXATTN_CHECK=1, as reading them waits for
             the device; wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
 
@@ -274,9 +288,10 @@ def attention(
         if is_fp8 or not (
             (bias is alibi_slopes is softmax_offset is rng_state is None)
             and (cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is None)
+            and (seqused_q is seqused_kv is page_table is None)
         ):
             tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
-            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state)
+            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table)
         others: tuple[Any, ...]  # joined of two: unpacking both into one would make a list first, in each call
         others = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
         others += (softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
@@ -307,6 +322,9 @@ def attention(
             "cu_seqlens_kv": cu_seqlens_kv,
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "seqused_q": seqused_q,
+            "seqused_kv": seqused_kv,
+            "page_table": page_table,
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
             "bias_type": bias_type,
@@ -344,6 +362,9 @@ def attention(
         cu_seqlens_kv=cu_seqlens_kv,
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        seqused_q=seqused_q,
+        seqused_kv=seqused_kv,
+        page_table=page_table,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
         bias_type=bias_type,

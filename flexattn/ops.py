@@ -32,7 +32,8 @@ from flexattn.dispatch.spec import (
     parse_format,
     with_classes,
 )
-from flexattn.validation import check_cu_seqlens_values, check_descale_values, check_floor
+from flexattn.lengths import check_values
+from flexattn.validation import check_descale_values, check_floor
 from flexattn.warn import warn_once
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ class Settings(NamedTuple):
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
+    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
     Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
@@ -169,6 +171,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         fp8=_fp8(x, settings) if settings.fp8_out else None,
         is_part=settings.is_part,
         results=results_of(settings),
+        page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
     )
 
 
@@ -237,7 +240,7 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
 def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the forward on the backend that is selected: the implementation of the forward operator."""
     if spec.padding and options.check_values():
-        check_cu_seqlens_values(spec, x)
+        check_values(spec, x)
     if spec.fp8 is not None and options.check_values():
         check_descale_values(x)
     if spec.needs_grad and spec.of_backward() is not spec:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn import fp8, fp8_ops, ops, validation
+from flexattn import fp8, fp8_ops, lengths, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.pages import with_cu_seqlens
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, parse_format
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def prepare(
     return_lse: bool,
     return_max_logit: bool,
     backend: str | None,
+    seqused_q: Tensor | None = None,  # these three are a forward's alone
+    seqused_kv: Tensor | None = None,
+    page_table: Tensor | None = None,
     is_backward: bool = False,
     results: Results = Results(),  # noqa: B008  # immutable
     can_check_floor: bool = True,
@@ -88,13 +92,16 @@ def prepare(
     validation.check_qkv(q, k, v, q_format, kv_format)
     results = validation.checked_results(results, q, k, v, (q_format, kv_format))
     heads = q.shape[q_format.index("h")]
-    batch = validation.check_cu_seqlens(
+    batch = lengths.check_lengths(
         attn_mask_type,
-        validation.Side(q, q_format, cu_seqlens_q, cu_seqlens_q_padded),
-        validation.Side(k, kv_format, cu_seqlens_kv, cu_seqlens_kv_padded),
+        lengths.Side(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, seqused_q),
+        lengths.Side(k, kv_format, cu_seqlens_kv, cu_seqlens_kv_padded, seqused_kv, page_table),
     )
-    max_q = validation.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
-    max_kv = validation.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
+    max_q = lengths.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
+    if page_table is None:
+        max_kv = lengths.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
+    else:
+        max_kv = lengths.longest_in_pages(max_seqlen_kv, page_table, k.shape[kv_format.index("s")])
     validation.warn_of_one_query(attn_mask_type, max_q, max_kv)
     validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
     validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
@@ -129,6 +136,10 @@ def prepare(
             band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
         mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
+    request = requested_backend(backend)
+    of_heads = (heads, k.shape[kv_format.index("h")])
+    config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
+    lengths.check_pages(page_table, config is not None or q.dtype in validation.FP8_DTYPES, needs_grad)
     x = Operands(
         q=q,
         k=k,
@@ -141,6 +152,9 @@ def prepare(
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         rng_state=rng_state if dropout_p > 0.0 else None,
+        seqused_q=seqused_q,
+        seqused_kv=seqused_kv,
+        page_table=page_table,
         max_seqlen_q=max_q,
         max_seqlen_kv=max_kv,
         softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),
@@ -160,9 +174,8 @@ def prepare(
             (descale_q, descale_k, descale_v),
         ),
     )
-    request = requested_backend(backend)
-    of_heads = (heads, k.shape[kv_format.index("h")])
-    config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
+    if needs_grad or x.descales or config is not None:
+        x = with_cu_seqlens(x, (q_format, kv_format))
     if results.packing and config is not None and config.rotation:
         raise ValueError("fp8_recipe.rotation is True and the gradients share a buffer; accepted: rotation False")
     out_dtype = None if fp8_recipe is None else fp8_recipe.out_dtype

@@ -1,7 +1,7 @@
-"""The checks of attention()'s arguments, in the order in which they are made.
+"""The checks of attention()'s arguments, in the order in which they are made; `lengths` has those of the sequences' lengths.
 
 Each needs types, shapes, dtypes and devices only, so none waits for a device and torch.compile traces them all away; those that
-read values, `check_cu_seqlens_values` and `check_descale_values`, run where FLEXATTN_CHECK=1 asks for it.
+read values, `check_descale_values` and `lengths.check_values`, run where FLEXATTN_CHECK=1 asks for it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,10 @@ from flexattn.dispatch.quantization import num_blocks
 from flexattn.dispatch.spec import (
     FORMATS,
     PACKINGS,
-    AttentionSpec,
     Operands,
     Results,
     as_index,
     is_host_number,
-    length_class,
     parse_format,
 )
 from flexattn.warn import warn_once
@@ -34,7 +31,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
-_NOT_READ = (
+NOT_READ = (
     "of a tensor only a 0-d one on a CPU, without a gradient and outside of torch.compile, is read, as that waits for nothing"
 )
 MAX_DROPOUT = 1 - 2**-16  # an element is kept iff its 16 random bits reach dropout_p * 2**16
@@ -57,7 +54,7 @@ def check_number(argument: str, value: Any, limit: float, accepted: str) -> floa
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         if isinstance(value, Tensor):
-            is_readable, hint = not torch.compiler.is_compiling() and is_host_number(value), f"; {_NOT_READ}"
+            is_readable, hint = not torch.compiler.is_compiling() and is_host_number(value), f"; {NOT_READ}"
         else:
             is_readable, hint = isinstance(value, numbers.Real) and not isinstance(value, bool), ""
         if not is_readable:
@@ -115,7 +112,7 @@ def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format), ("v", v, kv_format)):
-        _check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None if name == "q" else q.device)
+        check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None if name == "q" else q.device)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v")
         if x.dim() != len(fmt):
@@ -141,95 +138,6 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         )
 
 
-class Side(NamedTuple):
-    """One side of a call, queries or keys: a tensor of it, and its lengths as they were given."""
-
-    x: Tensor
-    fmt: str
-    cu_seqlens: Tensor | None
-    cu_seqlens_padded: Tensor | None
-
-
-def check_cu_seqlens(attn_mask_type: str, q: Side, k: Side) -> int:
-    """Returns the batch size; raises where the tensors and cu_seqlens disagree about it."""
-    padding = "padding" in attn_mask_type
-    if not padding and "thd" in (q.fmt, k.fmt):
-        instead = f"padding_{attn_mask_type}" if "causal" in attn_mask_type else "padding"
-        raise ValueError(
-            f"attn_mask_type is {attn_mask_type!r} with thd, whose sequences have lengths of their own; accepted: a type with "
-            f"padding in its name, as {instead!r}"
-        )
-    batches: list[tuple[str, int]] = []
-    for name, of, (x, fmt, cu_seqlens, padded) in (("cu_seqlens_q", "q", q), ("cu_seqlens_kv", "k", k)):
-        if fmt != "thd":
-            batches.append((f"the batch of {of}", x.shape[fmt.index("b")]))
-            if padded is not None:
-                raise ValueError(
-                    f"{name}_padded is given with format {fmt}; accepted: None, as only thd has gaps between sequences "
-                    f"(a dense format's lengths are in {name})"
-                )
-        if not padding:
-            if cu_seqlens is not None:
-                raise ValueError(
-                    f"{name} is given with attn_mask_type {attn_mask_type!r}; accepted: None, or a mask type with padding in "
-                    "its name, which takes its lengths from it"
-                )
-            continue
-        if cu_seqlens is None:
-            raise ValueError(
-                f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the "
-                "cumulative sequence lengths"
-            )
-        for label, cu in ((name, cu_seqlens), (f"{name}_padded", padded)):
-            if cu is not None:
-                _check_tensor(label, cu, (torch.int32,), q.x.device)
-                if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
-                    raise ValueError(f"{label} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
-                batches.append((f"the length of {label} less one", cu.shape[0] - 1))
-    source, batch = batches[0]
-    for other, size in batches[1:]:
-        if size != batch:
-            raise ValueError(f"{other} is {size} and {source} is {batch}; accepted: one batch size for all of them")
-    return batch
-
-
-def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
-    """Returns the length that a call plans for: a dense format's sequence dim; for thd the argument, else the number of tokens.
-
-    bias_size: of a bias in that dim; None: there is no bias.
-    """
-    if value is not None:
-        given, value = value, as_index(value)
-        if value is None:
-            hint = f"; {_NOT_READ}; keep the lengths on the host as well" if isinstance(given, Tensor) else ""
-            raise TypeError(f"{argument} is {describe(given)}; accepted: an int or None{hint}")
-    if fmt != "thd":
-        length = x.shape[fmt.index("s")]
-        if value is not None and value != length:
-            raise ValueError(
-                f"{argument} is {value} and the sequence dim is {length}; accepted with format {fmt}: None or that length"
-            )
-        return length
-    if value is None:
-        if bias_size is not None:
-            raise ValueError(f"{argument} is None with a bias and thd; accepted: the int that is in the bias' shape")
-        if not torch.compiler.is_compiling():
-            warn_once(
-                argument,
-                f"{argument} is None with thd, and finding it would wait for the device, so the total number of tokens stands in "
-                "for it: the kernels' grid is sized for batch x total tokens, and those beyond each sequence's end exit at once. "
-                f"Pass {argument} (an int, at least the longest sequence) to launch only what is needed.",
-            )
-        return x.shape[0]
-    if value < 0:
-        raise ValueError(f"{argument} is {value}; accepted: an int of at least the longest sequence, or None")
-    longest: int = value
-    if torch.compiler.is_compiling():
-        return longest
-    # No sequence is longer than all tokens. Up to a power of two, so that a number that stays as it is does not follow their total.
-    return min(longest, max(length_class(x.shape[0]), bias_size or 0))
-
-
 def bias_size(bias: Any, dim: int) -> int | None:
     """Size of a bias in one of its four dims; None without one."""
     if bias is None:
@@ -248,7 +156,7 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
         raise ValueError(
             f"bias is None with bias_type {bias_type!r}; accepted: a tensor that broadcasts to [b, h, sq, skv] = {list(shape)}"
         )
-    _check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
+    check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead"
@@ -260,7 +168,7 @@ def check_alibi_slopes(bias_type: str, slopes: Tensor | None, q: Tensor, batch: 
         return
     if bias_type != "alibi":
         raise ValueError(f"alibi_slopes is given with bias_type {bias_type!r}; accepted: None, or bias_type alibi")
-    _check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
+    check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: [h] = [{heads}] or [b, h] = [{batch}, {heads}]")
     if slopes.requires_grad and torch.is_grad_enabled():
@@ -278,14 +186,14 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
         return
     if offset is None:
         raise ValueError(f"softmax_offset is None with softmax_type 'learnable'; accepted: a tensor of shape [h] = [{heads}]")
-    _check_tensor("softmax_offset", offset, (q.dtype, torch.float16, torch.bfloat16, torch.float32), q.device)
+    check_tensor("softmax_offset", offset, (q.dtype, torch.float16, torch.bfloat16, torch.float32), q.device)
     if tuple(offset.shape) != (heads,):
         raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
 
 
 def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
     if rng_state is not None:
-        _check_tensor("rng_state", rng_state, (torch.int64,), q.device)
+        check_tensor("rng_state", rng_state, (torch.int64,), q.device)
         if tuple(rng_state.shape) != (2,) or not rng_state.is_contiguous():
             raise ValueError(
                 f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset"
@@ -325,7 +233,7 @@ def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout:
     q, q_format = x.q, parse_format(qkv_format)[0]
     shape = (*q.shape[:-1], x.v.shape[-1])
     for name, t in (("out", out), ("dout", dout)):
-        _check_tensor(name, t, (q.dtype,), q.device)
+        check_tensor(name, t, (q.dtype,), q.device)
         if t.shape != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {tuple(shape)}, that of q with v's head dim")
     statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -333,7 +241,7 @@ def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout:
     for name, statistic in (("lse", lse), ("dlse", dlse)):
         if statistic is None and name == "dlse":
             continue
-        _check_tensor(name, statistic, (statistics,), q.device)
+        check_tensor(name, statistic, (statistics,), q.device)
         assert statistic is not None
         if statistic.shape != of_rows:
             dims = "[h, t_q]" if q_format == "thd" else "[b, h, sq]"
@@ -370,15 +278,15 @@ def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
     """Returns q's format; raises unless the four tensors of merge_attention() fit it and each other."""
     fmt, _ = parse_format(str(qkv_format))
-    _check_tensor("out_a", out_a, DTYPES, None)
-    _check_tensor("out_b", out_b, (out_a.dtype,), out_a.device)
+    check_tensor("out_a", out_a, DTYPES, None)
+    check_tensor("out_b", out_b, (out_a.dtype,), out_a.device)
     if out_a.dim() != len(fmt):
         raise ValueError(f"out_a has shape {tuple(out_a.shape)}; accepted: the {len(fmt)} dims of {fmt}")
     if out_b.shape != out_a.shape:
         raise ValueError(f"out_b has shape {tuple(out_b.shape)} and out_a has {tuple(out_a.shape)}; accepted: the same for both")
     lse_shape = tuple(out_a.shape[fmt.index(dim)] for dim in ("ht" if fmt == "thd" else "bhs"))
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _check_tensor(name, lse, (torch.float64,) if out_a.dtype is torch.float64 else (torch.float32,), out_a.device)
+        check_tensor(name, lse, (torch.float64,) if out_a.dtype is torch.float64 else (torch.float32,), out_a.device)
         if tuple(lse.shape) != lse_shape:
             raise ValueError(
                 f"{name} has shape {tuple(lse.shape)}; accepted for out_a's shape {tuple(out_a.shape)} in {fmt}: {lse_shape}"
@@ -414,7 +322,7 @@ def check_fp8(
         if descale is None:
             checked.append(as_scales(None, q.device))
             continue
-        _check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
+        check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
         heads = x.shape[fmt.index("h")]
         blocks = [num_blocks(n, block_rows) if block_rows else 1 for n in map(as_index, length) if n is not None]
         sizes = _scale_sizes(descale)
@@ -445,55 +353,6 @@ def _scale_sizes(descale: Tensor) -> tuple[int, ...]:
     return tuple(descale.shape) if descale.dim() == 3 else (1,) * (2 - descale.dim()) + tuple(descale.shape) + (1,)
 
 
-def check_lengths_of(
-    x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int | None
-) -> int:
-    """Returns the longest sequence of one tensor in format `fmt`; raises where its lengths do not fit it."""
-    _check_tensor("x", x, (torch.float16, torch.bfloat16, torch.float32), None)
-    if x.dim() != len(fmt):
-        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt}")
-    if x.shape[fmt.index("h")] == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)} in {fmt}; accepted: at least one head and a head dim of at least 1")
-    if cu_seqlens is None and (fmt == "thd" or cu_seqlens_padded is not None):
-        raise ValueError(
-            f"cu_seqlens is None with {'thd' if fmt == 'thd' else 'cu_seqlens_padded'}; accepted: an int32 tensor [batch + 1]"
-        )
-    if cu_seqlens_padded is not None and fmt != "thd":
-        raise ValueError(f"cu_seqlens_padded is given with format {fmt}; accepted: None, as only thd has gaps between sequences")
-    for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
-        if cu is None or cu_seqlens is None:
-            continue
-        _check_tensor(name, cu, (torch.int32,), x.device)
-        entries = cu_seqlens.shape[0] if fmt == "thd" else x.shape[fmt.index("b")] + 1
-        if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous() or cu.shape[0] != entries:
-            raise ValueError(f"{name} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
-    return resolve_max_seqlen("max_seqlen", max_seqlen, x, fmt)
-
-
-def check_cu_seqlens_values(spec: AttentionSpec, x: Operands) -> None:
-    """Raises ValueError, under FLEXATTN_CHECK=1, for an entry that is decreasing, past the end or too long.
-
-    Reads all of the tensors in one transfer, and waits for it.
-    """
-    sides = (
-        ("cu_seqlens_q", x.cu_seqlens_q, x.cu_seqlens_q_padded, x.q, spec.q_format, "max_seqlen_q", x.max_seqlen_q),
-        ("cu_seqlens_kv", x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.k, spec.kv_format, "max_seqlen_kv", x.max_seqlen_kv),
-    )
-    read = iter(torch.stack([cu for side in sides for cu in side[1:3] if cu is not None]).tolist())
-    for name, _, padded, tensor, fmt, max_name, max_seqlen in sides:
-        ends = next(read)
-        total = tensor.shape[0] if fmt == "thd" else None
-        _check_cumulative(name, ends, total)
-        lengths = [after - before for before, after in pairwise(ends)]
-        if padded is not None:
-            starts = next(read)
-            _check_slots(f"{name}_padded", starts, lengths, tensor.shape[0])
-        for i, length in enumerate(lengths):
-            if length > max_seqlen:
-                room = max_name if fmt == "thd" else f"the sequence dim of {fmt}"
-                raise ValueError(f"{name}[{i + 1}] - {name}[{i}] is {length}; accepted: at most {room}, {max_seqlen}")
-
-
 def check_descale_values(x: Operands) -> None:
     """Raises ValueError, under FLEXATTN_CHECK=1, for a descale that is not positive and finite.
 
@@ -511,34 +370,6 @@ def check_descale_values(x: Operands) -> None:
             )
 
 
-def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -> None:
-    """Raises unless each sequence, in whatever order, has all of its tokens in the tensor and in no other's slot."""
-    last, free_from = -1, 0
-    for start, i in sorted((start, i) for i, (start, length) in enumerate(zip(starts, lengths, strict=False)) if length):
-        end = start + lengths[i]
-        if start < 0 or end > total:
-            raise ValueError(
-                f"{name}[{i}] is {start}, where a sequence of {lengths[i]} tokens begins; accepted: 0 to {total - lengths[i]}, so "
-                f"that it ends within the total number of tokens, {total}"
-            )
-        if start < free_from:
-            raise ValueError(
-                f"{name}[{i}] is {start}, and sequence {last}, of {lengths[last]} tokens, begins at {starts[last]}; accepted: "
-                "slots that do not overlap, in any order"
-            )
-        last, free_from = i, end
-
-
-def _check_cumulative(name: str, values: list[int], total: int | None) -> None:
-    if values[0] != 0:
-        raise ValueError(f"{name}[0] is {values[0]}; accepted: 0")
-    for i, (before, after) in enumerate(pairwise(values), start=1):
-        if after < before:
-            raise ValueError(f"{name}[{i}] is {after} after {name}[{i - 1}] = {before}; accepted: values that do not decrease")
-        if total is not None and after > total:
-            raise ValueError(f"{name}[{i}] is {after}; accepted: at most the total number of tokens, {total}")
-
-
 def describe(value: object) -> str:
     """Returns a value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
     if not isinstance(value, Tensor):
@@ -547,7 +378,7 @@ def describe(value: object) -> str:
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
 
 
-def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
+def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {describe(x)}; accepted: a tensor")
     if x.is_nested or x.layout is not torch.strided:

@@ -35,9 +35,19 @@ class Lengths(NamedTuple):
 
     cu_seqlens_ptr: Pointer  # int32 [batch + 1]; None: each sequence is num_tokens long
     cu_seqlens_padded_ptr: Pointer  # likewise, where the slots of the sequences begin; None: one sequence follows another
+    seqused_ptr: Pointer  # int32 [batch], how many tokens of its slot, or of its row, a sequence uses; None: all that the others say
     batch: int
     num_tokens: int  # all tokens of [total, h, d], else those of one sequence
     max_seqlen: int
+
+
+class Pages(NamedTuple):
+    """A table of the pages in which the keys of each sequence lie; k and v are then [pages, page_size, h_kv, d]."""
+
+    table_ptr: Pointer  # int32 [batch, columns]; None: k and v lie in no pages
+    stride: int  # of a row
+    page_size: int
+    num_pages: int
 
 
 class Band(NamedTuple):
@@ -146,6 +156,7 @@ class Inputs(NamedTuple):
     v: Rows
     lengths_q: Lengths
     lengths_kv: Lengths
+    pages: Pages | None
     num_heads: int
     group_size: int  # query heads that share a key head
     band: Band

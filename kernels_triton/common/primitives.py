@@ -40,6 +40,8 @@ def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
     elif lengths.cu_seqlens_ptr is not None:
         length = tl.load(lengths.cu_seqlens_ptr + b + 1) - tl.load(lengths.cu_seqlens_ptr + b)
         length = tl.minimum(tl.maximum(length, 0), tl.minimum(lengths.num_tokens, lengths.max_seqlen))
+    if lengths.seqused_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths.seqused_ptr + b), 0), tl.minimum(length, lengths.max_seqlen))
     return start, length
 
 
@@ -79,6 +81,16 @@ def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
         front = tl.where(b == 0, first - start, front)
         slot = after - start
     return front, slot
+
+
+@triton.jit
+def paged_offsets(pages, x, b, first, num_rows, ROWS: tl.constexpr, META: tl.constexpr):
+    # The offsets of ROWS keys of a sequence from the first key of page 0. Ids of pages are clamped: whatever the table holds, they
+    # are inside the tensor; and no entry beyond the sequence is read.
+    rows = first + tl.arange(0, ROWS)
+    page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + rows // pages.page_size, mask=rows < num_rows, other=0)
+    page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
+    return (tl.cast(page, tl.int64) * x.stride_b + tl.cast(rows % pages.page_size, tl.int64) * x.stride_s) * META.ALIGN
 
 
 @triton.jit

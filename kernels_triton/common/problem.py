@@ -19,6 +19,7 @@ from flexattn.kernels_triton.common.arguments import (
     Dropout,
     Inputs,
     Lengths,
+    Pages,
     Rows,
     Scale,
     Scales,
@@ -196,7 +197,10 @@ class Problem:
     cu_seqlens_kv: Tensor | None = None
     cu_seqlens_q_padded: Tensor | None = None
     cu_seqlens_kv_padded: Tensor | None = None
-    max_seqlen_q: int = 0  # only for [total, h, d]; else the sequence dim
+    seqused_q: Tensor | None = None  # int32 [b], tokens that a sequence uses of its slot or row; None: as many as the others say
+    seqused_kv: Tensor | None = None
+    page_table: Tensor | None = None  # int32 [b, columns]; k and v are then [pages, page size, h_kv, d]. For a forward alone
+    max_seqlen_q: int = 0  # only for [total, h, d], and of keys for pages; else the sequence dim
     max_seqlen_kv: int = 0
     mods: Mods | None = None
     mods_of_tables: Mods | None = None  # the same mods, reading tables; None: there is nothing to tabulate
@@ -238,7 +242,25 @@ class Problem:
 
     @property
     def longest_kv(self) -> int:
+        if self.page_table is not None:
+            return max(1, min(self.max_seqlen_kv, self.num_tokens_kv))
         return max(1, min(self.max_seqlen_kv, self.k.shape[0]) if self.k.dim() == 3 else self.k.shape[1])
+
+    @property
+    def num_tokens_kv(self) -> int:
+        """All tokens of [total, h_kv, d], else those that a sequence has room for."""
+        return self.k.shape[-3] if self.page_table is None else self.page_table.shape[1] * self.k.shape[1]
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of all sequences that there is room for."""
+        return self.k.shape[:-2].numel() if self.page_table is None else self.batch * self.longest_kv
+
+    @property
+    def has_lengths(self) -> bool:
+        """True where the sequences have lengths of their own."""
+        given = (self.cu_seqlens_q, self.cu_seqlens_kv, self.seqused_q, self.seqused_kv)
+        return any(x is not None for x in given)
 
     @property
     def is_loaded(self) -> bool:
@@ -333,7 +355,7 @@ class Problem:
         return Features(
             IS_RAGGED_Q=self.q.dim() == 3,
             IS_RAGGED_KV=self.k.dim() == 3,
-            HAS_LENGTHS=self.cu_seqlens_q is not None,
+            HAS_LENGTHS=self.has_lengths,
             HAS_LEFT=self.window_left is not None,
             HAS_RIGHT=self.window_right is not None,
             HAS_PRE_SCALE_BIAS=has_bias and self.bias_is_pre_scale,
@@ -360,6 +382,7 @@ class Problem:
         return Lengths(
             cu_seqlens_ptr=self.cu_seqlens_q,
             cu_seqlens_padded_ptr=self.cu_seqlens_q_padded,
+            seqused_ptr=self.seqused_q,
             batch=self.batch,
             num_tokens=self.q.shape[-3],
             max_seqlen=self.longest_q,
@@ -370,10 +393,19 @@ class Problem:
         return Lengths(
             cu_seqlens_ptr=self.cu_seqlens_kv,
             cu_seqlens_padded_ptr=self.cu_seqlens_kv_padded,
+            seqused_ptr=self.seqused_kv,
             batch=self.batch,
-            num_tokens=self.k.shape[-3],
+            num_tokens=self.num_tokens_kv,
             max_seqlen=self.longest_kv,
         )
+
+    @property
+    def pages(self) -> Pages | None:
+        """The table of k's and v's pages; None where they lie in none."""
+        table = self.page_table
+        if table is None:
+            return None
+        return Pages(table_ptr=table, stride=table.stride(0), page_size=self.k.shape[1], num_pages=self.k.shape[0])
 
     @property
     def band(self) -> Band:
@@ -415,6 +447,7 @@ class Problem:
             v=rows(self.v, meta),
             lengths_q=self.lengths_q,
             lengths_kv=self.lengths_kv,
+            pages=self.pages,
             num_heads=self.num_heads,
             group_size=self.group_size,
             band=self.band,

@@ -370,6 +370,7 @@ class Source(NamedTuple):
         return Lengths(
             cu_seqlens_ptr=self.cu_seqlens,
             cu_seqlens_padded_ptr=self.cu_seqlens_padded,
+            seqused_ptr=None,
             batch=self.batch,
             num_tokens=self.x.shape[-3],
             max_seqlen=self.longest,
@@ -637,6 +638,7 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
     lengths = Lengths(
         cu_seqlens_ptr=cu_seqlens,
         cu_seqlens_padded_ptr=cu_seqlens_padded,
+        seqused_ptr=None,
         batch=batch,
         num_tokens=tokens,
         max_seqlen=longest,

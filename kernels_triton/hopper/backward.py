@@ -428,7 +428,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     dq_meta = constants((QUERIES, tile.block_n), Stages(scores=2, dp=tile.v_stages, p=0, ds=2))
     dq_tile = Tile(QUERIES, tile.block_n, 4, 2)
     launch(_attn_bwd_dq_hopper_kernel, programs, x.device, dq_tile, (dq_arguments, x.mods, dq_meta))
-    has_lengths = x.cu_seqlens_q is not None
+    has_lengths = x.has_lengths
     if has_lengths:
         zero_padding(x, dq, "q")
     dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 4 * head_dims)

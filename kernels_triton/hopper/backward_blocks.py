@@ -34,7 +34,7 @@ def backward_work(problem: Problem, rows: int, side: Literal["q", "kv"], bytes_p
     x = problem
     longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
     blocks = triton.cdiv(longest, rows)
-    table = None if x.cu_seqlens_q is None else tile_schedule(x, rows, side, by_sequence=True)
+    table = None if not x.has_lengths else tile_schedule(x, rows, side, by_sequence=True)
     work = Work(
         table_ptr=table,
         num_heads=x.num_heads,

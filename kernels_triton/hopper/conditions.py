@@ -23,6 +23,7 @@ from flexattn.kernels_triton.common.tiles import (
 )
 from flexattn.kernels_triton.hopper.descriptors import DTYPES, descriptor_error
 from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of, num_processors
 
 QUERIES = 128  # queries of a program of dq: two warpgroups'
@@ -120,7 +121,8 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
     error = next((error for error in errors if error), None)
-    return error or unsupported_block_mask(x, forward_tile(x)[2:4])
+    tile = forward_tile(x)
+    return error or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)
 
 
 def forward_slower(problem: Problem) -> str | None:
@@ -131,7 +133,7 @@ def forward_slower(problem: Problem) -> str | None:
     shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
     if x.longest_kv < shortest:
         return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
-    size = (x.k.numel() + x.v.numel()) * x.k.element_size()
+    size = x.num_keys * x.num_heads_kv * (x.k.shape[-1] + x.v.shape[-1]) * x.k.element_size()
     return None if size >= HOPPER_BYTES else "there is too little to load for it to be faster"
 
 

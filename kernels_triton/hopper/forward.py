@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Head, Lengths, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Head, Lengths, Pages, Scores
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -48,9 +48,11 @@ from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, ragged_d
 from flexattn.kernels_triton.hopper.dropout import DropoutState, drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.hopper.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.hopper.pages import KeyBlock, load_key_pages, load_value_pages, rows_of_a_copy
 from flexattn.kernels_triton.hopper.pairs import (
     Pair,
+    allocate_key_pair,
     allocate_pair,
     origin_of,
     pair_descriptor,
@@ -91,6 +93,7 @@ class ForwardMeta(NamedTuple):
     IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them
     BLOCK_M: int
     BLOCK_N: int
+    PAGE_ROWS: int  # keys that one copy brings of a page; 0: they lie in no pages
     QK0: int  # head dims as the tiles hold them, in one or two parts
     QK1: int
     V0: int
@@ -139,6 +142,7 @@ class Arguments(NamedTuple):
     num_splits: int | None
     lengths_q: Lengths
     lengths_kv: Lengths
+    pages: Pages | None
     band: Band
     steps: Steps
     scores: Scores
@@ -277,13 +281,18 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
         for n in range(num_blocks):
             row = key_block(num_blocks - 1 - n, block_range, META)[0]
-            stage = n_block % STAGES
-            origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
-            load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
-            wait_empty(barriers.v_empty, n_block, STAGES)
-            mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
-            origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
-            load_rows(of.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
+            if META.PAGE_ROWS > 0:
+                block = KeyBlock(b=tile.b, h_kv=h_kv, first=row, length=len_kv)
+                load_key_pages(of.k, tiles.k, steps.k, block, args.pages, n_block, barriers, META)
+                load_value_pages(of.v, tiles.v, steps.v, block, args.pages, n_block, barriers, META)
+            else:
+                stage = n_block % STAGES
+                origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
+                load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
+                wait_empty(barriers.v_empty, n_block, STAGES)
+                mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
+                origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
+                load_rows(of.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
         t = drawn + gl.num_programs(0)
         n_tile += 1
@@ -616,8 +625,9 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
     out_tiles = q_tiles.first  # never used
     if not META.IS_SPLIT:
         out_tiles = allocate_tiles(CONSUMERS, of.out)
-    k_tiles = allocate_pair(META.STAGES, of.k, META)
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=allocate_tiles(META.STAGES, of.v), out=out_tiles)
+    k_tiles = allocate_key_pair(of.k, META)
+    v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = allocate_forward_barriers(META)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
@@ -686,7 +696,7 @@ def hopper_forward(
     x = problem
     tile = tile or forward_tile(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
-    has_lengths = x.cu_seqlens_q is not None
+    has_lengths = x.has_lengths
     is_banded = x.window_left is not None or x.window_right is not None
     group = heads_of_a_tile(x, tile) if group is None else group
     is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, group) < 2
@@ -704,6 +714,7 @@ def hopper_forward(
         IS_SPLIT=parts is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
+        PAGE_ROWS=rows_of_a_copy(x, tile.block_n),
         QK0=qk0,
         QK1=qk1,
         V0=tile.head_dim_v,
@@ -720,15 +731,15 @@ def hopper_forward(
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
     )
-    own_rows = ROWS.value // group
+    own_rows, keys = ROWS.value // group, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = Arguments(
         descriptors=Descriptors(
             q=pair_descriptor(x.q, own_rows, (qk0, qk1), group),
-            k=pair_descriptor(x.k, tile.block_n, (qk0, qk1)),
-            v=ragged_descriptor(x.v, tile.block_n, tile.head_dim_v),
+            k=pair_descriptor(x.k, keys, (qk0, qk1)),
+            v=ragged_descriptor(x.v, keys, tile.head_dim_v),
             out=ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, group),
         ),
         steps=Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
@@ -741,6 +752,7 @@ def hopper_forward(
         num_splits=None if parts is None else splits,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,
+        pages=x.pages,
         band=x.band,
         scores=x.scores,
         softmax_offset_ptr=x.softmax_offset,

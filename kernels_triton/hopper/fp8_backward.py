@@ -508,7 +508,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     )
     dkdv_tile = Tile(size, tile.keys, 4, 2)
     launch(_attn_bwd_dkdv_fp8_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))
-    if x.cu_seqlens_q is not None:
+    if x.has_lengths:
         zero_padding(x, dq, "q")
         zero_padding(x, dk, "kv")
         zero_padding(x, dv, "kv")

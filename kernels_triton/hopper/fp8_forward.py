@@ -646,7 +646,7 @@ def hopper_fp8_forward(
     tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     v0 = tile.head_dim_v // tile.parts
-    has_lengths = x.cu_seqlens_q is not None
+    has_lengths = x.has_lengths
     has_idle = has_lengths or x.longest_q <= tile.block_m - ROWS.value
     meta = Fp8ForwardMeta(
         HAS_IDLE=has_idle,

@@ -91,7 +91,7 @@ def finish_fused(call: Backward, launched: FusedLaunch) -> None:
     """Makes dq of its sums, and zeros of the gradients between and behind sequences."""
     x = call.problem
     convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)
-    if x.cu_seqlens_q is not None:
+    if x.has_lengths:
         zero_padding(x, call.dq, "q")
         zero_padding(x, call.dk, "kv")
         zero_padding(x, call.dv, "kv")

@@ -14,6 +14,13 @@ def allocate_tiles(NUM: gl.constexpr, descriptor):
 
 
 @gluon.jit
+def allocate_blocks(NUM: gl.constexpr, descriptor, ROWS: gl.constexpr):
+    # Tiles of ROWS rows of one head, which the descriptor may bring in parts
+    WIDTH: gl.constexpr = descriptor.block_type.shape[4]
+    return gl.allocate_shared_memory(descriptor.dtype, [NUM, 1, 1, ROWS, 1, WIDTH], descriptor.layout)
+
+
+@gluon.jit
 def opaque_zero(x):
     # 0 that LLVM cannot see through: an index with it keeps the descriptors of shared memory from being hoisted into registers.
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, ragged_descriptor, store_rows
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
+from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, allocate_tiles
 
 
 class Pair(NamedTuple):
@@ -44,6 +44,15 @@ def allocate_pair(NUM: gl.constexpr, descriptors: Pair, META: gl.constexpr):
     first = allocate_tiles(NUM, descriptors.first)
     if META.QK1 > 0:
         return Pair(first=first, second=allocate_tiles(NUM, descriptors.second))
+    else:
+        return Pair(first=first, second=first)
+
+
+@gluon.jit
+def allocate_key_pair(descriptors: Pair, META: gl.constexpr):
+    first = allocate_blocks(META.STAGES, descriptors.first, META.BLOCK_N)
+    if META.QK1 > 0:
+        return Pair(first=first, second=allocate_blocks(META.STAGES, descriptors.second, META.BLOCK_N))
     else:
         return Pair(first=first, second=first)
 

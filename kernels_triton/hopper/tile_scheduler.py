@@ -37,15 +37,15 @@ def query_heads_per_l2_section(problem: Problem) -> int:
     """Returns how many query heads a persistent forward takes together; with lengths, in all sequences at once."""
     x = problem
     heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
-    if x.cu_seqlens_q is not None:
-        heads, tokens = x.num_heads_kv, x.k.numel() // (x.num_heads_kv * x.k.shape[-1])
+    if x.has_lengths:
+        heads, tokens = x.num_heads_kv, x.num_keys
     return _heads_in_l2(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
 
 
 def forward_work(problem: Problem, queries: int, group: int = 1) -> Work:
     """Returns the work tiles of a persistent forward: `queries` of each of `group` heads."""
     x = problem
-    if x.cu_seqlens_q is None:
+    if not x.has_lengths:
         table = torch.zeros(1, dtype=torch.int32, device=x.device)
     else:
         table = tile_schedule(x, queries, "q", by_sequence=False)
@@ -61,7 +61,7 @@ def forward_work(problem: Problem, queries: int, group: int = 1) -> Work:
 def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> int:
     """Returns how many heads a backward takes together; 2 of packed batches (bench/results/packed_orders_h200.json)."""
     x = problem
-    return min(heads, 2) if x.cu_seqlens_q is not None else _heads_in_l2(heads * x.batch, bytes_per_head)
+    return min(heads, 2) if x.has_lengths else _heads_in_l2(heads * x.batch, bytes_per_head)
 
 
 class Sequence(NamedTuple):

@@ -192,7 +192,7 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward",
     nothing = (None, None, None, None)
     of_keys = lists.made(of_queries=False) if direction != "one pass" else nothing
     of_queries = lists.made(of_queries=True) if direction != "forward" else nothing
-    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK, x.cu_seqlens_q is None))
+    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK, not x.has_lengths))
 
 
 def with_key_lists(problem: Problem) -> Problem:
@@ -217,7 +217,7 @@ class _Lists:
         self.ranges: Tensor | None = None
         # Blocks that the band hides are left out where the host knows its diagonal; the kernels that read the lists see to the
         # rest, and to what is past the end of a sequence.
-        is_known = not x.bottom_right or x.cu_seqlens_q is None
+        is_known = not x.bottom_right or not x.has_lengths
         self.meta = ListMeta(
             HAS_LEFT=is_known and x.window_left is not None,
             HAS_RIGHT=is_known and x.window_right is not None,

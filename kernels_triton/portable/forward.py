@@ -34,6 +34,7 @@ from flexattn.kernels_triton.common.primitives import (
     log_of_sum,
     logits,
     packed_start,
+    paged_offsets,
     padding_rows,
     positive_factor,
     row_pointer,
@@ -118,12 +119,16 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             n, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_KV, BLOCK_N)
             k_pointer = block.k_base + tl.cast(n, tl.int64) * block.k_step
             v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
+        k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k_offsets, v_pointer, block.v_offsets
+        if inputs.pages.table_ptr is not None:
+            k_tile, k_offsets = block.k_base, paged_offsets(inputs.pages, inputs.k, head.b, n, len_kv, BLOCK_N, META)
+            v_tile, v_offsets = block.v_base, paged_offsets(inputs.pages, inputs.v, head.b, n, len_kv, BLOCK_N, META)
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
-        k0 = load_tile(k_pointer, block.k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
-            k1 = load_tile(k_pointer, block.k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            k1 = load_tile(k_tile, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = inputs.scores.scale
         if META.IS_FP8:
@@ -162,11 +167,11 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 product = fp8_product(p, block.v_t, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 acc1 = acc1 * correction[:, None] + product * descale_v
         else:
-            v0 = load_tile(v_pointer, block.v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
-                v1 = load_tile(v_pointer, block.v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                v1 = load_tile(v_tile, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k_step
@@ -232,8 +237,9 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     _, q_offsets = row_steps(inputs.q.stride_s, BLOCK_M, META)
     k_step, k_offsets = row_steps(inputs.k.stride_s, META.BLOCK_N, META)
     v_step, v_offsets = row_steps(inputs.v.stride_s, META.BLOCK_N, META)
-    k_base = row_pointer(inputs.k, b, h_kv, start_kv, META)
-    v_base = row_pointer(inputs.v, b, h_kv, start_kv, META)
+    b_kv = b if inputs.pages.table_ptr is None else 0
+    k_base = row_pointer(inputs.k, b_kv, h_kv, start_kv, META)
+    v_base = row_pointer(inputs.v, b_kv, h_kv, start_kv, META)
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
     q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)

@@ -1,0 +1,55 @@
+"""Calls over pages of keys, or with lengths in seqused, as equal calls that those who know neither can run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, from_bshd
+
+
+def without_pages(spec: AttentionSpec, x: Operands) -> tuple[AttentionSpec, Operands]:
+    """Returns an equal call with k and v dense and its lengths in cu_seqlens: with pages copied, each sequence's in their order.
+
+    Ids out of range are taken for the nearest page, as by the kernels. Memory is that of max_seqlen_kv keys for each sequence.
+    """
+    if x.page_table is not None:
+        table = x.page_table[:, : -(-x.max_seqlen_kv // spec.page_size)].clamp(0, x.k.shape[0] - 1).long()
+        k, v = (_gathered(t, table, x.max_seqlen_kv, spec.kv_format) for t in (x.k, x.v))
+        x, spec = x._replace(k=k, v=v, page_table=None), spec._replace(page_size=0)
+    return spec, with_cu_seqlens(x, (spec.q_format, spec.kv_format))
+
+
+def _gathered(pages: Tensor, table: Tensor, length: int, fmt: str) -> Tensor:
+    return from_bshd(as_bshd(pages, fmt)[table].flatten(1, 2)[:, :length], fmt)
+
+
+def with_cu_seqlens(x: Operands, formats: tuple[str, str]) -> Operands:
+    """Returns an equal call, its k and v in no pages, with the lengths that are in seqused in cu_seqlens; waits for no device."""
+    if x.seqused_q is None and x.seqused_kv is None:
+        return x
+    cu_q, padded_q = _cumulative(x.q, formats[0], x.cu_seqlens_q, x.cu_seqlens_q_padded, x.seqused_q)
+    cu_kv, padded_kv = _cumulative(x.k, formats[1], x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv)
+    return x._replace(
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=cu_kv,
+        cu_seqlens_q_padded=padded_q,
+        cu_seqlens_kv_padded=padded_kv,
+        seqused_q=None,
+        seqused_kv=None,
+    )
+
+
+def _cumulative(
+    x: Tensor, fmt: str, cu_seqlens: Tensor | None, padded: Tensor | None, used: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns one side's cu_seqlens and cu_seqlens_padded."""
+    if used is None:
+        if cu_seqlens is not None:
+            return cu_seqlens, padded
+        rows, tokens = x.shape[fmt.index("b")], x.shape[fmt.index("s")]
+        return torch.arange(0, rows + 1, dtype=torch.int32, device=x.device) * tokens, None
+    slots = cu_seqlens.diff() if cu_seqlens is not None else x.shape[fmt.index("s")]
+    lengths = torch.minimum(used, slots).clamp(min=0) if isinstance(slots, Tensor) else used.clamp(0, slots)
+    cumulative = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return cumulative, cu_seqlens

@@ -1,0 +1,295 @@
+"""Checks of a call's lengths: cu_seqlens, seqused, page tables, and the longest sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, length_class
+from flexattn.validation import DIMS, NOT_READ, check_tensor, describe
+from flexattn.warn import warn_once
+
+
+class Side(NamedTuple):
+    """One side of a call, queries or keys: a tensor of it, and its lengths as they were given."""
+
+    x: Tensor
+    fmt: str
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+    seqused: Tensor | None = None
+    page_table: Tensor | None = None  # of keys alone
+
+    @property
+    def has_lengths(self) -> bool:
+        return self.cu_seqlens is not None or self.seqused is not None
+
+
+def check_lengths(attn_mask_type: str, q: Side, k: Side) -> int:
+    """Returns the batch size; raises where the tensors and their lengths disagree about it, or lengths are missing."""
+    padding = "padding" in attn_mask_type
+    if not padding and "thd" in (q.fmt, k.fmt):
+        instead = f"padding_{attn_mask_type}" if "causal" in attn_mask_type else "padding"
+        raise ValueError(
+            f"attn_mask_type is {attn_mask_type!r} with thd, whose sequences have lengths of their own; accepted: a type with "
+            f"padding in its name, as {instead!r}"
+        )
+    batches: list[tuple[str, int]] = []
+    for end, of, side, other in (("q", "q", q, k), ("kv", "k", k, q)):
+        batches += _check_page_table(side)
+        if side.fmt != "thd":
+            if side.page_table is None:
+                batches.append((f"the batch of {of}", side.x.shape[side.fmt.index("b")]))
+            if side.cu_seqlens_padded is not None:
+                raise ValueError(
+                    f"cu_seqlens_{end}_padded is given with format {side.fmt}; accepted: None, as only thd has gaps between "
+                    f"sequences (a dense format's lengths are in cu_seqlens_{end})"
+                )
+        if padding:
+            _check_given(attn_mask_type, end, side, other)
+            batches += _check_tensors(end, side, q.x.device)
+            continue
+        for name, given in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} is given with attn_mask_type {attn_mask_type!r}; accepted: None, or a mask type with padding in "
+                    "its name, which takes its lengths from it"
+                )
+        if side.page_table is not None:
+            raise ValueError(
+                f"page_table is given with attn_mask_type {attn_mask_type!r}; accepted: a mask type with padding in its name, and "
+                "seqused_kv, as the last page of a sequence may be in part empty"
+            )
+    source, batch = batches[0]
+    for name, size in batches[1:]:
+        if size != batch:
+            raise ValueError(f"{name} is {size} and {source} is {batch}; accepted: one batch size for all of them")
+    return batch
+
+
+def _check_page_table(side: Side) -> list[tuple[str, int]]:
+    table = side.page_table
+    if table is None:
+        return []
+    if side.fmt not in ("bshd", "bhsd"):
+        raise ValueError(
+            f"page_table is given with k and v in {side.fmt}; accepted: pages [pages, page_size, h_kv, d] (bshd) or [pages, h_kv, "
+            "page_size, d] (bhsd), as qkv_format 'thd_2bshd' says"
+        )
+    check_tensor("page_table", table, (torch.int32,), side.x.device)
+    if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+        raise ValueError(f"page_table is {describe(table)}; accepted: int32 [b, columns], with the entries of a row side by side")
+    if 0 in side.x.shape or table.shape[1] == 0:
+        raise ValueError(
+            f"k is {describe(side.x)} and page_table {describe(table)}; accepted: at least one page, of one token, and one column"
+        )
+    return [("the rows of page_table", table.shape[0])]
+
+
+def _check_given(attn_mask_type: str, end: str, side: Side, other: Side) -> None:
+    """Raises where a side's lengths are not given, or given twice."""
+    name, used = f"cu_seqlens_{end}", f"seqused_{end}"
+    if side.fmt == "thd":
+        if side.cu_seqlens is None:
+            raise ValueError(
+                f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the "
+                "cumulative sequence lengths"
+            )
+        if side.seqused is not None and side.cu_seqlens_padded is not None:
+            raise ValueError(
+                f"{used} and {name}_padded are given; accepted: one of them: the slots in {name} and how much of each is used in "
+                f"{used}, or the lengths in {name} and where the slots begin in {name}_padded"
+            )
+    elif side.cu_seqlens is not None and side.seqused is not None:
+        raise ValueError(f"{name} and {used} are given with format {side.fmt}; accepted: one of them, the sequences' lengths")
+    elif not side.has_lengths and (side.page_table is not None or (other.seqused is None and other.page_table is None)):
+        raise ValueError(
+            f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the cumulative "
+            f"sequence lengths, or {used}, an int32 tensor [batch], the lengths"
+        )
+
+
+def _check_tensors(end: str, side: Side, device: torch.device) -> list[tuple[str, int]]:
+    """Returns the batch size that each tensor of lengths tells, by what it is of the tensor."""
+    batches = []
+    for name, cu in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"cu_seqlens_{end}_padded", side.cu_seqlens_padded)):
+        if cu is not None:
+            check_tensor(name, cu, (torch.int32,), device)
+            if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
+                raise ValueError(f"{name} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
+            batches.append((f"the length of {name} less one", cu.shape[0] - 1))
+    if side.seqused is not None:
+        name = f"seqused_{end}"
+        check_tensor(name, side.seqused, (torch.int32,), device)
+        if side.seqused.dim() != 1 or not side.seqused.is_contiguous():
+            raise ValueError(f"{name} is {describe(side.seqused)}; accepted: a contiguous tensor of shape [batch]")
+        batches.append((f"the length of {name}", side.seqused.shape[0]))
+    return batches
+
+
+def check_pages(page_table: Tensor | None, is_fp8: bool, needs_grad: bool) -> None:
+    """Raises for calls that cannot read pages."""
+    if page_table is None:
+        return
+    if is_fp8:
+        raise ValueError("page_table is given with q, k and v in FP8, or an fp8_recipe; accepted with pages: 16 or 32 bits")
+    if needs_grad:
+        raise ValueError(
+            "page_table is given and a gradient is asked for; accepted: a forward alone, as under torch.no_grad(), or k and v "
+            "gathered by k[page_table]"
+        )
+
+
+def longest_in_pages(value: Any, page_table: Tensor, page_size: int) -> int:
+    """Returns the length that a call over pages plans for: max_seqlen_kv, at most what a row of the table can hold."""
+    capacity = page_table.shape[1] * page_size
+    given = as_index(value)
+    if value is not None and given is None:
+        raise TypeError(f"max_seqlen_kv is {describe(value)}; accepted: an int or None, which is {capacity}, columns * page_size")
+    if given is None:
+        return capacity
+    if given < 0:
+        raise ValueError(f"max_seqlen_kv is {given}; accepted: an int of at least the longest sequence, or None")
+    return min(given, capacity)
+
+
+def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
+    """Returns the length that a call plans for: a dense format's sequence dim; for thd the argument, else the number of tokens.
+
+    bias_size: of a bias in that dim; None: there is no bias.
+    """
+    if value is not None:
+        given, value = value, as_index(value)
+        if value is None:
+            hint = f"; {NOT_READ}; keep the lengths on the host as well" if isinstance(given, Tensor) else ""
+            raise TypeError(f"{argument} is {describe(given)}; accepted: an int or None{hint}")
+    if fmt != "thd":
+        length = x.shape[fmt.index("s")]
+        if value is not None and value != length:
+            raise ValueError(
+                f"{argument} is {value} and the sequence dim is {length}; accepted with format {fmt}: None or that length"
+            )
+        return length
+    if value is None:
+        if bias_size is not None:
+            raise ValueError(f"{argument} is None with a bias and thd; accepted: the int that is in the bias' shape")
+        if not torch.compiler.is_compiling():
+            warn_once(
+                argument,
+                f"{argument} is None with thd, and finding it would wait for the device, so the total number of tokens stands in "
+                "for it: the kernels' grid is sized for batch x total tokens, and those beyond each sequence's end exit at once. "
+                f"Pass {argument} (an int, at least the longest sequence) to launch only what is needed.",
+            )
+        return x.shape[0]
+    if value < 0:
+        raise ValueError(f"{argument} is {value}; accepted: an int of at least the longest sequence, or None")
+    longest: int = value
+    if torch.compiler.is_compiling():
+        return longest
+    # No sequence is longer than all tokens. Up to a power of two, so that a number that stays as it is does not follow their total.
+    return min(longest, max(length_class(x.shape[0]), bias_size or 0))
+
+
+def check_lengths_of(
+    x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int | None
+) -> int:
+    """Returns the longest sequence of one tensor in format `fmt`; raises where its lengths do not fit it."""
+    check_tensor("x", x, (torch.float16, torch.bfloat16, torch.float32), None)
+    if x.dim() != len(fmt):
+        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt}")
+    if x.shape[fmt.index("h")] == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)} in {fmt}; accepted: at least one head and a head dim of at least 1")
+    if cu_seqlens is None and (fmt == "thd" or cu_seqlens_padded is not None):
+        raise ValueError(
+            f"cu_seqlens is None with {'thd' if fmt == 'thd' else 'cu_seqlens_padded'}; accepted: an int32 tensor [batch + 1]"
+        )
+    if cu_seqlens_padded is not None and fmt != "thd":
+        raise ValueError(f"cu_seqlens_padded is given with format {fmt}; accepted: None, as only thd has gaps between sequences")
+    for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
+        if cu is None or cu_seqlens is None:
+            continue
+        check_tensor(name, cu, (torch.int32,), x.device)
+        entries = cu_seqlens.shape[0] if fmt == "thd" else x.shape[fmt.index("b")] + 1
+        if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous() or cu.shape[0] != entries:
+            raise ValueError(f"{name} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
+    return resolve_max_seqlen("max_seqlen", max_seqlen, x, fmt)
+
+
+def check_values(spec: AttentionSpec, x: Operands) -> None:
+    """Raises ValueError, under FLEXATTN_CHECK=1, for lengths that decrease or do not fit, and for page ids out of range.
+
+    Reads the tensors of lengths, and the table of pages, and waits for them.
+    """
+    sides = (
+        ("q", Side(x.q, spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.seqused_q), x.max_seqlen_q),
+        ("kv", Side(x.k, spec.kv_format, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv, x.page_table), x.max_seqlen_kv),
+    )
+    for end, side, max_seqlen in sides:
+        lengths = _checked_lengths(end, side, max_seqlen)
+        if side.page_table is not None:
+            _check_page_ids(side, lengths)
+
+
+def _checked_lengths(end: str, side: Side, max_seqlen: int) -> list[int]:
+    name = f"cu_seqlens_{end}"
+    room = f"max_seqlen_{end}" if side.fmt == "thd" or side.page_table is not None else f"the sequence dim of {side.fmt}"
+    lengths: list[int] = []
+    if side.cu_seqlens is not None:
+        ends = side.cu_seqlens.tolist()
+        _check_cumulative(name, ends, side.x.shape[0] if side.fmt == "thd" else None)
+        lengths = [after - before for before, after in pairwise(ends)]
+        if side.cu_seqlens_padded is not None:
+            _check_slots(f"{name}_padded", side.cu_seqlens_padded.tolist(), lengths, side.x.shape[0])
+    if side.seqused is not None:
+        slots, lengths = lengths, side.seqused.tolist()
+        for i, length in enumerate(lengths):
+            most = min(max_seqlen, slots[i]) if slots else max_seqlen
+            if not 0 <= length <= most:
+                of = f"the slot of {slots[i]} and {room}" if slots else room
+                raise ValueError(f"seqused_{end}[{i}] is {length}; accepted: 0 to {most}, what fits {of}")
+        return lengths
+    for i, length in enumerate(lengths):
+        if length > max_seqlen:
+            raise ValueError(f"{name}[{i + 1}] - {name}[{i}] is {length}; accepted: at most {room}, {max_seqlen}")
+    return lengths
+
+
+def _check_page_ids(side: Side, lengths: list[int]) -> None:
+    assert side.page_table is not None
+    pages, page_size = side.x.shape[0], side.x.shape[side.fmt.index("s")]
+    for i, (row, length) in enumerate(zip(side.page_table.tolist(), lengths, strict=True)):
+        for n, page in enumerate(row[: -(-length // page_size)]):
+            if not 0 <= page < pages:
+                raise ValueError(f"page_table[{i}, {n}] is {page}; accepted: 0 to {pages - 1}, as there are {pages} pages")
+
+
+def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -> None:
+    """Raises unless each sequence, in whatever order, has all of its tokens in the tensor and in no other's slot."""
+    last, free_from = -1, 0
+    for start, i in sorted((start, i) for i, (start, length) in enumerate(zip(starts, lengths, strict=False)) if length):
+        end = start + lengths[i]
+        if start < 0 or end > total:
+            raise ValueError(
+                f"{name}[{i}] is {start}, where a sequence of {lengths[i]} tokens begins; accepted: 0 to {total - lengths[i]}, so "
+                f"that it ends within the total number of tokens, {total}"
+            )
+        if start < free_from:
+            raise ValueError(
+                f"{name}[{i}] is {start}, and sequence {last}, of {lengths[last]} tokens, begins at {starts[last]}; accepted: "
+                "slots that do not overlap, in any order"
+            )
+        last, free_from = i, end
+
+
+def _check_cumulative(name: str, values: list[int], total: int | None) -> None:
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] is {values[0]}; accepted: 0")
+    for i, (before, after) in enumerate(pairwise(values), start=1):
+        if after < before:
+            raise ValueError(f"{name}[{i}] is {after} after {name}[{i - 1}] = {before}; accepted: values that do not decrease")
+        if total is not None and after > total:
+            raise ValueError(f"{name}[{i}] is {after}; accepted: at most the total number of tokens, {total}")

@@ -1,0 +1,88 @@
+"""Blocks of keys that lie in pages: by the copy engine, a page, or the largest part of one that divides a block, at a time.
+
+Only the place of a row differs from that in a dense tensor: positions, masks and lengths count through a sequence's pages.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flexattn.kernels_triton.common.arguments import Pages
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.hopper.descriptors import Step, batch_steps, load_rows
+from flexattn.kernels_triton.hopper.pairs import Pair
+from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
+
+_FEWEST = 8  # rows of one copy: the period of the swizzle of shared memory
+
+
+class KeyBlock(NamedTuple):
+    """A block of keys of one sequence and head: from `first` on, of a sequence of `length` keys."""
+
+    b: Any
+    h_kv: Any
+    first: Any
+    length: Any
+
+
+def rows_of_a_copy(problem: Problem, block_n: int) -> int:
+    """Returns how many keys one copy brings; 0: the keys lie in no pages."""
+    return 0 if problem.page_table is None else math.gcd(problem.k.shape[1], block_n)
+
+
+def unsupported_pages(problem: Problem, block_n: int) -> str | None:
+    """Returns why the copy engine cannot bring a problem's pages; None: it can, or there are none."""
+    x = problem
+    if x.page_table is None:
+        return None
+    if rows_of_a_copy(x, block_n) < _FEWEST:
+        return f"its copies take {_FEWEST} keys of a page or more, and pages have {x.k.shape[1]}: no multiple of {_FEWEST}"
+    steps = (batch_steps(t) or (0, 0) for t in (x.k, x.v))
+    if max(max(step) for step in steps) * x.k.shape[0] >= 2**31:
+        return f"it counts the rows of all {x.k.shape[0]} pages in 32 bits, and there are 2**31 or more"
+    return None
+
+
+@gluon.jit
+def load_pages(descriptor, step: Step, block: KeyBlock, pages: Pages, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
+    # A copy past the sequence's end reads no entry of its own in the table, and brings zeros; ids out of range are clamped.
+    for box in gl.static_range(META.BLOCK_N // META.PAGE_ROWS):
+        row = block.first + box * META.PAGE_ROWS
+        place = gl.minimum(row, gl.maximum(block.length - 1, 0)) // pages.page_size
+        page = gl.load(pages.table_ptr + block.b.to(gl.int64) * pages.stride + place)
+        page = gl.minimum(gl.maximum(page, 0), pages.num_pages - 1)
+        in_page = row % pages.page_size
+        valid = gl.minimum(gl.maximum(block.length - row + in_page, 0), pages.page_size)
+        rows = tile.slice(box * META.PAGE_ROWS, META.PAGE_ROWS, 2)
+        load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+
+
+@gluon.jit
+def load_key_pages(
+    of: Pair, tiles: Pair, step: Step, block: KeyBlock, pages: Pages, n_block, barriers: ForwardBarriers, META: gl.constexpr
+):
+    # k of the n_block-th block of keys of this program
+    stage = n_block % META.STAGES
+    full = barriers.k_full.index(stage)
+    wait_empty(barriers.k_empty, n_block, META.STAGES)
+    mbarrier.expect(full, 2 * META.BLOCK_N * (META.QK0 + META.QK1))
+    load_pages(of.first, step, block, pages, 0, full, tiles.first.index(stage), META)
+    if META.QK1 > 0:
+        load_pages(of.second, step, block, pages, META.QK0, full, tiles.second.index(stage), META)
+
+
+@gluon.jit
+def load_value_pages(
+    of, tiles, step: Step, block: KeyBlock, pages: Pages, n_block, barriers: ForwardBarriers, META: gl.constexpr
+):
+    # v of the same block
+    stage = n_block % META.STAGES
+    full = barriers.v_full.index(stage)
+    wait_empty(barriers.v_empty, n_block, META.STAGES)
+    mbarrier.expect(full, 2 * META.BLOCK_N * META.V0)
+    load_pages(of, step, block, pages, 0, full, tiles.index(stage), META)
