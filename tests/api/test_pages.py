@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexattn
-from flexattn import attention
+from flexattn import attention, ops
+from flexattn.dispatch.cudnn_backend import rule_error
+from flexattn.functional import bind_call
 from tests.support.pages import LAYOUTS, make_pool
 
 LENGTHS_Q, LENGTHS_KV = (5, 0, 1, 9), (70, 33, 0, 129)
@@ -215,27 +216,30 @@ def wrong(**changes: Any) -> Any:
     return attention(q, k, pool.v, **(call | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"attn_mask_type": "causal"}, "seqused_kv is given with attn_mask_type 'causal'"),
-        ({"attn_mask_type": "causal", "seqused_kv": None}, "page_table is given with attn_mask_type 'causal'"),
-        ({"seqused_kv": None}, "cu_seqlens_kv is None"),
-        ({"cu_seqlens_kv": torch.zeros(5, dtype=torch.int32)}, "cu_seqlens_kv and seqused_kv are given"),
-        ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table is a torch.int32 tensor of shape"),
-        ({"page_table": torch.zeros(4, 9, dtype=torch.int64)}, "page_table has dtype torch.int64"),
-        ({"page_table": torch.zeros(3, 9, dtype=torch.int32)}, "the rows of page_table is 3"),
-        ({"seqused_kv": torch.zeros(3, dtype=torch.int32)}, "the length of seqused_kv is 3"),
-        ({"seqused_kv": torch.zeros(4)}, "seqused_kv has dtype torch.float32"),
-        ({"qkv_format": "sbhd"}, "page_table is given with k and v in sbhd"),
-        ({"q": torch.randn(4, 3, HEADS, DIM, requires_grad=True)}, "a gradient is asked for"),
-        ({"max_seqlen_kv": -3}, "max_seqlen_kv is -3"),
-        ({"max_seqlen_kv": "many"}, "max_seqlen_kv is 'many'"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=text.replace("(", r"\(")):
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no padding": ({"attn_mask_type": "causal"}, "seqused_kv is given with attn_mask_type 'causal'"),
+    "pages without padding": (
+        {"attn_mask_type": "causal", "seqused_kv": None},
+        "page_table is given with attn_mask_type 'causal'",
+    ),
+    "no lengths": ({"seqused_kv": None}, "cu_seqlens_kv is None"),
+    "two kinds of lengths": ({"cu_seqlens_kv": torch.zeros(5, dtype=torch.int32)}, "cu_seqlens_kv and seqused_kv are given"),
+    "one dim": ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table is a torch.int32 tensor of shape"),
+    "dtype": ({"page_table": torch.zeros(4, 9, dtype=torch.int64)}, "page_table has dtype torch.int64"),
+    "batch": ({"page_table": torch.zeros(3, 9, dtype=torch.int32)}, "the rows of page_table is 3"),
+    "other batch": ({"seqused_kv": torch.zeros(3, dtype=torch.int32)}, "the length of seqused_kv is 3"),
+    "dtype of lengths": ({"seqused_kv": torch.zeros(4)}, "seqused_kv has dtype torch.float32"),
+    "format": ({"qkv_format": "sbhd"}, "page_table is given with k and v in sbhd"),
+    "gradient": ({"q": torch.ones(4, 3, HEADS, DIM, requires_grad=True)}, "a gradient is asked for"),
+    "negative": ({"max_seqlen_kv": -3}, "max_seqlen_kv is -3"),
+    "no number": ({"max_seqlen_kv": "many"}, "max_seqlen_kv is 'many'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    changes, text = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=text):
         wrong(**changes)
 
 
@@ -252,10 +256,12 @@ def test_values_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None
         wrong(seqused_kv=torch.tensor([70, 33, 0, 500], dtype=torch.int32))
 
 
-def test_explain_names_the_reason() -> None:
+def test_what_cudnn_and_fp8_say() -> None:
     case = Case("bshd")
     pool = make_pool(case.k, case.v, LENGTHS_KV, 16)
-    found = flexattn.explain(
-        case.q, pool.k, pool.v, attn_mask_type="padding", seqused_kv=pool.seqused, page_table=pool.page_table, backend="auto"
-    )
-    assert "the graphs here read no pages" in str(found)
+    lengths = {"attn_mask_type": "padding", "seqused_kv": pool.seqused, "page_table": pool.page_table}
+    x, settings = bind_call(case.q.half(), pool.k.half(), pool.v.half(), **lengths)
+    reason = rule_error(ops.spec_to_run(x, settings), "forward")
+    assert reason == "the graphs here read no pages; use backend='triton', or gather k and v by k[page_table]"
+    with pytest.raises(ValueError, match="page_table is given with q, k and v in FP8"):
+        attention(*(t.to(torch.float8_e4m3fn) for t in (case.q, pool.k, pool.v)), **lengths)

@@ -1,0 +1,153 @@
+"""Pages in the forward for sm_90, in the emulator: the bits of dense keys, on many schedules, and faults that are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.pages import without_pages
+from flexattn.dispatch.spec import as_bshd, empty_outputs
+from flexattn.emulator import Report
+from flexattn.functional import bind_call
+from flexattn.kernels_triton.hopper import conditions, pages
+from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.testing import check_close, reference_attention
+from tests.hopper.test_emulated import HARMLESS, SINKS, without_gpu
+from tests.support.inject import assign, drop, kernels_with, with_argument
+from tests.support.pages import LAYOUTS, make_pool
+
+LENGTHS_Q, LENGTHS_KV = (3, 0, 70, 1), (150, 40, 300, 0)
+HEADS, HEADS_KV = 4, 2
+
+
+def make_arguments(page_size: int, layout: str, dim: int, **call: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(page_size)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    k, v = normal(4, max(LENGTHS_KV), HEADS_KV, dim), normal(4, max(LENGTHS_KV), HEADS_KV, min(dim, 128))
+    pool = make_pool(k, v, LENGTHS_KV, page_size, layout)
+    return {
+        "q": normal(sum(LENGTHS_Q), HEADS, dim),
+        "k": pool.k,
+        "v": pool.v,
+        "qkv_format": f"thd_2{pool.fmt}",
+        "attn_mask_type": "padding_causal_bottom_right",
+        "cu_seqlens_q": torch.tensor([0, *LENGTHS_Q]).cumsum(0).int(),
+        "max_seqlen_q": max(LENGTHS_Q),
+        "seqused_kv": pool.seqused,
+        "page_table": pool.page_table,
+        "max_seqlen_kv": max(LENGTHS_KV),
+        **call,
+    }
+
+
+def run(
+    seed: int, arguments: dict[str, Any], kernels: ModuleType = hopper_forward, splits: int | None = None
+) -> tuple[Report, Tensor, Tensor]:
+    """Returns what the emulator says, out and lse."""
+    x, settings = bind_call(**arguments)
+    spec = ops.spec_to_run(x, settings)
+    out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
+    with emulated(seed, kernels) as reports:
+        problem = triton_backend.to_problem(spec, x)
+        with pretended_device(90, 132):
+            assert conditions.forward_unsupported(problem, as_bshd(out, spec.q_format)) is None
+        kernels.hopper_forward(problem, as_bshd(out, spec.q_format), lse, splits=splits)
+    return reports["_attn_fwd_hopper_kernel"], out, lse
+
+
+def dense(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call over k and v gathered, with NaN beyond each length."""
+    x, settings = bind_call(**arguments)
+    _, x = without_pages(ops.spec_to_run(x, settings), x._replace(seqused_kv=None))
+    same = {name: value for name, value in arguments.items() if name not in ("page_table", "max_seqlen_kv")}
+    return {**same, "k": x.k, "v": x.v}
+
+
+def check(seed: int, arguments: dict[str, Any], splits: int | None = None) -> None:
+    report, out, lse = run(seed, arguments, splits=splits)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+    _, dense_out, dense_lse = run(seed, dense(arguments), splits=splits)
+    assert torch.equal(out, dense_out)
+    assert torch.equal(lse, dense_lse)
+    x, settings = bind_call(**arguments)
+    spec = ops.spec_to_run(x, settings)
+    exact, budget = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    check_close("out", out, exact[0], budget[0])
+    check_close("lse", lse, exact[1], budget[1])
+
+
+@pytest.mark.sample("page_size", "layout", "dim")
+@without_gpu
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128, 256])
+def test_page_sizes_and_layouts(page_size: int, layout: str, dim: int) -> None:
+    check(page_size + dim, make_arguments(page_size, layout, dim))
+
+
+@pytest.mark.sample("call")
+@without_gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"window_size": (60, 0)},
+        {"softmax_type": "learnable", "softmax_offset": SINKS},
+        {"softcap": 5.0},
+        {"bias_type": "alibi"},
+        {"score_mod": lambda score, b, h, i, j: score + 0.01 * (j - i) * (h + 1)},
+        {"mask_mod": lambda b, h, i, j: (i + j) % 3 != 0},
+    ],
+    ids=lambda call: "-".join(call),
+)
+def test_features(call: dict[str, Any], splits: int) -> None:
+    check(3, make_arguments(16, "interleaved", 64, **call), splits)
+
+
+FAULTS = {
+    "no bound of the rows in a page": assign("valid", "pages.page_size", within="load_pages"),
+    "ids as they come": assign("page", "page", within="load_pages", nth=1),
+    "an entry past the end": assign("place", "row // pages.page_size", within="load_pages"),
+    "the wrong rows of a page": assign("in_page", "0", within="load_pages"),
+    "no wait for a free stage": drop("wait_empty(barriers.v_empty)", within="load_value_pages"),
+    "too few bytes": with_argument("mbarrier.expect(full)", 1, "{} // 2", within="load_key_pages"),
+}
+
+
+@without_gpu
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    (kernels,) = kernels_with((hopper_forward,), pages, FAULTS[name], tmp_path)
+    arguments = make_arguments(48 if name == "the wrong rows of a page" else 16, "bshd", 64)
+    if name == "ids as they come":  # a table that is wrong reads other pages, but nothing outside
+        arguments["page_table"][0, 2] = 2147480000
+    if name == "an entry past the end":  # of a table that ends with the last sequence's last page
+        arguments["page_table"] = arguments["page_table"][:, :19].contiguous()
+        arguments["seqused_kv"][3] = 300
+    for seed in (2, 5):
+        report, out, lse = run(seed, arguments, kernels)
+        right, right_out, right_lse = run(seed, arguments)
+        assert not right.bugs
+        assert report.bugs or not (torch.equal(out, right_out) and torch.equal(lse, right_lse)), f"not found on seed {seed}"
+
+
+def test_pages_that_copies_cannot_bring() -> None:
+    arguments = make_arguments(12, "bshd", 64)
+    x, settings = bind_call(**arguments)
+    spec = ops.spec_to_run(x, settings)
+    problem = triton_backend.to_problem(spec, x)
+    with pretended_device(90, 132):
+        reason = conditions.forward_unsupported(problem, as_bshd(empty_outputs(spec, x)[0], spec.q_format))
+    assert reason == "its copies take 8 keys of a page or more, and pages have 12: no multiple of 8"
