@@ -26,7 +26,7 @@ RECIPES: dict[str, fp8.Recipe | None] = {
 INPUTS = ("normal", "outliers", "RoPE")
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 1, 4, 2, 128
 
-# Of the model that is trained: a byte-level transformer.
+# Sizes of the model that is trained: a byte-level transformer.
 WIDTH, LAYERS, MODEL_HEADS, CONTEXT, MODEL_BATCH = 128, 2, 2, 128, 8
 LAST = 20  # steps whose mean loss is compared
 

@@ -329,7 +329,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     assert call is not None
     assert call.recording is not None
     recording = call.recording
-    step, gather = next((what, how) for kind, what, how in recording.steps if kind == "launch")
+    step, gather = next((made, how) for kind, made, how in recording.steps if kind == "launch")
     addresses = gather([q.data_ptr()] * recording.size)  # what it writes is as large as q, or smaller
     shapes = [how for kind, _, how in recording.steps if kind == "allocate"]
     wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int

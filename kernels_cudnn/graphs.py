@@ -58,14 +58,14 @@ class Uid(enum.IntEnum):
     STARTS_DQ = 27
     STARTS_DK = 28
     STARTS_DV = 29
-    # Of a plan with mods, which has them in place of cuDNN's own masks:
+    # Inputs of a plan with mods, which has them in place of cuDNN's own masks:
     HIDDEN = 30  # the score of what is hidden
     ZERO = 31
     QUERIES = 32  # lengths, int32: one for all sequences, or [b, h, 1, 1]
     KEYS = 33
     LEFT = 34  # the least of kv_idx - q_idx that is seen, in the same forms
     RIGHT = 35  # and the most
-    # Of a plan in FP8, fp32 numbers on the device: what a tensor is multiplied by when it is quantised, the inverse for what comes
+    # Inputs of a plan in FP8, fp32 numbers on the device: a tensor's factor when it is quantised, the inverse for what comes
     # quantised, and the largest magnitude before quantisation. S are the weights, DS is the gradient of the scores.
     DESCALE_Q = 40
     DESCALE_K = 41

@@ -301,7 +301,7 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
 
 @gluon.jit
 def _unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
-    # Of the blocks of keys of QUERIES from m_start on, of which the last come first, those from which no edge or block mask hides
+    # The blocks of keys, of those of QUERIES from m_start on, of which the last come first, from which no edge or block mask hides
     # anything, but the first of all; up to 0 if they are few, others follow, and there is a loop for these.
     begin = 1
     end = num_blocks
