@@ -130,6 +130,7 @@ _OPERANDS = (
     *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     "rng_state",
 )
+_NO_PAGES = (None, None, None)  # the operands that a backward has not: seqused_q, seqused_kv and page_table
 _operands_of = itemgetter(*_OPERANDS)
 _others_of = itemgetter(
     *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
@@ -164,7 +165,7 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> 
         if mods[0] is mods[1] is mods[3] is None and not mods[2]:
             mods = None
         others = ("backward", results, *_others_of(arguments))
-        key, call = call_cache.look_up((q, k, v, *operands, out, lse, dout, dlse), others, arguments["window_size"], mods)
+        key, call = call_cache.look_up((q, k, v, *operands, *_NO_PAGES, out, lse, dout, dlse), others, arguments["window_size"], mods)
     is_new = call is None
     if call is None:
         with torch.enable_grad():  # for what the mods capture

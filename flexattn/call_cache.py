@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 MOST_CALLS = 1024
 _MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of what comes in
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
-NUM_TENSORS = len(_TENSOR_FIELDS)
-_RNG_STATE = _TENSOR_FIELDS.index("rng_state")
+TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
+NUM_TENSORS = len(TENSOR_FIELDS)
+_RNG_STATE = TENSOR_FIELDS.index("rng_state")
 
 _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 _lock = threading.Lock()
@@ -227,7 +227,7 @@ def new_call(
     alibi_slopes: the argument; the slopes that stand in for None are the same each time. of_fp8: FP8's part of the call, which has
     the descales.
     """
-    known = {*_TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if of_fp8 is not None else set())
+    known = {*TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if of_fp8 is not None else set())
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
         return None  # a tensor that `CachedCall.operands` would not put in its place
@@ -235,7 +235,7 @@ def new_call(
         return None  # a captured graph's slopes are not for later calls
     position = {id(t): i for i, t in reversed(list(enumerate(key.tensors))) if t is not None}
     has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
-    names = _TENSOR_FIELDS if has_own else _TENSOR_FIELDS[: key.num_arguments]
+    names = TENSOR_FIELDS if has_own else TENSOR_FIELDS[: key.num_arguments]
     sources: list[int | Tensor | None] = []
     for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
         if t is None or name == "rng_state":
@@ -291,7 +291,7 @@ class CachedCall:
         self.names = tuple(names)
         self.num_mods = len(x.mod_tensors)
         # Without tensors, so that nothing of a user's is kept alive.
-        nothing: dict[str, Any] = dict.fromkeys(_TENSOR_FIELDS)
+        nothing: dict[str, Any] = dict.fromkeys(TENSOR_FIELDS)
         self.template = x._replace(**nothing, mod_tensors=(), block_mask=(), descales=x.descales if of_fp8 is None else ())
         self.sources = tuple(sources)
         self.has_dropout = x.dropout_p > 0.0
@@ -354,7 +354,7 @@ class CachedCall:
             tensors[_RNG_STATE] = ops.new_rng_state(self.device) if state is None else state
         if self.block_arguments:
             tensors += block_lists(key.block_mask, *self.block_arguments, self.device).tensors
-        tensors += given[len(_TENSOR_FIELDS) : key.num_arguments]
+        tensors += given[len(TENSOR_FIELDS) : key.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:

@@ -102,22 +102,20 @@ HINTS = (
     Hint(("max_q", "max_length_q"), "varlen_attn and transformers", "max_seqlen_q"),
     Hint(("max_seqlen",), "packed calls", "max_seqlen_q and max_seqlen_kv"),
     Hint(
-        ("seqused_q", "query_seq_lengths", "seq_len_q"),
-        "FlashAttention 3, jax.nn and cuDNN",
-        "cu_seqlens_q, 0 and the running sum of the lengths, with an attn_mask_type with padding in its name (for thd, where the "
-        "slots are longer, cu_seqlens_q_padded says where they begin)",
+        ("query_seq_lengths", "seq_len_q"),
+        "jax.nn and cuDNN",
+        "seqused_q, int32 [b], with an attn_mask_type with padding in its name",
     ),
     Hint(
         ("seqused_k", "cache_seqlens", "key_value_seq_lengths", "seq_len_kv"),
         "FlashAttention, jax.nn and cuDNN",
-        "cu_seqlens_kv, 0 and the running sum of the lengths, with an attn_mask_type with padding in its name (for thd, where the "
-        "slots are longer, cu_seqlens_kv_padded says where they begin)",
+        "seqused_kv, int32 [b], with an attn_mask_type with padding in its name",
     ),
     Hint(("use_padding_mask",), "cuDNN", "attn_mask_type='padding', cu_seqlens_q and cu_seqlens_kv"),
     Hint(
-        ("block_table", "page_table", "paged_attention_k_table", "paged_attention_v_table"),
+        ("block_table", "paged_attention_k_table", "paged_attention_v_table"),
         "FlashAttention and cuDNN",
-        "nothing yet: gather the pages into k and v before the call",
+        "page_table, int32 [b, columns], with k and v as pages and seqused_kv",
     ),
     Hint(
         ("return_attn_probs", "need_weights", "output_attentions"),

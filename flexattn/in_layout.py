@@ -16,10 +16,7 @@ from flexattn.prepare import prepare
 
 _SIGNATURE = inspect.signature(attention).parameters
 DEFAULTS: dict[str, Any] = {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY}
-_operands_of = itemgetter(
-    *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    "rng_state",
-)
+_operands_of = itemgetter(*call_cache.TENSOR_FIELDS[3:])  # all but q, k and v
 _mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
 _descales_of = itemgetter("descale_q", "descale_k", "descale_v")
 _others_of = itemgetter(
@@ -51,8 +48,9 @@ def attend_with(
         tensors: tuple[Tensor | None, ...] = (q, k, v)
         operands, descales = _operands_of(arguments), _descales_of(arguments)
         is_fp8 = not (recipe is state is descales[0] is descales[1] is descales[2] is None)
-        bias, slopes, offset, cu_q, cu_kv, cu_q_padded, cu_kv_padded, rng_state = operands
-        if is_fp8 or not (bias is slopes is offset is cu_q is cu_kv is cu_q_padded is cu_kv_padded is rng_state is None):
+        bias, slopes, offset, cu_q, cu_kv, cu_q_padded, cu_kv_padded, rng_state, used_q, used_kv, table = operands
+        is_plain = bias is slopes is offset is cu_q is cu_kv is cu_q_padded is cu_kv_padded is rng_state is None
+        if is_fp8 or not (is_plain and used_q is used_kv is table is None):
             tensors += operands
         others = (results, return_lse, *_others_of(arguments))
         mods: Any = _mods_of(arguments)

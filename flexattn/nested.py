@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_OWN = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_OWN = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("seqused_q", "seqused_kv", "page_table"),
+)
 _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
 
 
 def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
     """Returns attend(q, k, v, **arguments), where q, k and v are jagged nested tensors; out is one with q's sequences.
 
-    Raises ValueError for a format other than "bshd" and "bhsd", a jagged dim that is not that format's s, and for cu_seqlens.
+    Raises ValueError for a format other than "bshd" and "bhsd", a jagged dim that is not that format's s, and for lengths that are given.
     """
     fmt = arguments["qkv_format"]
     given = [name for name in _OWN if arguments[name] is not None]

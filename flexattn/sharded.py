@@ -62,6 +62,8 @@ def attend_sharded(
     arguments["softmax_offset"] = local(arguments["softmax_offset"], 0, None)
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         arguments[name] = _rows(local(arguments[name], None, None), kinds, mesh, batch)
+    for name in ("seqused_q", "seqused_kv"):
+        arguments[name] = local(arguments[name], None, 0)
     for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng_state"):
         arguments[name] = local(arguments[name], None, None)
     first_head, first_row = (_first(kinds, mesh, kind, size) for kind, size in (("heads", heads), ("batch", batch)))
@@ -122,6 +124,8 @@ def _kinds(
 def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
     if set(kinds) == {"all"}:
         return
+    if arguments["page_table"] is not None:
+        raise ValueError("page_table is given with DTensors that are sharded; accepted: None, or local tensors with tables of their own")
     if arguments["dropout_p"] > 0.0:
         raise ValueError(
             "dropout_p is given with DTensors that are sharded; accepted: 0, as every rank would drop the weights of its own part "

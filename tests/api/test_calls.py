@@ -57,6 +57,9 @@ def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j + 2 * b <= i
 
 
+PADDED = {**{name: randn(2, 5, 4, 8) for name in "qkv"}, "attn_mask_type": "padding"}
+USED = torch.tensor([5, 2], dtype=torch.int32)
+PAGED = PADDED | {"seqused_kv": USED, "page_table": torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)}
 BIAS = {"bias_type": "post_scale_bias", "bias": randn(1, 4, 5, 5)}
 SINK = {"softmax_type": "learnable", "softmax_offset": randn(4)}
 ALIBI = {"bias_type": "alibi"}
@@ -78,6 +81,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cu_seqlens_kv": (PACKED, {"cu_seqlens_kv": torch.tensor([0, 0, 0, 3, 7], dtype=torch.int32)[2:]}),
     "cu_seqlens_q_padded": (PACKED, {"cu_seqlens_q_padded": CU}),
     "cu_seqlens_kv_padded": (PACKED, {"cu_seqlens_kv_padded": CU}),
+    "seqused_q": (PADDED | {"seqused_kv": USED}, {"seqused_q": USED}),
+    "seqused_kv": (PADDED | {"seqused_q": USED}, {"seqused_kv": USED}),
+    "page_table": (PAGED, {"page_table": torch.tensor([[0], [1]], dtype=torch.int32)}),
     "max_seqlen_q": (PACKED, {"max_seqlen_q": 5}),
     "max_seqlen_kv": (PACKED, {"max_seqlen_kv": 5}),
     "bias_type": (BIAS, {"bias_type": "pre_scale_bias"}),
@@ -575,4 +581,4 @@ def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_tensors_of_operands_come_first() -> None:
-    assert Operands._fields[:11] == call_cache._TENSOR_FIELDS
+    assert Operands._fields[:14] == call_cache.TENSOR_FIELDS
