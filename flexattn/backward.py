@@ -165,7 +165,9 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> 
         if mods[0] is mods[1] is mods[3] is None and not mods[2]:
             mods = None
         others = ("backward", results, *_others_of(arguments))
-        key, call = call_cache.look_up((q, k, v, *operands, *_NO_PAGES, out, lse, dout, dlse), others, arguments["window_size"], mods)
+        key, call = call_cache.look_up(
+            (q, k, v, *operands, *_NO_PAGES, out, lse, dout, dlse), others, arguments["window_size"], mods
+        )
     is_new = call is None
     if call is None:
         with torch.enable_grad():  # for what the mods capture

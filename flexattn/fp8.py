@@ -15,8 +15,8 @@ from torch import Tensor
 from flexattn import fp8_ops, ops
 from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, note_amax, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
-from flexattn.ops import Settings
 from flexattn.lengths import check_lengths_of
+from flexattn.ops import Settings
 from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, check_name, describe
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "dequantize", "quantize"]

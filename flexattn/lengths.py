@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, length_class
-from flexattn.validation import DIMS, NOT_READ, check_tensor, describe
+from flexattn.validation import NOT_READ, check_tensor, describe
 from flexattn.warn import warn_once
 
 

@@ -125,7 +125,9 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
     if set(kinds) == {"all"}:
         return
     if arguments["page_table"] is not None:
-        raise ValueError("page_table is given with DTensors that are sharded; accepted: None, or local tensors with tables of their own")
+        raise ValueError(
+            "page_table is given with DTensors that are sharded; accepted: None, or local tensors with tables of their own"
+        )
     if arguments["dropout_p"] > 0.0:
         raise ValueError(
             "dropout_p is given with DTensors that are sharded; accepted: 0, as every rank would drop the weights of its own part "

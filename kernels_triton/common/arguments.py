@@ -35,7 +35,9 @@ class Lengths(NamedTuple):
 
     cu_seqlens_ptr: Pointer  # int32 [batch + 1]; None: each sequence is num_tokens long
     cu_seqlens_padded_ptr: Pointer  # likewise, where the slots of the sequences begin; None: one sequence follows another
-    seqused_ptr: Pointer  # int32 [batch], how many tokens of its slot, or of its row, a sequence uses; None: all that the others say
+    seqused_ptr: (
+        Pointer  # int32 [batch], how many tokens of its slot, or of its row, a sequence uses; None: all that the others say
+    )
     batch: int
     num_tokens: int  # all tokens of [total, h, d], else those of one sequence
     max_seqlen: int

@@ -77,9 +77,7 @@ def load_key_pages(
 
 
 @gluon.jit
-def load_value_pages(
-    of, tiles, step: Step, block: KeyBlock, pages: Pages, n_block, barriers: ForwardBarriers, META: gl.constexpr
-):
+def load_value_pages(of, tiles, step: Step, block: KeyBlock, pages: Pages, n_block, barriers: ForwardBarriers, META: gl.constexpr):
     # v of the same block
     stage = n_block % META.STAGES
     full = barriers.v_full.index(stage)
