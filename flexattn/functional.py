@@ -247,8 +247,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
-            is accepted. The values in cu_seqlens, seqused, page_table and descales are checked only under FLEXATTN_CHECK=1, as reading them waits for
-            the device; wrong ones give wrong results, but nothing outside the tensors is touched.
+            is accepted. The values in cu_seqlens, seqused, page_table and descales are checked only under FLEXATTN_CHECK=1, as
+            reading them waits for the device; wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
 
     Examples:

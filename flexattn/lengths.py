@@ -21,7 +21,7 @@ class Side(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_padded: Tensor | None
     seqused: Tensor | None = None
-    page_table: Tensor | None = None  # of keys alone
+    page_table: Tensor | None = None  # for keys alone
 
     @property
     def has_lengths(self) -> bool:

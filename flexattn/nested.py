@@ -18,7 +18,8 @@ _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
 def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
     """Returns attend(q, k, v, **arguments), where q, k and v are jagged nested tensors; out is one with q's sequences.
 
-    Raises ValueError for a format other than "bshd" and "bhsd", a jagged dim that is not that format's s, and for lengths that are given.
+    Raises ValueError for a format other than "bshd" and "bhsd", a jagged dim that is not that format's s, and for
+    lengths that are given.
     """
     fmt = arguments["qkv_format"]
     given = [name for name in _OWN if arguments[name] is not None]

@@ -47,7 +47,7 @@ class Pages(NamedTuple):
     """A table of the pages in which the keys of each sequence lie; k and v are then [pages, page_size, h_kv, d]."""
 
     table_ptr: Pointer  # int32 [batch, columns]; None: k and v lie in no pages
-    stride: int  # of a row
+    stride: int  # entries from one row to the next
     page_size: int
     num_pages: int
 

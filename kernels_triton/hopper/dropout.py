@@ -156,8 +156,8 @@ def _bits(word, threshold, FIRST: gl.constexpr):
 def drawn_weights(
     state, h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
 ):
-    # The weights that are kept of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on, in a few bits where `kept`
-    # needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from h on, in turn.
+    # The weights that are kept of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on, in a few bits where
+    # `kept` needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from h on, in turn.
     if META.HAS_DROPOUT:
         b_h = state.first_head + h
         threshold = state.threshold
