@@ -223,6 +223,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "page_table is given with attn_mask_type 'causal'",
     ),
     "no lengths": ({"seqused_kv": None}, "cu_seqlens_kv is None"),
+    "no lengths of keys": ({"seqused_kv": None, "seqused_q": torch.ones(4, dtype=torch.int32)}, "cu_seqlens_kv is None"),
     "two kinds of lengths": ({"cu_seqlens_kv": torch.zeros(5, dtype=torch.int32)}, "cu_seqlens_kv and seqused_kv are given"),
     "one dim": ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table is a torch.int32 tensor of shape"),
     "dtype": ({"page_table": torch.zeros(4, 9, dtype=torch.int64)}, "page_table has dtype torch.int64"),
