@@ -620,6 +620,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
     of = args.descriptors
     CONSUMERS: gl.constexpr = META.CONSUMERS
     REGISTERS: gl.constexpr = META.REGISTERS
+    LOADER_REGISTERS: gl.constexpr = 32 if META.PAGE_ROWS > 0 else 24  # a page's place takes more than a row's
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
     q_tiles = allocate_pair(Q_TILES, of.q, META)
     out_tiles = q_tiles.first  # never used
@@ -638,7 +639,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
                 (_load_partition, (args, buffers, META)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, LOADER_REGISTERS],
         )
     elif CONSUMERS == 4:
         gl.warp_specialize(

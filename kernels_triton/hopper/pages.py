@@ -50,16 +50,24 @@ def unsupported_pages(problem: Problem, block_n: int) -> str | None:
 
 @gluon.jit
 def load_pages(descriptor, step: Step, block: KeyBlock, pages: Pages, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # A copy past the sequence's end reads no entry of its own in the table, and brings zeros; ids out of range are clamped.
+    # A copy past the sequence's end reads no entry of its own in the table, and brings zeros; ids out of range are clamped. Pages are
+    # counted on, as a division for each copy takes longer than the copy.
+    table_ptr = pages.table_ptr + block.b.to(gl.int64) * pages.stride
+    place = block.first // pages.page_size
+    last = gl.maximum(block.length - 1, 0) // pages.page_size
+    in_page = block.first - place * pages.page_size
+    left = block.length - place * pages.page_size  # keys of the sequence from the page's first on
     for box in gl.static_range(META.BLOCK_N // META.PAGE_ROWS):
-        row = block.first + box * META.PAGE_ROWS
-        place = gl.minimum(row, gl.maximum(block.length - 1, 0)) // pages.page_size
-        page = gl.load(pages.table_ptr + block.b.to(gl.int64) * pages.stride + place)
+        page = gl.load(table_ptr + gl.minimum(place, last))
         page = gl.minimum(gl.maximum(page, 0), pages.num_pages - 1)
-        in_page = row % pages.page_size
-        valid = gl.minimum(gl.maximum(block.length - row + in_page, 0), pages.page_size)
+        valid = gl.minimum(gl.maximum(left, 0), pages.page_size)
         rows = tile.slice(box * META.PAGE_ROWS, META.PAGE_ROWS, 2)
         load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+        in_page += META.PAGE_ROWS
+        is_over = in_page == pages.page_size
+        in_page = gl.where(is_over, 0, in_page)
+        left -= gl.where(is_over, pages.page_size, 0)
+        place += gl.where(is_over, 1, 0)
 
 
 @gluon.jit

@@ -17,11 +17,14 @@ from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.spec import as_bshd, empty_outputs
 from flexattn.emulator import Report
 from flexattn.functional import bind_call
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper import conditions, pages
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
 from flexattn.testing import check_close, reference_attention
 from tests.hopper.test_emulated import HARMLESS, SINKS, without_gpu
+from tests.support.compiled_kernels import compile_sound
 from tests.support.inject import assign, drop, kernels_with, with_argument
 from tests.support.pages import LAYOUTS, make_pool
 
@@ -119,8 +122,9 @@ def test_features(call: dict[str, Any], splits: int) -> None:
 FAULTS = {
     "no bound of the rows in a page": assign("valid", "pages.page_size", within="load_pages"),
     "ids as they come": assign("page", "page", within="load_pages", nth=1),
-    "an entry past the end": assign("place", "row // pages.page_size", within="load_pages"),
-    "the wrong rows of a page": assign("in_page", "0", within="load_pages"),
+    "an entry past the end": assign("last", "place + 1000", within="load_pages"),
+    "the wrong rows of a page": assign("in_page", "0", within="load_pages", nth=0),
+    "a page that is never left": assign("is_over", "in_page < 0", within="load_pages"),
     "no wait for a free stage": drop("wait_empty(barriers.v_empty)", within="load_value_pages"),
     "too few bytes": with_argument("mbarrier.expect(full)", 1, "{} // 2", within="load_key_pages"),
 }
@@ -151,3 +155,29 @@ def test_pages_that_copies_cannot_bring() -> None:
     with pretended_device(90, 132):
         reason = conditions.forward_unsupported(problem, as_bshd(empty_outputs(spec, x)[0], spec.q_format))
     assert reason == "its copies take 8 keys of a page or more, and pages have 12: no multiple of 8"
+
+
+def launch_of(dim: int, queries: int, page_size: int) -> Launch:
+    """The forward's launch for a causal call of 8 sequences of up to 4096 keys in pages."""
+    q = torch.zeros(8, queries, 32, dim, dtype=torch.bfloat16)
+    k = torch.zeros(8 * 4096 // page_size, page_size, 8, dim, dtype=torch.bfloat16)
+    table, used = torch.zeros(8, 4096 // page_size, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    problem = Problem(
+        q, k, k, softmax_scale=0.1, window_right=0, bottom_right=True, seqused_kv=used, page_table=table, max_seqlen_kv=4096
+    )
+    with pretended_device(90, 132), recorded_launches() as launches:
+        hopper_forward.hopper_forward(problem, torch.zeros_like(q), torch.zeros(8, 32, queries))
+    return next(launch for launch in launches if "hopper" in launch.kernel.__name__)
+
+
+# Bytes that the loading warp spills, at most: a block of 128 keys has 16 copies of pages of 8 keys.
+SPILLS = {(64, 1, 8): 260, (64, 1, 16): 60, (128, 1, 16): 80, (128, 512, 16): 60, (128, 512, 64): 0, (256, 1, 64): 30}
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("kind", SPILLS, ids=str)
+def test_compiled(kind: tuple[int, int, int]) -> None:
+    (report,) = compile_sound([request_for(launch_of(*kind), 90)])
+    assert report.spill_store_bytes <= SPILLS[kind]
+    assert report.idle_barriers == 0
+    assert not report.warnings
