@@ -50,8 +50,8 @@ def unsupported_pages(problem: Problem, block_n: int) -> str | None:
 
 @gluon.jit
 def load_pages(descriptor, step: Step, block: KeyBlock, pages: Pages, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # A copy past the sequence's end reads no entry of its own in the table, and brings zeros; ids out of range are clamped. Pages are
-    # counted on, as a division for each copy takes longer than the copy.
+    # A copy past the sequence's end reads no entry of its own in the table, and brings zeros; ids out of range are clamped. Pages
+    # are counted on, as a division for each copy takes longer than the copy.
     table_ptr = pages.table_ptr + block.b.to(gl.int64) * pages.stride
     place = block.first // pages.page_size
     last = gl.maximum(block.length - 1, 0) // pages.page_size
