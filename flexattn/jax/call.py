@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
+from flexattn.dispatch import options
 from flexattn.dispatch.spec import AttentionSpec, Operands, empty_gradients, empty_outputs
 from flexattn.fp8_ops import FUNCTIONS, Delayed, QuantizeConfig, planned, quantize_inputs
 
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     counts: tuple[int, ...]  # length of each of LISTS
     numbers: tuple[float, ...]  # NUMBERS
     mod_numbers: tuple[float, ...]
+    hopper: str  # FLEXATTN_HOPPER when the call was traced; another value is another program
 
     @classmethod
     def of(cls, x: Operands, settings: ops.Settings, config: QuantizeConfig | None) -> Call:
@@ -64,6 +66,7 @@ class Call(NamedTuple):
             tuple(len(getattr(x, name)) for name in LISTS),
             tuple(getattr(x, name) for name in NUMBERS),
             tuple(x.mod_numbers),
+            options.hopper(),
         )
 
     @property
@@ -136,7 +139,7 @@ def flat(x: Operands) -> list[Tensor]:
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Call:
     """Returns the call that a text says."""
-    settings, config, present, counts, numbers, mod_numbers = json.loads(text)
+    settings, config, present, counts, numbers, mod_numbers, hopper = json.loads(text)
     return Call(
         ops.Settings(*settings),
         None if config is None else QuantizeConfig(*config),
@@ -144,6 +147,7 @@ def parse(text: str) -> Call:
         tuple(counts),
         tuple(numbers),
         tuple(mod_numbers),
+        hopper,
     )
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8, fp8_ops, ops
+from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch import plan as plans
-from flexattn.dispatch import triton_backend
 from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, with_classes
@@ -64,12 +64,12 @@ def _found() -> Device | None:
 
 def forward(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """Returns out, lse and max_logit of a call in a trace for a CUDA device."""
-    return _run(_forward_plan(call, _signature(call, arrays), _device()), arrays)
+    return _run(_forward_plan(call, _signature(call, arrays), _device(), options.hopper()), arrays)
 
 
 def backward(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """Returns the gradients of a call in a trace for a CUDA device; arrays: operands, out, lse, dout, and dlse if it counts."""
-    return _run(_backward_plan(call, _signature(call, arrays), _device()), arrays)
+    return _run(_backward_plan(call, _signature(call, arrays), _device(), options.hopper()), arrays)
 
 
 def _device() -> Device:
@@ -127,7 +127,8 @@ def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> Attention
 
 
 @functools.lru_cache(maxsize=256)
-def _forward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
+def _forward_plan(call: Call, signature: _Signature, on: Device, hopper: str) -> Plan:
+    """Returns the plan of a forward; hopper: FLEXATTN_HOPPER, which the backend reads and plans are kept by."""
     call, metas = _for(on, call), _metas(signature)
     x = call.operands(metas)
     spec = _checked(_spec_on(on, call, x), call, "forward")
@@ -137,7 +138,8 @@ def _forward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def _backward_plan(call: Call, signature: _Signature, on: Device) -> Plan:
+def _backward_plan(call: Call, signature: _Signature, on: Device, hopper: str) -> Plan:
+    """Returns the plan of a backward; hopper: FLEXATTN_HOPPER, which the backend reads and plans are kept by."""
     call, metas = _for(on, call), _metas(signature)
     x, incoming = call.operands(metas[: call.num_operands]), metas[call.num_operands :]
     out, lse, dout, dlse = (*incoming, None)[:4]

@@ -246,6 +246,57 @@ def test_exported_program_has_the_launches(fresh_python: Any, capability: str, a
     assert json.loads(done.stdout) == [names, len(names), aliases, len(names)]
 
 
+HOPPER = """
+import json, os
+import jax, jax.numpy as jnp
+from flexattn.jax import attention, compiled_for, cuda
+from flexattn.jax.custom_call import CustomCall
+
+names = []
+def noted(step, written, architecture):
+    names[-1].append(step.launch.kernel.__name__)
+    return CustomCall(b"", tuple(dict.fromkeys(step.buffers)), ())
+cuda.custom_call = noted
+x = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+def loss(*x):
+    return attention(*x, attn_mask_type="causal").astype(jnp.float32).sum()
+check = jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)
+with compiled_for((9, 0), processors=132):
+    for value in ("auto", "never", "auto"):
+        os.environ["FLEXATTN_HOPPER"] = value
+        names.append([])
+        call = jax.jit(jax.grad(lambda *x: loss(*x)))  # a new function, as JAX keeps the trace of one
+        jax.export.export(call, platforms=["cuda"], disabled_checks=[check])(x, x, x)
+print(json.dumps(names))
+"""
+
+
+def test_a_change_of_the_environment_takes_effect(fresh_python: Any) -> None:
+    """In a function that is compiled anew; in a process of its own, as Triton's interpreter runs no kernels for sm_90."""
+    done = fresh_python("-c", HOPPER, env={"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    auto, never, again = json.loads(done.stdout)
+    assert auto == again
+    assert len(auto) > 2
+    assert all("hopper" in name for name in (auto[0], auto[2]))
+    assert not any("hopper" in name for name in never)
+
+
+def test_a_call_knows_the_environment_that_it_was_traced_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that JAX, which keeps compiled calls by it, compiles one outside of jit anew."""
+    q = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+
+    def text() -> str:
+        return str(jax.make_jaxpr(lambda *x: fj.attention(*x))(q, q, q))  # a new function, as JAX keeps the trace of one
+
+    before = text()
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")
+    assert text() == before.replace("hopper='auto'", "hopper='never'") != before
+    monkeypatch.setenv("FLEXATTN_HOPPER", "seldom")
+    with pytest.raises(ValueError, match="FLEXATTN_HOPPER is 'seldom'"):
+        fj.attention(q, q, q)
+
+
 def test_parameters_move_by_their_names() -> None:
     ptx = """.version 8.7
 .visible .entry kernel(
