@@ -23,6 +23,7 @@ from flexattn.jax.call import Call, jax_dtype, torch_dtype
 from flexattn.jax.custom_call import TARGET, custom_call
 
 BACKENDS = ("auto", "triton")
+_ON_A_CPU = "on CPUs, as under jax.default_device(jax.devices('cpu')[0]), the eager backend runs"
 
 
 class _Thread(threading.local):
@@ -102,11 +103,17 @@ def _spec_on(device: Device, call: Call, x: Operands) -> AttentionSpec:
     return with_classes(call.spec(x), x)._replace(device_type="cuda", capability=device.capability)
 
 
-def check_backend(backend: str) -> None:
-    """Raises BackendError for a backend that XLA cannot launch on a CUDA device."""
+def check(spec: AttentionSpec, backend: str, direction: Direction) -> None:
+    """Raises BackendError for a backend that XLA cannot launch on a CUDA device, and for what Triton's kernels cannot run."""
     if backend not in BACKENDS:
+        instead = {"cudnn": "jax.nn.dot_product_attention(..., implementation='cudnn') is cuDNN's", "eager": _ON_A_CPU}[backend]
         raise BackendError(
-            f"backend is {backend!r}; accepted from JAX on a CUDA device: 'auto' or 'triton', whose kernels XLA launches itself"
+            f"backend, or FLEXATTN_BACKEND, is {backend!r}; accepted from JAX on a CUDA device: 'auto' or 'triton', whose kernels "
+            f"XLA launches itself; {instead}"
+        )
+    if reason := triton_backend.unsupported(spec, direction):
+        raise BackendError(
+            f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device there is no other backend; {_ON_A_CPU}"
         )
 
 
@@ -119,21 +126,15 @@ def _for(device: Device, call: Call) -> Call:
     return call._replace(config=config._replace(keeps_16_bit=takes_16_bit, quantises_dout=not own_scales))
 
 
-def _checked(spec: AttentionSpec, call: Call, direction: Direction) -> AttentionSpec:
-    check_backend(call.settings.backend)
-    if reason := triton_backend.unsupported(spec, direction):
-        raise BackendError(f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device there is no other backend")
-    return spec
-
-
 @functools.lru_cache(maxsize=256)
 def _forward_plan(call: Call, signature: _Signature, on: Device, hopper: str) -> Plan:
     """Returns the plan of a forward; hopper: FLEXATTN_HOPPER, which the backend reads and plans are kept by."""
     call, metas = _for(on, call), _metas(signature)
     x = call.operands(metas)
-    spec = _checked(_spec_on(on, call, x), call, "forward")
+    spec = _spec_on(on, call, x)
+    check(spec, call.settings.backend, "forward")
     if spec.needs_grad:  # a call without a backward fails here, not after its forward
-        _checked(spec, call, "backward")
+        check(spec, call.settings.backend, "backward")
     return plans.record(lambda: triton_backend.forward(spec, call.quantized(x)), metas, on)
 
 
@@ -145,7 +146,9 @@ def _backward_plan(call: Call, signature: _Signature, on: Device, hopper: str) -
     out, lse, dout, dlse = (*incoming, None)[:4]
     if call.settings.bf16_backward:
         call = call._replace(settings=ops.settings_of_backward(call.settings), config=None)
-    spec = _checked(_spec_on(on, call, x), call, "backward")._replace(needs_lse_grad=dlse is not None)
+    spec = _spec_on(on, call, x)
+    check(spec, call.settings.backend, "backward")
+    spec = spec._replace(needs_lse_grad=dlse is not None)
 
     def attend(x: Operands, dout: Tensor) -> Gradients:
         return triton_backend.backward(spec, x, out, lse, dout, dlse)  # type: ignore[arg-type]

@@ -125,8 +125,10 @@ def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> expla
     spec, device = ops.spec_to_run(x, settings), cuda.device()
     if device is None:
         return explanations.explain(spec._replace(device_type="cpu"), settings.backend, x)
-    cuda.check_backend(settings.backend)
-    found = explanations.explain(spec._replace(device_type="cuda", capability=device.capability), "triton", x)
+    on_cuda = spec._replace(device_type="cuda", capability=device.capability)
+    for direction in explanations.directions_of(on_cuda):
+        cuda.check(on_cuda, settings.backend, direction)
+    found = explanations.explain(on_cuda, "triton", x)
     return found._replace(
         request=settings.backend,
         forward=_alone(found.forward),
@@ -256,6 +258,10 @@ def _check_fp8(arguments: dict[str, Any]) -> None:
     recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
     if state is not None:
         raise ValueError("fp8_state is given; accepted in JAX: None, with an fp8_recipe of scaling 'current'")
+    if getattr(recipe, "scaling", "current") != "current":
+        raise ValueError(
+            f"fp8_recipe.scaling is {recipe.scaling!r}; accepted in JAX: 'current', which keeps no state between calls"
+        )
     if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
         raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype}; accepted in JAX: None, bfloat16 or float16")
 

@@ -330,13 +330,49 @@ def test_no_gpu_and_no_kind_named() -> None:
         jax.export.export(jax.jit(fj.attention), platforms=["cuda"])(q, q, q)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"backend": "eager"}, flexattn.BackendError, "accepted from JAX on a CUDA device"),
-    ],
-)
+WIDE = (1, 32, 2, 600)
+DELAYED = flexattn.fp8.Recipe(scaling="delayed")
+REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "cudnn": ({"backend": "cudnn"}, flexattn.BackendError, r"FLEXATTN_BACKEND, is 'cudnn'; accepted.*implementation='cudnn'"),
+    "eager": (
+        {"backend": "eager"},
+        flexattn.BackendError,
+        r"is 'eager'; accepted from JAX on a CUDA device: 'auto'.*default_device",
+    ),
+    "head dim": (
+        {"q": WIDE},
+        flexattn.BackendError,
+        r"q and k is 600.* there is no other backend; on CPUs, as under jax.default_device",
+    ),
+    "no state": ({"fp8_recipe": DELAYED}, ValueError, "scaling is 'delayed'; accepted in JAX: 'current'"),
+    "a state": (
+        {"fp8_recipe": DELAYED, "fp8_state": object()},
+        ValueError,
+        "fp8_state is given; accepted in JAX: None, with an fp8_recipe of scaling 'current'",
+    ),
+    "out in FP8": (
+        {"fp8_recipe": flexattn.fp8.Recipe(out_dtype=torch.float8_e4m3fn)},
+        ValueError,
+        "out_dtype is torch.float8_e4m3fn; accepted in JAX: None, bfloat16 or float16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_run_on_cuda_says_so(arguments: dict[str, Any], error: Any, text: str) -> None:
-    q = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.bfloat16)
-    with cuda.compiled_for((9, 0), processors=132), pytest.raises(error, match=text):
-        jax.export.export(jax.jit(lambda *x: fj.attention(*x, **arguments)), platforms=["cuda"])(q, q, q)
+    """When the call is compiled, and in explain, in the same words."""
+    given = {name: value for name, value in arguments.items() if name != "q"}
+    q = jax.ShapeDtypeStruct(arguments.get("q", (1, 32, 2, 16)), jnp.bfloat16)
+    with cuda.compiled_for((9, 0), processors=132):
+        with pytest.raises(error, match=text) as compiled:
+            jax.export.export(jax.jit(lambda *x: fj.attention(*x, **given)), platforms=["cuda"])(q, q, q)
+        with pytest.raises(error, match=text) as explained:
+            fj.explain(*[jnp.zeros(q.shape, q.dtype)] * 3, **given)
+    assert str(explained.value) == str(compiled.value)
+
+
+def test_a_backend_of_the_environment_is_refused_as_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = jnp.zeros((1, 32, 2, 16), jnp.bfloat16)
+    monkeypatch.setenv("FLEXATTN_BACKEND", "cudnn")
+    with cuda.compiled_for((9, 0), processors=132), pytest.raises(flexattn.BackendError, match="FLEXATTN_BACKEND, is 'cudnn'"):
+        fj.explain(q, q, q)
