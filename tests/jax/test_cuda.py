@@ -176,24 +176,19 @@ def test_gradients_of_captures(interpreted: list[Any], deterministic: bool) -> N
 
 def test_a_finite_number_that_masks_is_computed(interpreted: list[Any]) -> None:
     """Nothing looks at lse where the call runs, and so it becomes no band."""
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 16))
+    q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 1, 24, 1, 16))
 
-    def call(value: float) -> Any:
-        return lambda *x: fj.attention(*x, score_mod=lambda s, b, h, i, j: jnp.where(i < j, value, s))
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        i, j = jnp.arange(24)[:, None], jnp.arange(24)[None]
+        scores = jnp.where(i < j, -1e9, jnp.einsum("bihd,bjhd->bhij", q, k) / 4)
+        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
 
-    for value in (-1e9, -2.0):
-        out, pull = jax.vjp(call(value), q, k, v)
-        with jax.enable_x64(True):
-            wide = [x.astype(jnp.float64) for x in (q, k, v)]
-            i, j = jnp.arange(40)[:, None], jnp.arange(40)[None]
-
-            def plain(q: Any, k: Any, v: Any, value: float = value, hidden: Any = i < j) -> Any:
-                scores = jnp.where(hidden, value, jnp.einsum("bihd,bjhd->bhij", q, k) / 4)
-                return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
-
-            exact, pull_exact = jax.vjp(plain, *wide)
-            for a, b in zip((out, *pull(jnp.ones_like(out))), (exact, *pull_exact(jnp.ones_like(exact))), strict=True):
-                assert abs(a - b).max() < 2e-5 * abs(b).max()
+    out, pull = jax.vjp(lambda *x: fj.attention(*x, score_mod=lambda s, b, h, i, j: jnp.where(i < j, -1e9, s)), q, k, v)
+    found = (out, *pull(dout))
+    with jax.enable_x64(True):
+        exact, pull_exact = jax.vjp(plain, *(x.astype(jnp.float64) for x in (q, k, v)))
+        for a, b in zip(found, (exact, *pull_exact(dout.astype(jnp.float64))), strict=True):
+            assert abs(a - b).max() < 2e-5 * abs(b).max()
     assert any("bwd" in one.launch.kernel.__name__ for one in interpreted)
 
 
@@ -262,7 +257,7 @@ def loss(*x):
     return attention(*x, attn_mask_type="causal").astype(jnp.float32).sum()
 check = jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)
 with compiled_for((9, 0), processors=132):
-    for value in ("auto", "never", "auto"):
+    for value in ("auto", "never"):
         os.environ["FLEXATTN_HOPPER"] = value
         names.append([])
         call = jax.jit(jax.grad(lambda *x: loss(*x)))  # a new function, as JAX keeps the trace of one
@@ -275,8 +270,7 @@ def test_a_change_of_the_environment_takes_effect(fresh_python: Any) -> None:
     """In a function that is compiled anew; in a process of its own, as Triton's interpreter runs no kernels for sm_90."""
     done = fresh_python("-c", HOPPER, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
-    auto, never, again = json.loads(done.stdout)
-    assert auto == again
+    auto, never = json.loads(done.stdout)
     assert len(auto) > 2
     assert all("hopper" in name for name in (auto[0], auto[2]))
     assert not any("hopper" in name for name in never)

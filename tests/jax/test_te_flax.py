@@ -59,6 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # f
 }
 
 
+@pytest.mark.sample("name", "layout")
 @pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "bshd_bs2hd", "bs3hd"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_equals_fused_attn(name: str, layout: str) -> None:
