@@ -1,4 +1,4 @@
-"""Attention of tensors that lie over ranks, with gradients; and of keys that do, for decoding."""
+"""Attention of tensors that lie over ranks, with gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexattn.distributed.layout import size_of
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
-from flexattn.mods.captures import find_captures
+from flexattn.mods.captures import find_captures, runs_as_it_is
 from flexattn.prepare import default_alibi_slopes
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ NOT_TAKEN = {
         ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
         "lengths on the host, as `documents` of the plan",
     ),
+    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages; attention_over_ranks decodes over caches"),
     **dict.fromkeys(
         ("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"), "16 bits or more, as what ranks send is not quantised"
     ),
@@ -128,6 +129,9 @@ def attention(
     agreement.agree(group, "flexattn.distributed.attention", {} if call is None else call.summary(), error)
     assert call is not None
     return call.run()
+
+
+runs_as_it_is(attention)
 
 
 class _Call:
@@ -301,7 +305,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        saved, rest = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        tensors = ctx.saved_tensors  # read once: checkpointing makes them anew for one reader
+        saved, rest = tensors[: ctx.count], tensors[ctx.count :]
         out, lse, *shared_tensors = rest
         wanted = ctx.needs_input_grad[5:]
         bias, slopes, offset, *mod_tensors = (

@@ -96,20 +96,6 @@ class Piece(NamedTuple):
     high: int | None
     diagonal: int
 
-    @property
-    def area(self) -> int:
-        """Scores that are seen."""
-        nq, nk = self.rows.size, self.keys.size
-        before = 0 if self.low is None else _clamped_sum(nq, self.low, nk)
-        return (nq * nk if self.high is None else _clamped_sum(nq, self.high + 1, nk)) - before
-
-
-def _clamped_sum(count: int, first: int, most: int) -> int:
-    """Returns the sum of first, first + 1, ... (`count` numbers), each brought into 0 to `most`."""
-    rise = min(max(-first, 0), count)  # where the numbers leave 0
-    full = min(max(most - first, rise), count)  # where they reach most
-    return (full - rise) * (2 * first + rise + full - 1) // 2 + (count - full) * most
-
 
 def make_piece(mask: Mask, document: int, queries: Run, keys: Run, rows: tuple[int, int]) -> Piece | None:
     """Returns the piece of a document's queries and keys, without those that nothing sees or is seen by; None where none is left.

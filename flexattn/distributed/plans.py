@@ -131,11 +131,8 @@ class Plan:
         if strategy == "ulysses":
             return Work((whole / self.ranks,), 0, 0, most_q, self.length, self.length_kv)
         if strategy == "ring":
-            steps = []
-            for step in ranks:
-                of_step = [self.pieces(rank, self.kv_runs[(rank - step) % self.ranks]) for rank in ranks]
-                steps.append(float(max(sum(piece.area for piece in pieces) for pieces in of_step)))
-            return Work(tuple(steps), most_kv, most_kv, most_q, most_q, 2 * most_kv)
+            of_step = max(self.area(rank) for rank in ranks) / self.ranks  # nearly: pieces of all pairs of ranks would take long
+            return Work((of_step,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
         received, held = 0, 0
         for rank in ranks:
             keys = self.fetched(strategy, rank)

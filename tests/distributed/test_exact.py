@@ -15,6 +15,14 @@ def test_every_feature(ranks: int, forked_python: FreshPython, tmp_path: Path) -
     run_ranks(forked_python, tmp_path, "features", ranks)
 
 
+def test_decoding_layouts_and_wrapped_calls(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "others", 2)
+
+
+def test_ranks_that_differ_or_do_not_come(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "faults", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ["all_features", "drawn", "in_float32"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
+import flexattn
+from flexattn import distributed
 from flexattn.distributed.plans import STRATEGIES
 from tests.support import context_parallel_calls as calls
 
@@ -40,7 +47,170 @@ def in_float32() -> None:
     calls.compare_drawn(range(400, 420), torch.float32)
 
 
-SUITES: dict[str, Any] = {f.__name__: f for f in (features, all_features, drawn, in_float32)}
+def decoding() -> None:
+    """One query, and a few newest ones, over keys of which each rank has some, give what one process does, with the same bits."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(5)
+    for newest, softmax_type in ((1, "vanilla"), (3, "learnable"), (3, "off-by-one")):
+        q, k, v = (torch.randn(2, s, h, 8, generator=generator, dtype=torch.float64) for s, h in ((newest, 4), (23, 2), (23, 2)))
+        offset = torch.randn(4, generator=generator, dtype=torch.float64) if softmax_type == "learnable" else None
+        sink: dict[str, Any] = {"softmax_type": softmax_type, "softmax_offset": offset, "return_lse": True, "backend": "eager"}
+        expected = flexattn.attention(q, k, v, attn_mask_type="causal_bottom_right", **sink)
+        first = [0, *(19 * i // (ranks - 1) for i in range(ranks))]  # the first rank has no keys, the last one the newest
+        own = slice(first[rank], 23 if rank == ranks - 1 else first[rank + 1])
+        mask = "causal_bottom_right" if rank == ranks - 1 else "no_mask"
+        got = distributed.attention_over_ranks(q, k[:, own], v[:, own], group=dist.group.WORLD, attn_mask_type=mask, **sink)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.0, atol=calls.EXACT)
+            everyones = [torch.empty_like(a) for _ in range(ranks)]
+            dist.all_gather(everyones, a)
+            assert all(torch.equal(a, other) for other in everyones)
+    packed = flexattn.attention(q[0], k[0], v[0], **_packed(newest), **sink)
+    part = flexattn.attention(q[0], k[0, own], v[0, own], **_packed(newest, k[0, own].shape[0]), return_lse=True, backend="eager")
+    merged = distributed.merge_over_ranks(
+        *part, group=init_device_mesh("cpu", (ranks,)), qkv_format="thd", softmax_offset=torch.zeros(4)
+    )
+    torch.testing.assert_close(merged, packed, rtol=0.0, atol=calls.EXACT)
+
+
+def pages() -> None:
+    """Caches in pages, of which each rank has some, give what one process does with all of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(*shape, generator=generator) for shape in ((2, 1, 4, 8), (12, 4, 2, 8), (12, 4, 2, 8)))
+    table, length = torch.randperm(12, generator=generator).to(torch.int32).view(2, 6), torch.tensor([24, 13], dtype=torch.int32)
+    call: dict[str, Any] = {"attn_mask_type": "padding", "return_lse": True, "cu_seqlens_q": torch.arange(3, dtype=torch.int32)}
+    expected = flexattn.attention(q, k, v, page_table=table, seqused_kv=length, **call)
+    first = 6 * rank // ranks
+    columns = 6 * (rank + 1) // ranks - first
+    used = (length - 4 * first).clamp(0, 4 * columns)
+    own = table[:, first : first + columns].contiguous()
+    got = distributed.attention_over_ranks(q, k, v, group=dist.group.WORLD, page_table=own, seqused_kv=used, **call)
+    torch.testing.assert_close(got, expected)
+
+
+def _packed(queries: int, keys: int = 23) -> dict[str, Any]:
+    ends = {f"cu_seqlens_{side}": torch.tensor([0, n], dtype=torch.int32) for side, n in (("q", queries), ("kv", keys))}
+    return {"qkv_format": "thd", "attn_mask_type": "padding", "max_seqlen_q": queries, "max_seqlen_kv": max(keys, 1), **ends}
+
+
+def layouts() -> None:
+    """What is sharded comes back whole, and positions are those in documents."""
+    group = dist.group.WORLD
+    for layout in calls.LAYOUTS:
+        plan = distributed.plan(group, documents=[7, 0, 30, 1, 12], layout=layout)
+        tokens, places = torch.arange(50), torch.cat([torch.arange(n) for n in (7, 0, 30, 1, 12)])
+        own, own_places = distributed.shard(plan, tokens, places)
+        assert torch.equal(distributed.positions(plan), own_places)
+        assert torch.equal(distributed.unshard(plan, own), tokens)
+        plan = distributed.plan(group, length=(21, 34), layout=layout)
+        x = torch.randn(2, 34, 3, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(distributed.unshard(plan, distributed.shard(plan, x, keys=True), keys=True), x)
+        assert pickle.loads(pickle.dumps(plan)).on(group) == plan
+
+
+def one_plan_for_layers_with_and_without_a_window() -> None:
+    group, problem = dist.group.WORLD, calls.FEATURES["a causal window"]
+    plan = distributed.plan(group, length=37)
+    windowed = distributed.plan(group, length=37, window_size=(6, -1), layout="zigzag")
+    given = {name: t for name, t in calls.tensors_of(problem, torch.float64).items() if name in "qkv"}
+    q, k, v = (distributed.shard(plan, calls.as_format(t, "bhsd")) for t in given.values())
+    of_call = distributed.attention(q, k, v, plan=plan, attn_mask_type="causal", window_size=(6, -1))
+    assert torch.equal(of_call, distributed.attention(q, k, v, plan=windowed))
+    assert not torch.equal(of_call, distributed.attention(q, k, v, plan=plan))
+
+
+def wrapped() -> None:
+    """Under checkpointing and torch.compile gradients are those of a plain call, and under autocast out is in its dtype."""
+    plan = distributed.plan(dist.group.WORLD, documents=[20, 17])
+    whole = torch.randn(3, 37, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+    own = distributed.shard(plan, *whole)
+    assert isinstance(own, tuple)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return distributed.attention(2 * q, k, v, plan=plan).sin()  # type: ignore[no-any-return]
+
+    kinds = {
+        "plain": attend,
+        "checkpointed": lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False),
+        "compiled": torch.compile(attend, backend="eager"),
+    }
+    found = {}
+    for name, function in kinds.items():
+        leaves = [t.clone().requires_grad_() for t in own]
+        function(*leaves).sum().backward()
+        found[name] = [t.grad for t in leaves]
+    for name in kinds:
+        torch.testing.assert_close(found[name], found["plain"], rtol=0.0, atol=0.0)
+    leaves = [t.float().requires_grad_() for t in own]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = distributed.attention(*leaves, plan=plan)
+    assert out.dtype is torch.bfloat16
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in leaves)
+
+
+def repeated() -> None:
+    """Runs are equal to the bit, in each strategy."""
+    problem = calls.FEATURES["documents"]
+    plan = distributed.plan(dist.group.WORLD, **problem.plan_arguments)
+    for strategy in STRATEGIES:
+        first, *others = (
+            calls.results(problem, calls.tensors_of(problem, torch.float32), torch.float32, plan, strategy) for _ in range(3)
+        )
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def checked() -> None:
+    """Ranks that differ, and one that refuses its call, raise on every rank before anything is sent; later calls work."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    plan, other = distributed.plan(group, length=12), distributed.plan(group, length=12, window_size=(3, 0), layout="zigzag")
+    q = torch.randn(1, 6, 2, 8)
+    wrong: dict[str, tuple[Any, str]] = {
+        "differs among ranks in strategy: rank 0 has 'gather', rank 1 has 'ring'": (plan, ("gather", "ring")[rank]),
+        "differs among ranks in plan": ((plan, other)[rank], "gather"),
+    }
+    for text, (given, strategy) in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            distributed.attention(q, q, q, plan=given, strategy=strategy)
+    with pytest.raises(ValueError, match="differs among ranks in gradients"):
+        distributed.attention(q.clone().requires_grad_(rank == 0), q, q, plan=plan)
+    text = "is refused on another rank, so on all: rank 1: ValueError: q has 5 tokens" if rank == 0 else "q has 5 tokens on rank 1"
+    with pytest.raises(ValueError, match=text):
+        distributed.attention(q[:, rank:], q, q, plan=plan)
+    with pytest.raises(ValueError, match="attention_over_ranks differs among ranks in q"):
+        distributed.attention_over_ranks(q[:, : 1 + rank], q, q, group=group)
+    with pytest.raises(ValueError, match="alibi" if rank else "refused on another rank"):
+        distributed.attention_over_ranks(q, q, q, group=group, bias_type="alibi" if rank else "no_bias")
+    assert distributed.attention(q, q, q, plan=plan).shape == q.shape
+
+
+def left_alone() -> None:
+    """A rank whose neighbour does not come raises after the group's timeout, and says what it waited for."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    everyone = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    plan = distributed.plan(group, length=12)
+    q = torch.randn(1, 6, 2, 8)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"rank 0 of 2 did not get through the exchange of keys.*FLEXATTN_CHECK=1"):
+            distributed.attention(q, q, q, plan=plan, strategy="gather")
+    dist.barrier(everyone)
+
+
+def others() -> None:
+    """Everything that is no comparison of strategies."""
+    for case in (decoding, pages, layouts, one_plan_for_layers_with_and_without_a_window, wrapped, repeated):
+        case()
+
+
+def faults() -> None:
+    """Faults of a rank reach the others."""
+    left_alone()
+    os.environ["FLEXATTN_CHECK"] = "1"
+    checked()
+
+
+SUITES: dict[str, Any] = {f.__name__: f for f in (features, others, faults, all_features, drawn, in_float32)}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:

@@ -11,13 +11,11 @@ from tests.conftest import FreshPython
 MODULE = "tests.support.context_parallel_cases"
 
 
-def run_ranks(
-    python: FreshPython, folder: Path, suite: str, ranks: int, env: dict[str, str] | None = None
-) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(python: FreshPython, folder: Path, suite: str, ranks: int) -> list[subprocess.CompletedProcess[str]]:
     """Runs a suite on as many ranks, and asserts that all of them end well."""
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | (env or {})
+        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return python("-m", MODULE, suite, str(rank), str(ranks), str(folder / "rendezvous"), env=settings)
 
     with ThreadPoolExecutor(ranks) as threads:

@@ -1,0 +1,121 @@
+"""Decoding: queries that every rank has, over keys of which each rank has a part; one exchange of (out, lse), and a merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexattn import functional, validation
+from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
+from flexattn.distributed import agreement
+from flexattn.distributed.exchange import waiting
+from flexattn.mods.captures import runs_as_it_is
+
+NOT_TAKEN = {
+    "dropout_p": "0, as this has no gradients",
+    "alibi_slopes": "none: a score_mod that knows where this rank's keys begin",
+    "return_max_logit": "False",
+    "fp8_recipe": "16 bits or more",
+    "fp8_state": "16 bits or more",
+}
+
+
+def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Any:
+    """Returns attention of queries that all ranks have over the keys of all ranks, on each rank the same bits. No gradients.
+
+    Each rank attends to its own keys, and (out, lse) are exchanged once, in float32: as flash decoding merges the parts of a
+    sequence (Dao et al., 2023, https://pytorch.org/blog/flash-decoding/). What travels is as long as the queries, not as the keys.
+
+    Args:
+        q: as `flexattn.attention` takes it, the same on each rank.
+        k, v: this rank's keys and values, of any length, 0 too: ranks may have different ones, in any order. Or pools of pages,
+            with a page_table of this rank's own.
+        group: a process group, or a DeviceMesh of one dim.
+        options: what `flexattn.attention` takes for this rank's keys, of which positions count from the first one that is here.
+            One query sees all keys, so it needs no mask but "padding" where a cache is not full. Of several newest queries, as a
+            speculation has them, the rank with their keys takes "causal_bottom_right" and all others "no_mask". softmax_type and
+            softmax_offset are the same on each rank, and join once, after the exchange. return_lse returns (out, lse).
+
+    Raises:
+        ValueError, TypeError: what `flexattn.attention` raises; what cannot be split: dropout, ALiBi, FP8; q, k or v that requires
+            a gradient while gradients are recorded. Under FLEXATTN_CHECK=1 on every rank, and where ranks differ in q's shape.
+        RuntimeError: the exchange failed, or its group's timeout passed.
+    """
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    return_lse = options.pop("return_lse", False)
+    softmax_type, offset = options.pop("softmax_type", "vanilla"), options.pop("softmax_offset", None)
+    error, own = None, {}
+    try:
+        _refuse((q, k, v), options)
+        x, _ = functional.bind_call(q, k, v, **options)
+        q_format, _ = parse_format(options.get("qkv_format", "bshd"))
+        heads = q.shape[q_format.index("h")]
+        validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
+        validation.check_softmax_offset(softmax_type, offset, q, heads)
+        own = {"q": (tuple(q.shape), str(x.q.dtype)), "v's head dim": v.shape[-1], "softmax_type": softmax_type}
+    except (TypeError, ValueError) as e:
+        error = e
+    agreement.agree(group, "flexattn.distributed.attention_over_ranks", own, error)
+    with torch.no_grad():
+        out, lse = functional.attention(q, k, v, **options, return_lse=True)
+        if softmax_type == "off-by-one":
+            offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
+        out, lse = merge_over_ranks(out, lse, group=group, qkv_format=q_format, softmax_offset=offset)
+    return (out, lse) if return_lse else out
+
+
+def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> None:
+    """Raises ValueError for what cannot be split over ranks."""
+    for name, accepted in NOT_TAKEN.items():
+        value = options.get(name)
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise ValueError(f"{name} is given to attention_over_ranks; accepted: {accepted}")
+    if options.get("bias_type") == "alibi":
+        raise ValueError("bias_type is 'alibi'; accepted: a score_mod that knows where this rank's keys begin")
+    for name, t in zip("qkv", qkv, strict=True):
+        if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient; accepted: under torch.no_grad(), or `attention` with a plan")
+
+
+def merge_over_ranks(
+    out: Tensor, lse: Tensor, *, group: Any, qkv_format: str = "bshd", softmax_offset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns attention over all ranks' keys, from each rank's (out, lse) of the same queries over its own: one all-gather.
+
+    The formula is that of `flexattn.merge_attention`, of all parts at once, in float32 and in the ranks' order. No gradients.
+
+    Args:
+        out, lse: what `flexattn.attention(..., return_lse=True)` gave, with no sink. A rank without keys has out 0 and lse -inf.
+        group: a process group, or a DeviceMesh of one dim.
+        qkv_format: the queries' format.
+        softmax_offset: [h], a sink that joins once, or None.
+
+    Raises:
+        ValueError, TypeError: tensors that do not fit together. RuntimeError: the exchange failed.
+    """
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    fmt = validation.check_merge(out, lse, out, lse, qkv_format)
+    statistics = lse.transpose(-1, -2).unsqueeze(-1)  # [b, s, h, 1] or [t, h, 1]
+    own = torch.cat((as_bshd(out, fmt).to(lse.dtype), statistics), -1).contiguous()
+    ranks = dist.get_world_size(group)
+    received = own.new_empty(ranks * own.numel())
+    with waiting("the exchange of partial results", group):
+        dist.all_gather_into_tensor(received, own.view(-1), group=group)
+    parts = received.view(ranks, *own.shape)
+    outs, lses = parts[..., :-1], parts[..., -1:]
+    if softmax_offset is not None:
+        sink = softmax_offset.to(lse.dtype).unsqueeze(-1).expand_as(lses[:1])
+        lses, outs = torch.cat((lses, sink)), torch.cat((outs, torch.zeros_like(outs[:1])))
+    whole = torch.logsumexp(lses, 0)
+    shares = torch.exp(lses - torch.where(whole.isinf(), 0.0, whole))
+    merged = from_bshd((shares * outs).sum(0), fmt).to(out.dtype)
+    return merged.contiguous(), whole.squeeze(-1).transpose(-1, -2).contiguous()
+
+
+runs_as_it_is(attention_over_ranks)
+runs_as_it_is(merge_over_ranks)
