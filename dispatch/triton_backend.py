@@ -122,6 +122,28 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     return unrotate(dq.contiguous(), dk.contiguous())
 
 
+def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
+    """Returns whether `merge` takes what was checked."""
+    tensors = (out_a, lse_a, out_b, lse_b)
+    if out_a.dtype not in _DTYPES or any(type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() for t in tensors):
+        return False
+    capability = torch.cuda.get_device_capability(out_a.device) if out_a.is_cuda else None
+    return device_error(out_a.device.type, capability) is None and out_a.stride(-1) == out_b.stride(-1) == 1
+
+
+def merge(fmt: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns out, contiguous, and lse of `flexattn.merge_attention`, by one kernel."""
+    from flexattn.kernels_triton.portable.merge import merge as merge_rows
+
+    out, lse = torch.empty_like(out_a, memory_format=torch.contiguous_format), torch.empty(lse_a.shape, device=lse_a.device)
+    a, b, results = (
+        (t[None] if fmt == "thd" else as_bshd(t, fmt), of_rows[None] if fmt == "thd" else of_rows)
+        for t, of_rows in ((out_a, lse_a.contiguous()), (out_b, lse_b.contiguous()), (out, lse))
+    )
+    merge_rows(a, b, results)
+    return out, lse
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.families import choose
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexattn import autograd, call_cache, fp8, fp8_ops, ops, validation
 from flexattn.dispatch import explain as explanations
+from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, from_bshd
 from flexattn.nested import attend_nested, is_jagged
@@ -460,7 +461,8 @@ def merge_attention(
     """Returns attention over two disjoint sets of keys from the attention of the same queries over each, as rings need it.
 
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), as in FlashAttention (Dao et al., 2022) and ring
-    attention (Liu et al., 2023), computed in float32. Differentiable in all four. A side that saw no key has lse = -inf and
+    attention (Liu et al., 2023), computed in float32: by one kernel on a GPU where nothing is differentiated or compiled, else by
+    torch ops. Differentiable in all four. A side that saw no key has lse = -inf and
     counts for nothing; where neither saw one, out is 0 and lse -inf. A sink (softmax_type other than "vanilla") belongs to one side
     only, or it is counted twice. The whole's max_logit is the larger of the two.
 
@@ -476,6 +478,10 @@ def merge_attention(
         ValueError, TypeError: shapes, dtypes or devices that do not fit together.
     """
     fmt = validation.check_merge(out_a, lse_a, out_b, lse_b, qkv_format)
+    tensors = (out_a, lse_a, out_b, lse_b)
+    is_differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if out_a.is_cuda and not (torch.compiler.is_compiling() or is_differentiated) and triton_backend.can_merge(*tensors):
+        return triton_backend.merge(fmt, *tensors)
     m = torch.maximum(lse_a, lse_b).detach()
     m = torch.where(m == -math.inf, 0.0, m)  # no weight is exp(-inf - -inf)
     weight_a, weight_b = torch.exp(lse_a - m), torch.exp(lse_b - m)
