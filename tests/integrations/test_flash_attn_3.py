@@ -160,6 +160,16 @@ def test_cache_with_qv_and_without_pages(qkv):
     assert fa3.get_scheduler_metadata(2, 1, 9, H, H_K, D, torch.tensor([9, 9])) is None
 
 
+def test_fp8_that_requires_a_gradient_runs_forward_alone(qkv):
+    fp8 = [t.detach().to(torch.float8_e4m3fn).requires_grad_() for t in qkv]
+    out = fa3.flash_attn_func(*fp8, causal=True)
+    detached = fa3.flash_attn_func(*(t.detach() for t in fp8), causal=True)
+    assert torch.equal(out, detached)
+    assert (out.requires_grad, detached.requires_grad) == (True, False)
+    with pytest.raises(NotImplementedError, match="a gradient of q, k and v in FP8 is asked for"):
+        out.sum().backward()
+
+
 def test_combine(qkv):
     q, k, v = qkv
     parts = [fa3.flash_attn_func(q, k[:, keys], v[:, keys], return_attn_probs=True) for keys in (slice(0, 4), slice(4, 9))]

@@ -44,7 +44,7 @@ def test_dense(qkv: list[torch.Tensor], options: dict[str, Any], sides: tuple[in
     dout = torch.randn_like(out)
     for a, b in zip(torch.autograd.grad(out, qkv, dout), torch.autograd.grad(right, qkv, dout.double()), strict=True):
         close(a, b)
-    assert cute.flash_attn_func(*qkv, **options)[1] is None
+    assert cute.flash_attn_func(*(t.detach() for t in qkv), **options)[1] is None
 
 
 def test_sink(qkv: list[torch.Tensor]) -> None:
@@ -137,6 +137,42 @@ def test_qv_gives_lse_by_query(qkv: list[torch.Tensor]) -> None:
     close(lse, right_lse.transpose(1, 2))
 
 
+def test_qv_alone_gives_scores_of_v(qkv: list[torch.Tensor]) -> None:
+    _, _, v = qkv
+    qv = torch.randn(B, 5, H, D)
+    out, _ = cute.flash_attn_func(None, None, v, qv, causal=True)
+    close(out, reference(qv, v, v, band_of(5, 9, right=0))[0])
+    starts = {"cu_seqlens_q": torch.tensor([0, 5, 10]).int(), "cu_seqlens_k": torch.tensor([0, 9, 18]).int()}
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": 9}
+    packed, _ = cute.flash_attn_varlen_func(None, None, v.flatten(0, 1), qv.flatten(0, 1), **starts, **longest, causal=True)
+    close(packed.view_as(out), out)
+    with pytest.raises(ValueError, match="q given, k missing, qv missing"):
+        cute.flash_attn_func(qkv[0], None, v)
+
+
+def test_lse_comes_detached_where_a_gradient_is_needed(qkv: list[torch.Tensor]) -> None:
+    _, lse = cute.flash_attn_func(*qkv)
+    _, asked = cute.flash_attn_func(*qkv, return_lse=True)
+    assert lse is not None
+    assert asked is not None
+    assert torch.equal(lse, asked)
+    assert (lse.requires_grad, asked.requires_grad) == (False, True)
+    assert cute.flash_attn_func(*(t.detach() for t in qkv))[1] is None
+
+
+def test_combine(qkv: list[torch.Tensor]) -> None:
+    q, k, v = (t.detach() for t in qkv)
+    parts = [cute.flash_attn_func(q, k[:, part], v[:, part], return_lse=True) for part in (slice(4), slice(4, 9))]
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts if lse is not None])
+    right, right_lse = reference(q, k, v, band_of(5, 9))
+    out, lse = cute.flash_attn_combine(outs, lses)
+    close(out, right)
+    close(lse, right_lse.transpose(1, 2))
+    packed, none = cute.flash_attn_combine(outs.flatten(1, 2), lses.flatten(1, 2), return_lse=False)
+    assert none is None
+    close(packed.view_as(out), right)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -159,6 +195,7 @@ def test_install_gives_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "modules", dict(sys.modules))
         flash_attn.install(override=True)
+        assert vars(sys.modules["flash_attn.cute"])["interface"] is cute  # for `import flash_attn.cute.interface as interface`
         found = {name: sys.modules[name] for name in ("flash_attn.cute.interface", "flash_attn_interface", "flash_attn_3")}
     assert found["flash_attn.cute.interface"] is cute
     assert found["flash_attn_interface"] is found["flash_attn_3"] is flash_attn.flash_attn_3

@@ -79,3 +79,7 @@ def install(override: bool = False) -> None:
     for name in [n for n in sys.modules if n.split(".")[0] in packages]:
         del sys.modules[name]
     sys.modules.update(modules)  # type: ignore[arg-type]
+    for name, module in modules.items():  # as importing it does: `import flash_attn.cute.interface` is followed by attributes
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
-from flexattn.integrations.flash_attn import block_sparsity, sequences
+from flexattn.integrations.flash_attn import block_sparsity, flash_attn_3, sequences
 from flexattn.integrations.flash_attn.options import Options, named, refuse
 from flexattn.integrations.flash_attn.sequences import Lengths
 
@@ -91,6 +91,20 @@ def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[st
     return result
 
 
+def _queries(q: Tensor | None, k: Tensor | None, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns q, k and qv; qv alone is a call of q qv and k v.
+
+    Raises:
+        ValueError: q without k, or the reverse, or neither q nor qv.
+    """
+    if q is not None and k is not None:
+        return q, k, qv
+    if q is k is None and qv is not None:
+        return qv, v, None
+    given = ", ".join(f"{name} {'missing' if x is None else 'given'}" for name, x in (("q", q), ("k", k), ("qv", qv)))
+    raise ValueError(f"{given}; accepted: q and k, with or without qv, or qv alone, for scores of qv and v")
+
+
 def _attend(
     q: Lengths, k: Lengths, tensors: tuple[Tensor, Tensor | None], options: Options, extras: _Extras
 ) -> tuple[Tensor, Tensor]:
@@ -111,6 +125,11 @@ def _attend(
     return out, lse.transpose(-1, -2) if qv is not None or has_shared_kv else lse
 
 
+def _results(out: Tensor, lse: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns out, and lse as FlashAttention does: where it is asked for, and, without its gradient, where out has one."""
+    return out, lse if return_lse else lse.detach() if out.requires_grad else None
+
+
 def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None, page_table: Tensor | None = None) -> None:
     refuse("score_mod_bwd", score_mod_bwd, "leave it out: the gradient is derived from score_mod")
     refuse("gather_kv_indices", gather_kv_indices, "say which keys are seen with mask_mod")
@@ -118,8 +137,8 @@ def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None, page_ta
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
     v: Tensor,
     qv: Tensor | None = None,
     gather_kv_indices: Tensor | None = None,
@@ -144,7 +163,8 @@ def flash_attn_func(
 
     Args:
         q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
-        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied.
+        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied; with q
+            and k None the scores are qv v^T.
         softmax_scale, causal, softcap, deterministic: as FlashAttention's.
         window_size: (left, right); None is open, and a negative side ends the window on the other side of the diagonal. Sides whose
             sum is below 0 are open, as in FlashAttention.
@@ -156,23 +176,25 @@ def flash_attn_func(
         block_sparse_tensors: a `block_sparsity.BlockSparseTensorsTorch` with block_size.
         num_splits, pack_gqa, block_sparse_tensors_bwd: without effect: chosen inside; the last one lists the same blocks by keys.
         gather_kv_indices, score_mod_bwd: None.
-        return_lse: whether to return lse: float32 [b, h, sq], or [b, sq, h] with qv; -inf for a query that sees no key.
+        return_lse: whether to return lse with its gradient: float32 [b, h, sq], or [b, sq, h] with qv; -inf for a query that sees
+            no key. Where out has a gradient lse comes without being asked for, detached.
 
     Raises:
         NotImplementedError: an argument that must be None is given.
-        ValueError: mask_mod with causal or a window; block_sparse_tensors without block_size.
+        ValueError: mask_mod with causal or a window; q, k or qv missing; block_sparse_tensors without block_size.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     _refuse(score_mod_bwd, gather_kv_indices)
     options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
     extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
-    out, lse = _attend(Lengths(q, None, None), Lengths(k, None, None), (v, qv), options, extras)
-    return out, lse if return_lse else None
+    queries, keys, qv = _queries(q, k, v, qv)
+    out, lse = _attend(Lengths(queries, None, None), Lengths(keys, None, None), (v, qv), options, extras)
+    return _results(out, lse, return_lse)
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
     v: Tensor,
     qv: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -216,16 +238,47 @@ def flash_attn_varlen_func(
         block_sparse_tensors: as in `flash_attn_func`, for a dense batch.
         min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: without effect: chosen inside.
         gather_kv_indices, page_table, score_mod_bwd: None.
-        return_lse: whether to return lse: float32 [h, total_q] or [b, h, sq]; with qv [total_q, h] or [b, sq, h].
+        return_lse: as in `flash_attn_func`; lse is float32 [h, total_q] or [b, h, sq], with qv [total_q, h] or [b, sq, h].
 
     Raises:
         NotImplementedError: an argument that must be None is given.
-        ValueError: mask_mod with causal or a window; block_sparse_tensors without block_size, or of packed sequences.
+        ValueError: mask_mod with causal or a window; q, k or qv missing; block_sparse_tensors without block_size, or of packed
+            sequences.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     _refuse(score_mod_bwd, gather_kv_indices, page_table)
     options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
     extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
-    of_q, of_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
+    queries, keys, qv = _queries(q, k, v, qv)
+    of_q, of_k = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k)
     out, lse = _attend(of_q, of_k, (v, qv), options, extras)
-    return out, lse if return_lse else None
+    return _results(out, lse, return_lse)
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (out, lse) of all keys from results of parts of them. Differentiable where out is None.
+
+    Args:
+        out_partial: [parts, b, sq, h, d_v] or packed [parts, total_q, h, d_v], the results.
+        lse_partial: float32 [parts, b, sq, h] or [parts, total_q, h], their logarithms of softmax denominators.
+        out: out_partial's shape without the parts, where to write; None makes a tensor.
+        out_dtype: out's dtype; None is out_partial's.
+        cu_seqlens, seqused, virtual_batch_idx: without effect: every token is combined, those behind seqused too, whose results
+            FlashAttention leaves undefined.
+        return_lse: whether to return lse; else None stands in its place.
+    """
+    combined, lse = flash_attn_3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return combined, lse if return_lse else None
+
+
+def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+    """Returns None, which `flash_attn_varlen_func` takes as scheduler_metadata: there is nothing to plan ahead of a call."""

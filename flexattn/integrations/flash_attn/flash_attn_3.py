@@ -39,21 +39,38 @@ class _Extras(NamedTuple):
         }
 
 
+class _ForwardOnly(torch.autograd.Function):
+    """Returns out as it is, and refuses a gradient: FlashAttention 3 takes FP8 tensors that require one, and has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "a gradient of q, k and v in FP8 is asked for; accepted: a forward alone, as in FlashAttention; to train give q, k and "
+            "v in float16 or bfloat16, or give such with an fp8_recipe to flexattn.attention"
+        )
+
+
 def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras) -> tuple[Tensor, Tensor]:
     is_padded = any(x is not None for x in (q.cu_seqlens, k.cu_seqlens, q.used, k.used))
-    queries, keys = q.x, k.x
+    tensors = (q.x, k.x, v)
+    is_fp8 = q.x.dtype == torch.float8_e4m3fn
+    queries, keys, values = (x.detach() for x in tensors) if is_fp8 else tensors
     if extras.qv is not None:  # q k^T + qv v^T is one product of longer rows
-        queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, v), -1)
+        queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, values), -1)
     out, lse = attention(
         queries,
         keys,
-        v,
+        values,
         return_lse=True,
         **named(options, is_padded),
         **extras.named(queries.shape[-2] // keys.shape[-2], sequences.diagonals(q, k)),
         **(sequences.named(q, k) if is_padded else {}),
     )
-    return out, lse
+    return (_ForwardOnly.apply(out, *tensors) if is_fp8 else out), lse  # type: ignore[no-untyped-call]
 
 
 def flash_attn_func(
@@ -78,7 +95,7 @@ def flash_attn_func(
     """Returns attention of a dense batch.
 
     Args:
-        q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
+        q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v]; in FP8 they may require a gradient, which a backward refuses.
         qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied.
         q_descale, k_descale, v_descale: float32 [b, h_k], for q, k and v in FP8.
         window_size: (left, right); a side below 0 is open.
