@@ -289,6 +289,48 @@ def test_signature() -> None:
     assert list(parameters) == list(SIGNATURE)
 
 
+def available(**given: Any) -> bool:
+    arguments = {
+        "is_training": True,
+        "q_dtype": jnp.bfloat16,
+        "kv_dtype": jnp.bfloat16,
+        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD,
+        "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": AttnMaskType.CAUSAL_MASK,
+        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "dropout_probability": 0.0,
+        "q_num_heads": 8,
+        "kv_num_heads": 2,
+        "q_max_seqlen": 256,
+        "kv_max_seqlen": 512,
+        "head_dim_qk": 128,
+        "head_dim_v": 128,
+    }
+    return te.is_fused_attn_kernel_available(**arguments | given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_cuda", "on_a_cpu"),
+    [
+        ({}, True, True),
+        ({"qkv_layout": QKVLayout.T3HD, "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK, "window_size": (64, 0)}, True, True),
+        ({"qkv_layout": QKVLayout.T3HD}, False, False),  # without padding
+        ({"attn_bias_type": AttnBiasType.POST_SCALE_BIAS, "softmax_type": AttnSoftmaxType.LEARNABLE_SOFTMAX}, True, True),
+        ({"dropout_probability": 0.1}, True, True),
+        ({"kv_num_heads": 3}, False, False),
+        ({"kv_dtype": jnp.float16}, False, False),
+        ({"head_dim_qk": 600}, False, True),
+    ],
+    ids=range(8),
+)
+def test_is_fused_attn_kernel_available(arguments: dict[str, Any], on_cuda: bool, on_a_cpu: bool) -> None:
+    from flexattn.jax import compiled_for
+
+    assert available(**arguments) is on_a_cpu
+    with compiled_for((9, 0), processors=132):
+        assert available(**arguments) is on_cuda
+
+
 def test_names() -> None:
     assert te.canonicalize_attn_mask_type("causal_padding") is AttnMaskType.PADDING_CAUSAL_MASK
     assert te.canonicalize_attn_mask_type("no_mask") is AttnMaskType.NO_MASK

@@ -221,3 +221,23 @@ def test_a_bprop_gives_arrays_no_gradient_and_says_so() -> None:
         jax.grad(loss)(factor)
     assert jax.grad(functools.partial(loss, stop=jax.lax.stop_gradient))(factor).sum() == 0
     assert jnp.isfinite(loss(factor))
+
+
+def test_split_over_batch_and_heads() -> None:
+    """As TransformerEngine's distributed case: softcap with a bprop, at (4, 16, 4, 64)."""
+    if len(jax.devices()) < 4:
+        pytest.skip(f"JAX has {len(jax.devices())} devices, and the mesh needs four")
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", None, "tp"))
+    inputs, dout = [normal(i, 4, 16, 4, 64) for i in range(3)], normal(2025, 4, 16, 4, 64)
+
+    @jax.jit
+    def call(*given: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: te.fused_attn(x, **PLAIN | arguments_of("softcap", True)), *given[:3])
+        return (out, *pull(given[3]))
+
+    found = call(*(jax.device_put(x, split) for x in (*inputs, dout)))
+    wanted, budget = (expected("softcap", inputs, dout, PLAIN["scaling_factor"], d) for d in (torch.float64, torch.float32))
+    for name, got, want, same_dtype in zip(("out", "dq", "dk", "dv"), found, wanted, budget, strict=True):
+        assert got.sharding.spec == split.spec
+        check_close(name, to_torch(got), want, same_dtype, factor=2.0 if name == "out" else 3.0)

@@ -90,7 +90,7 @@ def fused_attn(
     if (bias is None) != (bias_type is AttnBiasType.NO_BIAS):
         accepted = "None" if bias_type is AttnBiasType.NO_BIAS else "an array [b, h, sq, skv]"
         raise ValueError(f"bias is {_named(bias)} with attn_bias_type {bias_type.name}; accepted: {accepted}")
-    rows = Rows(q.shape[0], (q.shape[1], k.shape[1]), layout.is_thd(), kind, _window(window_size, kind))
+    rows = Rows(q.shape[0], (q.shape[1], k.shape[1]), layout.is_thd(), kind, window_of(window_size, kind))
     sequences = sequences_of(sequence_descriptor, rows)
     arguments = sequences.arguments | {
         "q": q,
@@ -163,8 +163,8 @@ def _refuse_context_parallelism(strategy: Any, is_balanced: Any, axis: Any, stri
             )
 
 
-def _window(window_size: Any, kind: AttnMaskType) -> tuple[int, int]:
-    """Returns (left, right), -1 for open."""
+def window_of(window_size: Any, kind: AttnMaskType) -> tuple[int, int]:
+    """Returns (left, right), -1 for open; raises ValueError for what is no window of the mask type."""
     sides = (-1, -1) if window_size is None else tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     whole = [as_index(side) for side in sides]
     if len(whole) != 2 or None in whole:
