@@ -174,6 +174,18 @@ def test_gradients_of_captures(interpreted: list[Any], deterministic: bool) -> N
     assert any("captures" in one.launch.kernel.__name__ for one in interpreted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "softcap", "post_scale_bias", "masks and a bias"])
+def test_callbacks_of_transformer_engine_in_xlas_memory(interpreted: list[Any], name: str) -> None:
+    from tests.jax import test_te_score_mod as cases
+
+    if name == "masks and a bias":
+        cases.test_arrays_get_gradients_beside_masks_and_a_bias()
+    else:
+        cases.test_cases_of_pull_request_2985(name, (1, 16, 2, 64), True, "float16")
+    assert any("bwd" in one.launch.kernel.__name__ for one in interpreted)
+
+
 def test_a_finite_number_that_masks_is_computed(interpreted: list[Any]) -> None:
     """Nothing looks at lse where the call runs, and so it becomes no band."""
     q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 1, 24, 1, 16))
