@@ -1,4 +1,4 @@
-"""Pictures of docs/gallery.md, each drawn by the example above it, and the outputs of docs/first_steps.ipynb.
+"""Pictures of docs/gallery.md and docs/distributed.md, each drawn by the example above it, and outputs of docs/first_steps.ipynb.
 
 `python -m tests.pictures` writes them anew; tests/repository/test_pictures.py holds the files to the code.
 """
@@ -19,6 +19,7 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).parent.parent
 GALLERY = ROOT / "docs" / "gallery.md"
+PAGES = GALLERY, ROOT / "docs" / "distributed.md"  # of the second not every example draws
 NOTEBOOK = ROOT / "docs" / "first_steps.ipynb"
 EXAMPLE = re.compile(r"^```python\n(?P<code>(?:(?!^```).*\n)*)^```\n\n!\[.+\]\((?P<picture>pictures/\w+\.png)\)$", re.MULTILINE)
 DPI = 110
@@ -30,8 +31,9 @@ class Example(NamedTuple):
 
 
 def examples() -> Iterator[Example]:
-    for found in EXAMPLE.finditer(GALLERY.read_text("utf-8")):
-        yield Example(found["code"], GALLERY.parent / found["picture"])
+    for page in PAGES:
+        for found in EXAMPLE.finditer(page.read_text("utf-8")):
+            yield Example(found["code"], page.parent / found["picture"])
 
 
 def draw(code: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flexattn.distributed.cost import Rates
 from flexattn.distributed.decode import attention_over_ranks, merge_over_ranks
 from flexattn.distributed.functional import attention
+from flexattn.distributed.picture import plot_plan
 from flexattn.distributed.plans import Plan, plan
 from flexattn.distributed.shards import positions, shard, unshard
 
@@ -19,6 +20,7 @@ __all__ = [
     "attention_over_ranks",
     "merge_over_ranks",
     "plan",
+    "plot_plan",
     "positions",
     "shard",
     "unshard",

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import functional, validation
 from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
 from flexattn.distributed import agreement
-from flexattn.distributed.exchange import waiting
+from flexattn.distributed.exchange import all_gather, waiting
 from flexattn.mods.captures import runs_as_it_is
 
 NOT_TAKEN = {
@@ -105,7 +105,7 @@ def merge_over_ranks(
     ranks = dist.get_world_size(group)
     received = own.new_empty(ranks * own.numel())
     with waiting("the exchange of partial results", group):
-        dist.all_gather_into_tensor(received, own.view(-1), group=group)
+        all_gather(received, own.view(-1), group)
     parts = received.view(ranks, *own.shape)
     outs, lses = parts[..., :-1], parts[..., -1:]
     if softmax_offset is not None:

@@ -61,12 +61,18 @@ def _moved(run: Run, row: int) -> Run:
     return Run(row, row + run.size)
 
 
+def all_gather(received: Tensor, own: Tensor, group: Any) -> None:
+    """Writes all ranks' tensors, of one shape, one after another into `received`."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
+    gather(received, own, group=group)
+
+
 def fetch(x: Tensor, route: Route, group: Any) -> Tensor:
     """Returns the rows [wanted, ...] that this rank needs, in the whole's order, of all ranks' x [rows, ...]."""
     received = x.new_empty((sum(route.receives), *x.shape[1:]))
     with waiting("the exchange of keys and values", group):
         if route.is_whole:
-            dist.all_gather_into_tensor(received, x.contiguous(), group=group)
+            all_gather(received, x.contiguous(), group)
         else:
             sent = _pick(x, [run for runs in route.sends for run in runs])
             dist.all_to_all_single(received, sent, list(route.receives), [size_of(runs) for runs in route.sends], group=group)
@@ -100,18 +106,6 @@ def _pick(x: Tensor, runs: Sequence[Run]) -> Tensor:
     if all(a.stop == b.start for a, b in itertools.pairwise(runs)) and size_of(runs) == x.shape[0]:
         return x.contiguous()
     return torch.cat([x[run.start : run.stop] for run in runs]) if runs else x[:0].contiguous()
-
-
-def sum_over_ranks(tensors: Sequence[Tensor | None], group: Any) -> list[Tensor | None]:
-    """Returns the sums over all ranks of tensors of one dtype, in one collective."""
-    given = [t for t in tensors if t is not None]
-    if not given or dist.get_world_size(group) == 1:
-        return list(tensors)
-    flat = torch.cat([t.reshape(-1) for t in given])
-    with waiting("the sum of the gradients of tensors that all ranks share", group):
-        dist.all_reduce(flat, group=group)
-    sums = iter(torch.split(flat, [t.numel() for t in given]))
-    return [None if t is None else next(sums).view(t.shape) for t in tensors]
 
 
 def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, list[Any]]:

@@ -13,7 +13,6 @@ from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
 from flexattn.distributed import agreement
 from flexattn.distributed.calls import Results, Scores, Shared, Sums, offset_gradient
 from flexattn.distributed.cost import Heads
-from flexattn.distributed.exchange import sum_over_ranks
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
 from flexattn.distributed.plans import Plan
@@ -85,10 +84,11 @@ def attention(
 ) -> Any:
     """Returns attention of this rank's queries over the keys of all ranks, as `flexattn.attention` of the whole has them.
 
-    Every rank of the plan's group calls it, with the same options. The gradients of q, k and v are those of this rank's tokens;
-    a tensor that all ranks have whole (bias, softmax_offset, score_mod_tensors) gets, on each rank, its gradient summed over the
-    ranks, from one all-reduce at the end of the backward. Numbers are those of one process, up to the order of sums: gradients of
-    keys are summed over ranks in float32, in the ranks' order. There are no second derivatives, and torch.compile breaks its graph.
+    Every rank of the plan's group calls it, with the same options, and every rank differentiates it. The gradients of q, k and v
+    are those of this rank's tokens. A tensor that all ranks have whole (bias, softmax_offset, score_mod_tensors) gets on each rank
+    the part of its gradient that comes from this rank's queries or heads, as a weight does from this rank's tokens: FSDP, DDP or an
+    all-reduce sums both alike. Numbers are those of one process, up to the order of sums: gradients of keys are summed over ranks
+    in float32, in the ranks' order. There are no second derivatives, and torch.compile breaks its graph.
 
     Args:
         q: this rank's tokens, in the plan's order (`shard`): [b, s, h, d] as `qkv_format` says, or, where the plan has documents,
@@ -320,8 +320,7 @@ class _Attend(torch.autograd.Function):
         of_offset = None
         if offset is not None and offset.requires_grad:
             of_offset = offset_gradient(Results(out, lse), (dout, dlse), offset, ctx.plan.is_packed)
-        of_bias, *of_mods = sum_over_ranks([*sums.shared, of_offset], ctx.plan.group)
-        of_offset = of_mods.pop()
+        of_bias, *of_mods = sums.shared
         q_like = (sums.dq.to(dout.dtype), sums.dk.to(dout.dtype), sums.dv.to(dout.dtype))
         of_shared = [
             None if total is None or t is None else total.to(t.dtype)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from flexattn.distributed.exchange import waiting
+from flexattn.distributed.exchange import all_gather, waiting
 from flexattn.distributed.layout import Runs, rows_of, size_of
 from flexattn.distributed.plans import Plan
 
@@ -50,7 +49,7 @@ def unshard(plan: Plan, tensor: Tensor, *, dim: int | None = None, keys: bool = 
     padded[: own.shape[0]] = own
     received = padded.new_empty((plan.ranks * most, *own.shape[1:]))
     with waiting("unshard", plan.group):
-        dist.all_gather_into_tensor(received, padded, group=plan.group)
+        all_gather(received, padded, plan.group)
     whole = own.new_empty((length, *own.shape[1:]))
     for rank, runs in enumerate(all_runs):
         for run, rows in zip(runs, rows_of(runs), strict=True):

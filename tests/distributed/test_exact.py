@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import FreshPython
+from tests.conftest import ROOT, FreshPython
 from tests.support.ranks import run_ranks
 
 
@@ -28,3 +29,25 @@ def test_ranks_that_differ_or_do_not_come(forked_python: FreshPython, tmp_path: 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_strategy_in_every_layout(ranks: int, suite: str, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, suite, ranks)
+
+
+@pytest.mark.slow
+def test_fsdp_and_tensor_parallelism_on_the_same_mesh(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "on_one_mesh", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ring"])
+def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks(
+    strategy: str, forked_python: FreshPython, tmp_path: Path
+) -> None:
+    printed = {}
+    for ranks in (1, 2, 4):
+        (tmp_path / str(ranks)).mkdir()
+        [first, *_] = run_ranks(forked_python, tmp_path / str(ranks), f"docs/train_packed.py --strategy {strategy}", ranks)
+        printed[ranks] = [float(loss) for loss in re.findall(r"loss (\S+)", first.stdout)]
+        assert len(printed[ranks]) == 5
+        assert printed[ranks] == pytest.approx(printed[1], abs=1e-5)
+    assert printed[1][-1] < printed[1][0] - 0.3
+    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
+    assert [float(loss) for loss in re.findall(r"^step .* loss (\S+)", page, re.MULTILINE)] == pytest.approx(printed[1], abs=1e-5)

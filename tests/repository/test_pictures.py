@@ -41,7 +41,8 @@ def test_a_picture_of_another_mask_is_noticed() -> None:
 
 
 def test_every_example_has_a_picture_and_every_picture_an_example() -> None:
-    assert len(EXAMPLES) == pictures.GALLERY.read_text("utf-8").count("```python\n")
+    of_gallery = [*pictures.EXAMPLE.finditer(pictures.GALLERY.read_text("utf-8"))]
+    assert len(of_gallery) == pictures.GALLERY.read_text("utf-8").count("```python\n")
     assert sorted(example.picture for example in EXAMPLES) == sorted((ROOT / "docs" / "pictures").iterdir())
 
 

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import flexattn
@@ -203,6 +206,52 @@ def others() -> None:
         case()
 
 
+class Layer(torch.nn.Module):
+    """Attention whose projections tensor parallelism can divide by heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(32, heads * 8, bias=False) for heads in (4, 2, 2))
+        self.out = torch.nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor, plan: distributed.Plan | None, more: dict[str, Any]) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, 8)) for project in (self.q, self.k, self.v))
+        attended = flexattn.attention(q, k, v, **more) if plan is None else distributed.attention(q, k, v, plan=plan)
+        return x + self.out(attended.flatten(-2))  # type: ignore[no-any-return]
+
+
+def on_one_mesh() -> None:
+    """FSDP2, tensor parallelism and this on one mesh of four processes: the gradients are those of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    lengths = [5, 0, 20, 1, 11]
+    plan = distributed.plan(mesh["cp"], documents=lengths)
+    data = torch.randn(37, 32, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(3)
+    layers = torch.nn.ModuleList(Layer() for _ in range(2))
+    state = {name: t.clone() for name, t in layers.state_dict().items()}
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    whole = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    x = data
+    for layer in layers:
+        x = layer(x, None, whole)
+    x.square().sum().backward()
+    expected = {name: p.grad for name, p in layers.named_parameters()}
+
+    split = torch.nn.ModuleList(Layer() for _ in range(2))
+    split.load_state_dict(state)
+    styles = {name: ColwiseParallel() for name in "qkv"} | {"out": RowwiseParallel()}
+    for layer in split:
+        parallelize_module(layer, mesh["tp"], styles)
+        fully_shard(layer, mesh=mesh["cp"])
+    x = distributed.shard(plan, data)
+    for layer in split:
+        x = layer(x, plan, {})
+    (x.square().sum() * 2).backward()  # FSDP2 takes the mean over the two ranks that shard
+    for name, p in split.named_parameters():
+        assert isinstance(p.grad, DTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
+
+
 def faults() -> None:
     """Faults of a rank reach the others."""
     left_alone()
@@ -210,7 +259,7 @@ def faults() -> None:
     checked()
 
 
-SUITES: dict[str, Any] = {f.__name__: f for f in (features, others, faults, all_features, drawn, in_float32)}
+SUITES: dict[str, Any] = {f.__name__: f for f in (features, others, on_one_mesh, faults, all_features, drawn, in_float32)}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:

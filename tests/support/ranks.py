@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +12,17 @@ from tests.conftest import FreshPython
 MODULE = "tests.support.context_parallel_cases"
 
 
-def run_ranks(python: FreshPython, folder: Path, suite: str, ranks: int) -> list[subprocess.CompletedProcess[str]]:
-    """Runs a suite on as many ranks, and asserts that all of them end well."""
+def run_ranks(python: FreshPython, folder: Path, what: str, ranks: int) -> list[subprocess.CompletedProcess[str]]:
+    """Runs a suite of `MODULE`, or a script with its arguments, on as many ranks, and asserts that all of them end well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        return python("-m", MODULE, suite, str(rank), str(ranks), str(folder / "rendezvous"), env=settings)
+        of_group = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | of_group
+        command = what.split() if ".py" in what else ["-m", MODULE, what, str(rank), str(ranks), str(folder / "rendezvous")]
+        return python(*command, env=settings)
 
     with ThreadPoolExecutor(ranks) as threads:
         found = list(threads.map(run, range(ranks)))

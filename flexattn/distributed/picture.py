@@ -1,0 +1,117 @@
+"""Pictures of a plan: which rank computes which scores, and which keys each rank holds under each strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn.distributed.layout import Runs, cut, union
+from flexattn.distributed.plans import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_POINTS = 512  # points of a side of the picture of the scores
+HIDDEN = 1.0, 1.0, 1.0
+EMPTY = 0.91, 0.92, 0.93  # scores that the mask hides
+NARROWEST = 0.04  # share of the keys that leaves room for the number of a step
+COMES = 0.35  # opacity of keys that come from another rank
+
+
+def plot_plan(plan: Plan, *, heads: int = 8) -> Figure:
+    """Draws a plan: the scores that each rank computes, and the keys that it holds under each strategy. Nothing is sent.
+
+    At the left a row is a query and a column a key, in the order of the whole, in the colour of the rank that has the query (under
+    "ulysses" each rank computes all of them, for its heads). At the right a row is a rank and a column a key: full colour for those
+    it holds from the start, pale for those that come. A ring's come one rank's at a time, in the step that is written there; under
+    "ulysses" a rank holds all tokens of some heads, which are the height of its bar. It needs matplotlib:
+    `pip install "flexattn[bench]"`.
+
+    Args:
+        plan: with a process group or without.
+        heads: how many heads "ulysses" divides.
+
+    Returns:
+        matplotlib's Figure; `figure.savefig("plan.png")` writes it.
+
+    Raises:
+        ImportError: matplotlib is not installed. ValueError: there is no query or no key to draw.
+    """
+    from matplotlib import colormaps, pyplot
+
+    if not plan.length or not plan.length_kv:
+        raise ValueError(f"plan has {plan.length} queries and {plan.length_kv} keys; accepted: at least one of both")
+    colours = [colormaps["tab10"](rank % 10)[:3] for rank in range(plan.ranks)]
+    figure: Figure
+    figure, axes = pyplot.subplot_mosaic(
+        [["scores", "gather", "halo"], ["scores", "ring", "ulysses"]], figsize=(10.5, 4.2), width_ratios=[1.25, 1, 1]
+    )
+    _draw_scores(axes["scores"], plan, colours)
+    for name in ("gather", "halo", "ring", "ulysses"):
+        _draw_keys(axes[name], plan, name, (colours, heads))
+    figure.tight_layout()
+    return figure
+
+
+def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
+    rows, columns = (torch.arange(0, n, -(-n // MOST_POINTS)) for n in (plan.length, plan.length_kv))
+    image = torch.tensor(EMPTY).repeat(len(rows), len(columns), 1)
+    seen = _seen(plan, rows, columns)
+    for rank, runs in enumerate(plan.q_runs):
+        own = torch.zeros(len(rows), dtype=torch.bool)
+        for run in runs:
+            own |= (rows >= run.start) & (rows < run.stop)
+        image[own[:, None] & seen] = torch.tensor(colours[rank], dtype=image.dtype)
+    ax.imshow(image.numpy(), extent=(0, plan.length_kv, plan.length, 0), aspect="auto", interpolation="nearest")
+    ax.set_title(f"scores, by the rank of the query: {plan.layout}", fontsize=10)
+    ax.set(xlabel="key", ylabel="query")
+
+
+def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
+    """Returns whether each query sees each key: bool [rows, columns], both positions in the whole."""
+    mask, documents = plan.mask, torch.arange(len(plan.mask.lengths_q))
+    of_q, of_kv = (torch.repeat_interleave(documents, torch.tensor(lengths)) for lengths in (mask.lengths_q, mask.lengths_kv))
+    of_rows, of_columns = of_q[rows], of_kv[columns]
+    shift = torch.tensor([mask.shift(document) for document in range(len(documents))])
+    diagonal = rows - torch.tensor(mask.q.starts)[of_rows] + shift[of_rows]
+    distance = (columns - torch.tensor(mask.kv.starts)[of_columns])[None] - diagonal[:, None]
+    seen = of_rows[:, None] == of_columns[None]
+    if mask.left is not None:
+        seen &= distance >= -mask.left
+    if mask.right is not None:
+        seen &= distance <= mask.right
+    return seen
+
+
+def _draw_keys(ax: Axes, plan: Plan, strategy: str, look: tuple[list[Any], int]) -> None:
+    colours, heads = look
+    for rank in range(plan.ranks):
+        own = union(plan.kv_runs[rank])
+        if strategy == "ulysses":
+            part = cut(heads, plan.ranks)[rank]
+            _bars(ax, own, (rank, 0.8), (*colours[rank], 1.0))
+            place = rank - 0.4 + 0.8 * part.start / heads, 0.8 * part.size / heads
+            ax.broken_barh([(0, plan.length_kv)], place, facecolors=[(*colours[rank], COMES)], edgecolor="black", lw=0.5)
+            continue
+        comes = plan.fetched(strategy, rank) if strategy != "ring" else union(run for runs in plan.kv_runs for run in runs)
+        _bars(ax, comes, (rank, 0.8), (*colours[rank], COMES))
+        _bars(ax, own, (rank, 0.8), (*colours[rank], 1.0))
+        if strategy == "ring":
+            for step in range(plan.ranks):
+                for run in plan.kv_runs[(rank - step) % plan.ranks]:
+                    if run.size < NARROWEST * plan.length_kv:
+                        continue
+                    ax.text((run.start + run.stop) / 2, rank, str(step), ha="center", va="center", fontsize=7)
+    titles = {"gather": "all keys come", "halo": "keys that are seen come", "ring": "keys by step", "ulysses": "heads for tokens"}
+    ax.set_title(f"{strategy}: {titles[strategy]}", fontsize=10)
+    ax.set(xlim=(0, plan.length_kv), ylim=(plan.ranks - 0.5, -0.5), xlabel="key")
+    ax.set_yticks(range(plan.ranks), [f"rank {rank}" for rank in range(plan.ranks)])
+
+
+def _bars(ax: Axes, runs: Runs, place: tuple[int, float], colour: tuple[float, ...]) -> None:
+    rank, height = place
+    ax.broken_barh([(run.start, run.size) for run in runs], (rank - height / 2, height), facecolors=[HIDDEN])
+    ax.broken_barh([(run.start, run.size) for run in runs], (rank - height / 2, height), facecolors=[colour])
