@@ -51,7 +51,9 @@ def describe(spec: AttentionSpec) -> str:
             parts.append(f"backward {kind}")
     lies = {"out": spec.results.out, "dq": spec.results.dq, "dk and dv": spec.results.dkv, "gradients": spec.results.packing}
     parts += [f"{name} in {fmt}" for name, fmt in lies.items() if fmt]
-    parts += [name for name in ("softcap", "dropout", "return_max_logit", "deterministic") if getattr(spec, name)]
+    parts += [
+        name for name in ("softcap", "dropout", "return_max_logit", "deterministic", "batch_invariant") if getattr(spec, name)
+    ]
     capability = "" if spec.capability is None else f" sm_{spec.capability[0]}{spec.capability[1]}"
     return ", ".join([*parts, spec.device_type + capability])
 

@@ -37,6 +37,8 @@ BAND_ROWS = 128  # rows of a block under a band: more would compute more scores 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     if spec.dtype not in DTYPES and spec.fp8 is None:
         return f"dtype {spec.dtype} is not supported; use one of {', '.join(map(str, DTYPES))}"
+    if spec.batch_invariant and direction == "forward":
+        return "torch's matrix products may round otherwise in another batch; use backend='triton', or leave out batch_invariant"
     return None
 
 

@@ -10,6 +10,7 @@
 |                    |                                  | small input, before it runs a spec for the first time                |
 | `FLEXATTN_HOPPER`  | auto (default), always, never    | whether the triton backend's kernels for sm_90 run where they are    |
 |                    |                                  | measured to be faster, wherever they can, or not at all              |
+| `FLEXATTN_BATCH_INVARIANT` | 0 (default), 1           | 1 makes every forward `batch_invariant`                              |
 | `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
 |                    |                                  | them                                                                 |
 | `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | where compiled Triton kernels are looked for and kept; what          |
@@ -28,7 +29,15 @@ from typing import Any
 from flexattn.dispatch.spec import BACKENDS
 
 REQUESTS = ("auto", *BACKENDS)
-VARIABLES = ("FLEXATTN_BACKEND", "FLEXATTN_CHECK", "FLEXATTN_CANARY", "FLEXATTN_HOPPER", "FLEXATTN_PLANS", "FLEXATTN_KERNELS")
+VARIABLES = (
+    "FLEXATTN_BACKEND",
+    "FLEXATTN_CHECK",
+    "FLEXATTN_CANARY",
+    "FLEXATTN_HOPPER",
+    "FLEXATTN_BATCH_INVARIANT",
+    "FLEXATTN_PLANS",
+    "FLEXATTN_KERNELS",
+)
 HOPPER = ("auto", "always", "never")
 
 
@@ -52,6 +61,11 @@ def canary() -> bool:
     return _flag("FLEXATTN_CANARY")
 
 
+def batch_invariant() -> bool:
+    """Returns whether FLEXATTN_BATCH_INVARIANT is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    return _flag("FLEXATTN_BATCH_INVARIANT")
+
+
 def plan_directory() -> str | None:
     """FLEXATTN_PLANS, or None where it is unset or empty."""
     return os.environ.get("FLEXATTN_PLANS") or None
@@ -70,7 +84,7 @@ def check_all() -> None:
     global _checked
     values = _values()
     if values != _checked:
-        for read in (backend, check_values, canary, hopper):
+        for read in (backend, check_values, canary, hopper, batch_invariant):
             read()
         _checked = values
 

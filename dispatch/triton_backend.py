@@ -29,6 +29,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the kernels can run `spec` in `direction`, else why not and what to change."""
+    if spec.batch_invariant and direction == "forward" and (reason := _varies_with_the_batch(spec)):
+        return reason
     if spec.fp8 is not None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
@@ -36,6 +38,15 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     if reason := head_dim_error(spec, "the kernels take", 8, 256, _beyond_256(spec)):
         return reason
     return device_error(spec.device_type, spec.capability)
+
+
+def _varies_with_the_batch(spec: AttentionSpec) -> str | None:
+    """Returns what makes the bits of a sequence depend on the batch; None: nothing does."""
+    if spec.fp8 is not None:
+        return "the scales of FP8 go with the batch; leave out fp8_recipe, or batch_invariant"
+    if spec.block_size is not None:
+        return "the blocks of a block_mask are taken in the order of its lists; pass what it hides as a mask_mod alone"
+    return None
 
 
 def _beyond_256(spec: AttentionSpec) -> str:
@@ -179,7 +190,7 @@ def policy_of(spec: AttentionSpec) -> Policy:
     wish = options.hopper()
     if wish == "never":
         return Policy(portable_only="FLEXATTN_HOPPER=never")
-    return Policy(ignores_measurements=wish == "always")
+    return Policy(ignores_measurements=wish == "always" or spec.batch_invariant)
 
 
 def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice | None:
@@ -221,7 +232,9 @@ def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tenso
     from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
 
     out, lse, max_logit = results
-    problem = with_diagonals(with_mask_blocks(to_problem(spec, x), "forward"))
+    problem = to_problem(spec, x)
+    if not spec.batch_invariant:  # where tables and lists are worth while goes with the batch
+        problem = with_diagonals(with_mask_blocks(problem, "forward"))
     return Forward(problem, as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
 
 
@@ -338,6 +351,7 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, formats_of_copies, strict=False)),
         scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
         is_part=spec.is_part,
+        is_batch_invariant=spec.batch_invariant,
     )
 
 

@@ -63,6 +63,7 @@ class Options(TypedDict, total=False):
     descale_k: Tensor | None
     descale_v: Tensor | None
     deterministic: bool | None
+    batch_invariant: bool
     backend: str | None
 
 
@@ -151,6 +152,7 @@ def attention(
     descale_k: Tensor | None = None,
     descale_v: Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
     backend: str | None = None,
@@ -228,6 +230,9 @@ def attention(
             them. Not differentiable.
         deterministic: True makes repeated runs equal to the bit, or raises; with False gradients may round differently from run to
             run where that is faster. None does as torch.are_deterministic_algorithms_enabled() says.
+        batch_invariant: True gives a sequence the same bits of out and lse whatever else is in the batch, wherever its keys lie and
+            however its queries are divided into calls, or raises (docs/inference.md says what is promised and what it costs). So
+            does FLEXATTN_BATCH_INVARIANT=1 for every call.
         return_lse: whether to return lse as well.
         return_max_logit: whether to return max_logit as well.
         backend: "auto", "triton", "cudnn" or "eager". A name never falls back. None takes the one of `attention_backend()`, else
@@ -295,7 +300,7 @@ def attention(
             tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table)
         others: tuple[Any, ...]  # joined of two: unpacking both into one would make a list first, in each call
         others = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
-        others += (softmax_scale, softcap, dropout_p, deterministic, return_lse, return_max_logit, backend)
+        others += (softmax_scale, softcap, dropout_p, deterministic, batch_invariant, return_lse, return_max_logit, backend)
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
@@ -342,6 +347,7 @@ def attention(
             "score_mod_tensors": score_mod_tensors,
             "block_mask": block_mask,
             "deterministic": deterministic,
+            "batch_invariant": batch_invariant,
             "return_lse": return_lse,
             "return_max_logit": return_max_logit,
             "backend": backend,
@@ -387,6 +393,7 @@ def attention(
         descale_k=descale_k,
         descale_v=descale_v,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
         backend=backend,

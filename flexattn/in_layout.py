@@ -21,7 +21,7 @@ _mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask"
 _descales_of = itemgetter("descale_q", "descale_k", "descale_v")
 _others_of = itemgetter(
     *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
-    *("softmax_scale", "softcap", "dropout_p", "deterministic", "return_max_logit", "backend"),
+    *("softmax_scale", "softcap", "dropout_p", "deterministic", "batch_invariant", "return_max_logit", "backend"),
 )
 
 

@@ -67,6 +67,7 @@ class Settings(NamedTuple):
     dq_format: str = ""
     dkv_format: str = ""
     dqkv_packing: str = ""
+    batch_invariant: bool = False
 
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
@@ -77,7 +78,8 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
-    bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing"""
+    bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
+    bool batch_invariant"""
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
@@ -171,6 +173,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         fp8=_fp8(x, settings) if settings.fp8_out else None,
         is_part=settings.is_part,
         results=results_of(settings),
+        batch_invariant=settings.batch_invariant,
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
     )
 

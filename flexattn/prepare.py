@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexattn import fp8, fp8_ops, lengths, ops, validation
 from flexattn.block_mask import block_lists
+from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.pages import with_cu_seqlens
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, parse_format
@@ -61,9 +62,10 @@ def prepare(
     return_lse: bool,
     return_max_logit: bool,
     backend: str | None,
-    seqused_q: Tensor | None = None,  # these three are a forward's alone
+    seqused_q: Tensor | None = None,  # these four are a forward's alone
     seqused_kv: Tensor | None = None,
     page_table: Tensor | None = None,
+    batch_invariant: bool = False,
     is_backward: bool = False,
     results: Results = Results(),  # noqa: B008  # immutable
     can_check_floor: bool = True,
@@ -83,6 +85,7 @@ def prepare(
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
     validation.check_flag("deterministic", deterministic, optional=True)
+    validation.check_flag("batch_invariant", batch_invariant)
     validation.check_flag("return_lse", return_lse)
     validation.check_flag("return_max_logit", return_max_logit)
     softmax_scale, softcap, dropout_p = validation.check_scalars(softmax_scale, softcap, dropout_p)
@@ -203,6 +206,7 @@ def prepare(
         dq_format=results.dq,
         dkv_format=results.dkv,
         dqkv_packing=results.packing,
+        batch_invariant=not is_backward and (batch_invariant or options.batch_invariant()),
         **fp8_settings,
     )
     return x, settings, config

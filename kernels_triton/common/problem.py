@@ -25,7 +25,7 @@ from flexattn.kernels_triton.common.arguments import (
     Scales,
     Scores,
 )
-from flexattn.kernels_triton.common.tiles import Table, select_tile, split_head_dim
+from flexattn.kernels_triton.common.tiles import NEVER, SPLIT_MOST, SPLIT_PIECE, Table, cdiv, select_tile, split_head_dim
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of
 
 _MOST_ROWS = 256  # the most rows of any tile
@@ -129,6 +129,7 @@ class Features(NamedTuple):
     BLOCK_SIZE_Q: int  # queries of the block mask's blocks; 0: there is none
     BLOCK_SIZE_KV: int
     LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
+    PIECE: int  # keys of a KV split that is cut at multiples of it; 0: the splits share the keys that a tile sees
 
 
 def with_features(own: Any) -> Any:
@@ -213,6 +214,7 @@ class Problem:
     # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
     # fp32, and a large lse (`large_rows`), are made good.
     is_part: bool = False
+    is_batch_invariant: bool = False  # a forward's bits of a sequence depend on nothing else of the call
     dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of copies16[0]
 
     @property
@@ -255,6 +257,16 @@ class Problem:
     def num_keys(self) -> int:
         """Keys of all sequences that there is room for."""
         return self.k.shape[:-2].numel() if self.page_table is None else self.batch * self.longest_kv
+
+    @property
+    def piece(self) -> int:
+        """Keys of a KV split of a batch-invariant call, cut at multiples of it whatever the batch; 0 for any other call."""
+        if not self.is_batch_invariant:
+            return 0
+        piece = SPLIT_PIECE
+        while cdiv(self.longest_kv, piece) > SPLIT_MOST:
+            piece *= 2
+        return piece
 
     @property
     def has_lengths(self) -> bool:
@@ -309,8 +321,8 @@ class Problem:
             self.q.element_size(),
             self.head_dims,
             is_loaded=self.is_loaded,
-            is_open=self.window_left is None and self.window_right is None,
-            length=max(self.longest_q, self.longest_kv),
+            is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
+            length=NEVER if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
         )
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)
@@ -371,6 +383,7 @@ class Problem:
             BLOCK_SIZE_Q=0 if mask is None else mask.block_size_q,
             BLOCK_SIZE_KV=0 if mask is None else mask.block_size_kv,
             LISTS_ARE_CUT=mask is not None and mask.is_cut,
+            PIECE=self.piece,
         )
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.primitives import LN2, LOG2E, VisibleRange, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES
+from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -33,6 +33,8 @@ class Splits(NamedTuple):
 
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
     """Returns the number of KV splits for `tiles` tiles of queries, on a device that runs `programs` programs at once."""
+    if problem.is_batch_invariant:  # two at least, as a part is rounded otherwise than a whole
+        return max(2, cdiv(problem.longest_kv, problem.piece))
     keys = most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
         return 1
@@ -42,6 +44,8 @@ def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
 def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
     """Returns `number_of_splits`, with the reason."""
     count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
+    if problem.is_batch_invariant:
+        return Splits(count, f"pieces of {problem.piece} keys, as in any batch")
     if problem.longest_q > SPLIT_QUERIES:
         return Splits(count, "")
     if problem.q.shape[-3] == 0:
@@ -88,11 +92,16 @@ def share_of_split(count, split, num_splits):
 
 
 @triton.jit
-def range_of_split(visible, split, num_splits, STEP: tl.constexpr):
-    # A split's share of a `primitives.VisibleRange`.
-    first, last = share_of_split(tl.cdiv(visible.end - visible.begin, STEP), split, num_splits)
-    last = visible.begin + last * STEP
-    begin = visible.begin + first * STEP
+def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.constexpr):
+    # A split's share of a `primitives.VisibleRange`, or what that has of a piece of the keys.
+    if PIECE > 0:
+        end = tl.cdiv(visible.end, STEP) * STEP
+        begin = tl.minimum(tl.maximum(visible.begin, split * PIECE), end)
+        last = tl.maximum(tl.minimum(end, (split + 1) * PIECE), begin)
+    else:
+        first, last = share_of_split(tl.cdiv(visible.end - visible.begin, STEP), split, num_splits)
+        last = visible.begin + last * STEP
+        begin = visible.begin + first * STEP
     full_begin = tl.minimum(tl.maximum(visible.full_begin, begin), last)
     full_end = tl.minimum(tl.maximum(visible.full_end, full_begin), last)
     return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=tl.minimum(visible.end, last))

@@ -313,6 +313,8 @@ SPLIT_KEYS = 128
 """At least, for each split: of 1024 keys of one sequence 8 splits take 16 us, 4 17 and one 21."""
 SPLIT_MOST = 128
 """Splits of a tile, at most: the lse of all of them are in registers at once."""
+SPLIT_PIECE = 2048
+"""Keys of a split of a batch-invariant call, at least: a multiple of every tile's keys."""
 SPLIT_PROGRAMS = 2
 """Programs of the portable kernel for each multiprocessor; those of sm_90 have one."""
 

@@ -184,6 +184,11 @@ def blocks_of_split(split, num_splits, num_blocks, block_range, META: gl.constex
             skipped=0,
         )
         return (last - first) * TILES, share
+    elif META.PIECE > 0:
+        PIECE: gl.constexpr = META.PIECE // META.BLOCK_N
+        first = gl.minimum(gl.maximum(split * PIECE - block_range, 0), num_blocks)
+        last = gl.minimum(gl.maximum((split + 1) * PIECE - block_range, first), num_blocks)
+        return last - first, block_range + first
     else:
         first, last = share_of_split(num_blocks, split, num_splits)
         return last - first, block_range + first

@@ -66,6 +66,8 @@ def rows_of_a_tile(problem: Problem) -> int:
 def forward_tile(problem: Problem) -> HopperTile:
     """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
+    if x.is_batch_invariant:
+        return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
     length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # the mean of a packed batch
     is_modified = x.is_modified or x.dropout_p > 0
     kind, rows = mask_class(x)[0], rows_of_a_tile(x)

@@ -722,7 +722,7 @@ def hopper_forward(
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // ROWS.value,
         PINGPONG=tile.pingpong,
-        LAZY=tile.is_lazy and max_logit is None,
+        LAZY=tile.is_lazy and max_logit is None and not x.is_batch_invariant,  # one row decides for others of its warpgroup
         OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,
         HAS_IDLE=has_idle,

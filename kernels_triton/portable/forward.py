@@ -260,7 +260,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     if num_splits is not None and META.BLOCK_SIZE_Q == 0:
-        visible = range_of_split(visible, split, num_splits, META.BLOCK_N)
+        visible = range_of_split(visible, split, num_splits, META.BLOCK_N, META.PIECE)
     begin = visible.begin
     full_begin, full_end = visible.full_begin, visible.full_end
     rest_begin, end = full_end, visible.end

@@ -502,6 +502,7 @@ def test_wrong_environment_variables_are_named(monkeypatch, variable, read):
         ("FLEXATTN_CHECK", "0, 1"),
         ("FLEXATTN_CANARY", "0, 1"),
         ("FLEXATTN_HOPPER", "auto, always, never"),
+        ("FLEXATTN_BATCH_INVARIANT", "0, 1"),
     ],
 )
 @pytest.mark.parametrize("value", ["true", "ALWAYS", " 1"])
