@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexattn.integrations import flash_attn as fa
+from flexattn.integrations.flash_attn import flash_attn_3
 
 B, S, H, H_K, D = 2, 9, 4, 2, 32
 
@@ -133,6 +134,18 @@ def test_rotary(case, options, is_interleaved, r):
             queries, keys, v_cache[i, start : end + 3], options.get("causal", False), options.get("window_size", (-1, -1))
         )
         close(out[i], right)
+
+
+def test_fp8_is_rotated_in_float32(case):
+    angles = torch.rand(S + 3, D // 2, dtype=torch.float64) * 2 * math.pi
+    q, k_cache, v_cache, k, v = (t.to(torch.float8_e4m3fn) for t in case)
+    tables = angles.cos().float(), angles.sin().float()
+    ends = torch.tensor([4, 6], dtype=torch.int32)
+    out = flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, None, *tables, ends, rotary_interleaved=False)
+    assert out.dtype == torch.bfloat16
+    for i, end in enumerate((4, 6)):
+        new = turned(k[i].float(), angles[end : end + 3], False)
+        close(k_cache[i, end : end + 3].float(), new.float().to(torch.float8_e4m3fn).double())
 
 
 def test_a_cache_of_other_strides_is_written_in_place(case):

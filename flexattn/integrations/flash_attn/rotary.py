@@ -26,7 +26,7 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
         positions: int64 [t], the tables' row of each token.
     """
     r = 2 * rotary.cos.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = (table[positions][:, None].to(wide) for table in (rotary.cos, rotary.sin))
     pairs = x[..., :r].to(wide).reshape(*x.shape[:-1], *((r // 2, 2) if rotary.is_interleaved else (2, r // 2)))
     a, b = pairs.unbind(-1 if rotary.is_interleaved else -2)
