@@ -122,10 +122,16 @@ def prepare(
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
     validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
-    check_sizes = getattr(score_mod, "_flexattn_check_sizes", None)
-    if check_sizes is not None and not torch.compiler.is_compiling():
-        is_known = (q_format != "thd" or max_seqlen_q is not None), (kv_format != "thd" or max_seqlen_kv is not None)
-        check_sizes(batch, heads, *(size if known else None for size, known in zip((max_q, max_kv), is_known, strict=True)))
+    if (score_mod is not None or mask_mod is not None) and not torch.compiler.is_compiling():
+        is_exact = q_format != "thd", kv_format != "thd" and page_table is None
+        known_q, known_kv = (
+            longest if exact or given is not None else None
+            for longest, given, exact in zip((max_q, max_kv), (max_seqlen_q, max_seqlen_kv), is_exact, strict=True)
+        )
+        for mod in (score_mod, mask_mod):
+            check_sizes = getattr(mod, "_flexattn_check_sizes", None)
+            if check_sizes is not None:
+                check_sizes(batch, heads, known_q, known_kv)
     if score_mod is not None or mask_mod is not None:
         # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
         # and a block mask's full blocks are not masked.

@@ -57,7 +57,8 @@ def document(document_ids: Tensor) -> Mod:
         raise ValueError(
             f"document_ids is a {document_ids.dtype} tensor of shape {tuple(document_ids.shape)}; accepted: integers, [s] or [b, s]"
         )
-    return functools.partial(_document if document_ids.dim() == 1 else _document_of_batch, document_ids=document_ids)
+    mod = functools.partial(_document if document_ids.dim() == 1 else _document_of_batch, document_ids=document_ids)
+    return _reading(mod, "document_ids", document_ids, "bs"[-document_ids.dim() :])
 
 
 def prefix_lm(prefix_lengths: Tensor) -> Mod:
@@ -67,7 +68,7 @@ def prefix_lm(prefix_lengths: Tensor) -> Mod:
         raise ValueError(
             f"prefix_lengths is a {prefix_lengths.dtype} tensor of shape {tuple(prefix_lengths.shape)}; accepted: integers, [b]"
         )
-    return functools.partial(_prefix_lm, prefix_lengths=prefix_lengths)
+    return _reading(functools.partial(_prefix_lm, prefix_lengths=prefix_lengths), "prefix_lengths", prefix_lengths, "b")
 
 
 def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
@@ -87,13 +88,13 @@ def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
 def both(*mask_mods: Mod) -> Mod:
     """mask_mod: what all of the masks let a query see."""
     _check_masks("both", mask_mods)
-    return functools.partial(_both, mask_mods=mask_mods)
+    return _checking_parts(functools.partial(_both, mask_mods=mask_mods))
 
 
 def either(*mask_mods: Mod) -> Mod:
     """mask_mod: what any of the masks lets a query see."""
     _check_masks("either", mask_mods)
-    return functools.partial(_either, mask_mods=mask_mods)
+    return _checking_parts(functools.partial(_either, mask_mods=mask_mods))
 
 
 def softcap(cap: float | Tensor) -> Mod:
@@ -108,7 +109,7 @@ def alibi(slopes: Tensor) -> Mod:
     _check_tensor("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}; accepted: [h]")
-    return functools.partial(_alibi, slopes=slopes)
+    return _reading(functools.partial(_alibi, slopes=slopes), "slopes", slopes, "h")
 
 
 def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
@@ -124,7 +125,44 @@ def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: in
     if table.dim() != 2:
         raise ValueError(f"table has shape {tuple(table.shape)}; accepted: [buckets, h]")
     bucket_of = _t5_buckets(table.shape[0], bidirectional, max_distance).to(table.device)
-    return functools.partial(_relative_bias, table=table, bucket_of=bucket_of, max_distance=max_distance)
+    mod = functools.partial(_relative_bias, table=table, bucket_of=bucket_of, max_distance=max_distance)
+    return _reading(mod, "table", table, "-h")
+
+
+# Checks of a call's sizes, which `attention` asks a mod for where it has them: past its end a tensor has no value to read.
+
+
+def _reading(mod: Mod, name: str, tensor: Tensor, axes: str) -> Mod:
+    """Returns a mod, told to refuse calls for which a tensor that it reads is too small; axes says by what each dim is read."""
+    setattr(mod, "_flexattn_check_sizes", functools.partial(_check_sizes, name, tuple(tensor.shape), axes))  # noqa: B010
+    return mod
+
+
+def _check_sizes(
+    name: str, shape: tuple[int, ...], axes: str, batch: int, heads: int, longest_q: int | None, longest_kv: int | None
+) -> None:
+    """Raises ValueError where a dim is smaller than what reads it: b, h or a position s; a length is None where it is not known."""
+    sizes = {"b": ("sequences", batch), "h": ("heads", heads), "s": ("positions", max(longest_q or 0, longest_kv or 0))}
+    for dim, axis in enumerate(axes):
+        what, size = sizes.get(axis, ("", 0))
+        if shape[dim] < size:
+            raise ValueError(
+                f"{name} has shape {shape}, with {shape[dim]} {what} in dim {dim}, and the call has {size}; accepted: at least "
+                f"{size} there"
+            )
+
+
+def _checking_parts(mod: Any) -> Mod:
+    """Returns a combination of mask_mods, told to make their checks."""
+    checks = [check for part in mod.keywords["mask_mods"] if (check := getattr(part, "_flexattn_check_sizes", None)) is not None]
+    if checks:
+        setattr(mod, "_flexattn_check_sizes", functools.partial(_check_all, checks))  # noqa: B010
+    return mod  # type: ignore[no-any-return]
+
+
+def _check_all(checks: list[Any], *sizes: Any) -> None:
+    for check in checks:
+        check(*sizes)
 
 
 # The mods themselves: functions of the module and no closures, so that what keeps one can be pickled.

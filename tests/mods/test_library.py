@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention, create_block_mask, mods
+from flexattn.mods.captures import find_captures
 from tests.mods.test_score_mod import HEADS, HEADS_KV
 
 GPU = torch.cuda.is_available()
@@ -163,3 +165,38 @@ def test_against_the_definition(name: str, backend: str, device: str) -> None:
 def test_errors(make_mod: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_mod()
+
+
+IDS = torch.zeros(1, SKV, dtype=torch.int32)  # for one sequence, where calls have two
+SMALL = {
+    "slopes": {"score_mod": mods.alibi(torch.ones(HEADS - 1))},
+    "table": {"score_mod": mods.relative_bias(torch.ones(32, HEADS - 1))},
+    "document_ids": {"mask_mod": mods.document(IDS)},
+    "document_ids of one batch": {"mask_mod": mods.document(IDS[0, 1:])},
+    "prefix_lengths": {"mask_mod": mods.prefix_lm(torch.ones(1, dtype=torch.int32))},
+    "document_ids of a part": {"mask_mod": mods.both(mods.causal(), mods.either(mods.causal(), mods.document(IDS)))},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_tensor_with_too_few_values_for_a_call_is_named(name: str) -> None:
+    q, k = torch.randn(2, SQ, HEADS, 16), torch.randn(2, SKV, HEADS, 16)
+    with pytest.raises(ValueError, match=rf"{name.split()[0]} has shape .*accepted: at least"):
+        attention(q, k, k, **SMALL[name])
+
+
+def test_lengths_that_are_not_known_are_not_checked() -> None:
+    ids, starts = torch.zeros(4, dtype=torch.int32), torch.tensor([0, 4, 6], dtype=torch.int32)
+    x = torch.randn(6, HEADS, 16)
+    packed = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    call = {"mask_mod": mods.document(ids), **packed}
+    assert attention(x, x, x, max_seqlen_q=4, max_seqlen_kv=4, **call).shape == x.shape
+    with pytest.raises(ValueError, match="document_ids has shape"):
+        attention(x, x, x, max_seqlen_q=5, max_seqlen_kv=5, **call)
+
+
+def test_mods_of_the_library_can_be_pickled_and_keyed() -> None:
+    mod = mods.both(mods.causal(), mods.document(IDS))
+    assert find_captures(mod).key is not None
+    with pytest.raises(ValueError, match="document_ids has shape"):
+        pickle.loads(pickle.dumps(mod))._flexattn_check_sizes(2, HEADS, SQ, SKV)
