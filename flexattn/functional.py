@@ -15,7 +15,7 @@ from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, from_bshd
-from flexattn.nested import attend_nested, is_jagged
+from flexattn.nested import attend_nested, is_jagged, packed_call
 from flexattn.prepare import default_alibi_slopes, prepare
 
 if TYPE_CHECKING:
@@ -315,9 +315,7 @@ def attention(
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)
     is_nested = is_jagged(q) and is_jagged(k) and is_jagged(v)
     if is_nested or _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        if is_fp8 and is_nested:
-            raise ValueError("q, k and v are nested and the call is in FP8; accepted: their values() as thd, with their offsets()")
-        if is_fp8:
+        if is_fp8 and not is_nested:
             raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
         arguments = {
             "qkv_format": qkv_format,
@@ -353,7 +351,9 @@ def attention(
             "backend": backend,
         }
         if is_nested:
-            return attend_nested(attention, q, k, v, arguments)
+            descales = {"descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
+            of_fp8 = {"fp8_recipe": fp8_recipe, "fp8_state": fp8_state, **descales}
+            return attend_nested(attention, q, k, v, arguments | of_fp8)
         from flexattn.sharded import attend_sharded  # here, as importing torch.distributed.tensor takes long
 
         return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
@@ -547,7 +547,9 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
         _refuse_foreign(arguments[3:], named)
         raise
     call.apply_defaults()
-    x, settings, config = prepare(**call.arguments)
+    given = call.arguments
+    is_nested = is_jagged(given["q"]) and is_jagged(given["k"]) and is_jagged(given["v"])
+    x, settings, config = prepare(**(packed_call(given) if is_nested else given))
     return (x if config is None else fp8_ops.planned(x, settings, config)), settings
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention
+from flexattn import attention, explain
 
 H, H_KV, D, D_V = 4, 2, 8, 6
 Q_LENGTHS, K_LENGTHS = (5, 0, 7, 2), (3, 4, 9, 2)
@@ -118,12 +118,29 @@ def test_compiles_in_one_graph() -> None:
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x).values(), run(x).values())
 
 
+@pytest.mark.parametrize("fmt", ["bshd", "bhsd"])
+def test_explain_says_what_runs(fmt: str) -> None:
+    tensors = [jagged(parts) for parts in qkv()]
+    nested = [x if fmt == "bshd" else x.transpose(1, 2) for x in tensors]
+    lengths = {f"cu_seqlens_{side}": x.offsets().int() for side, x in (("q", tensors[0]), ("kv", tensors[1]))}
+    longest = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
+    packed = explain(
+        *(x.values() for x in tensors), qkv_format="thd", attn_mask_type="padding_causal", softcap=1.5, **lengths, **longest
+    )
+    told = explain(*nested, qkv_format=fmt, attn_mask_type="causal", softcap=1.5)
+    assert str(told) == str(packed)
+    assert told.backward is not None
+    assert explain(*(x.detach() for x in nested), qkv_format=fmt).backward is None
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "one of three": (lambda x: attention(x, x.values(), x.values()), TypeError, "q is nested"),
     "two of three": (lambda x: attention(x.values()[None], x, x), TypeError, "k is nested"),
     "thd": (lambda x: attention(x, x, x, qkv_format="thd"), ValueError, "q is nested with shape .* and qkv_format is 'thd'"),
     "another dim": (lambda x: attention(x, x, x, qkv_format="bhsd"), ValueError, "accepted: .*jagged, heads"),
     "lengths": (lambda x: attention(x, x, x, cu_seqlens_q=x.offsets().int()), ValueError, "cu_seqlens_q is given and q, k"),
+    "lengths, explained": (lambda x: explain(x, x, x, cu_seqlens_q=x.offsets().int()), ValueError, "cu_seqlens_q is given and q"),
+    "FP8, explained": (lambda x: explain(x, x, x, descale_q=torch.ones(())), ValueError, "nested and the call is in FP8"),
     "FP8": (lambda x: attention(x, x, x, descale_q=torch.ones(())), ValueError, "nested and the call is in FP8"),
 }
 
