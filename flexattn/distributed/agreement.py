@@ -1,4 +1,4 @@
-"""Agreement of the ranks, under FLEXATTN_CHECK=1: before the first collective all say what they are about to do."""
+"""Entry of calls that all ranks make: under FLEXATTN_CHECK=1 they say, before the first collective, what they are about to do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import torch.distributed as dist
 
 from flexattn.dispatch.options import check_values
 from flexattn.distributed.exchange import waiting
+from flexattn.mods.captures import runs_as_it_is
+
+
+def breaks_graphs(function: Any) -> None:
+    """Keeps torch.compile out of a function, and of all that it calls: it breaks its graph before the call.
+
+    The name is that by which torch.compiler.disable marks functions, whose import alone takes a second.
+    """
+    function._torchdynamo_disable = True
+    runs_as_it_is(function)
 
 
 def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -> None:

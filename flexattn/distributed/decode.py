@@ -12,7 +12,6 @@ from flexattn import functional, validation
 from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
 from flexattn.distributed import agreement
 from flexattn.distributed.exchange import all_gather, waiting
-from flexattn.mods.captures import runs_as_it_is
 
 NOT_TAKEN = {
     "dropout_p": "0, as this has no gradients",
@@ -117,5 +116,5 @@ def merge_over_ranks(
     return merged.contiguous(), whole.squeeze(-1).transpose(-1, -2).contiguous()
 
 
-runs_as_it_is(attention_over_ranks)
-runs_as_it_is(merge_over_ranks)
+agreement.breaks_graphs(attention_over_ranks)
+agreement.breaks_graphs(merge_over_ranks)

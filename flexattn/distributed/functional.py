@@ -18,7 +18,7 @@ from flexattn.distributed.layout import size_of
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
-from flexattn.mods.captures import find_captures, runs_as_it_is
+from flexattn.mods.captures import find_captures
 from flexattn.prepare import default_alibi_slopes
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def attention(
     return call.run()
 
 
-runs_as_it_is(attention)
+agreement.breaks_graphs(attention)
 
 
 class _Call:

@@ -32,6 +32,11 @@ def test_every_strategy_in_every_layout(ranks: int, suite: str, forked_python: F
 
 
 @pytest.mark.slow
+def test_kernels_of_triton(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "on_triton", 2, {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.slow
 def test_fsdp_and_tensor_parallelism_on_the_same_mesh(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "on_one_mesh", 4)
 

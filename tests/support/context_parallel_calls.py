@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ def results(
         t.requires_grad_(name != "alibi_slopes")
     given = arguments_of(problem, leaves, plan)
     qkv = [leaves[name] for name in "qkv"]
-    backend = "eager" if dtype is torch.float64 else None
+    backend = "eager" if dtype is torch.float64 else os.environ.get("RANKS_BACKEND")
     if plan is None:
         out, lse = flexattn.attention(*qkv, **given, backend=backend)
     else:

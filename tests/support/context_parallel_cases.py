@@ -259,7 +259,20 @@ def faults() -> None:
     checked()
 
 
-SUITES: dict[str, Any] = {f.__name__: f for f in (features, others, on_one_mesh, faults, all_features, drawn, in_float32)}
+def on_triton() -> None:
+    """Triton's kernels, interpreted: rows that a call has not, keys of others, the whole's statistics in a backward."""
+    os.environ["RANKS_BACKEND"] = "triton"
+    small = {
+        name: calls.FEATURES[name] for name in ("causal", "a sink and a softcap", "documents", "documents with mods and a sink")
+    }
+    for number, problem in enumerate(small.values()):
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
+        calls.compare(problem, [None], ["ring", STRATEGIES[number % 3]], dtype)
+
+
+SUITES: dict[str, Any] = {
+    f.__name__: f for f in (features, others, on_one_mesh, on_triton, faults, all_features, drawn, in_float32)
+}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:

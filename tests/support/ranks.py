@@ -12,7 +12,9 @@ from tests.conftest import FreshPython
 MODULE = "tests.support.context_parallel_cases"
 
 
-def run_ranks(python: FreshPython, folder: Path, what: str, ranks: int) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(
+    python: FreshPython, folder: Path, what: str, ranks: int, env: dict[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
     """Runs a suite of `MODULE`, or a script with its arguments, on as many ranks, and asserts that all of them end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -20,7 +22,7 @@ def run_ranks(python: FreshPython, folder: Path, what: str, ranks: int) -> list[
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
         of_group = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | of_group
+        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | of_group | (env or {})
         command = what.split() if ".py" in what else ["-m", MODULE, what, str(rank), str(ranks), str(folder / "rendezvous")]
         return python(*command, env=settings)
 
