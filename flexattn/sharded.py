@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from flexattn import over_sequence
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.captures import find_captures
 from flexattn.ops import new_rng_state
@@ -25,8 +26,9 @@ def attend_sharded(
 ) -> Any:
     """Returns attend(q, k, v, **arguments), where at least one of q, k and v is a DTensor.
 
-    A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; over
-    any other every rank gets all. k, v and what has heads or a batch follow q. Plain tensors count as the same on every rank.
+    A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; so does
+    one over which it is sharded by sequence, where `flexattn.distributed` is imported. Over any other every rank gets all. k, v and
+    what has heads or a batch follow q. Plain tensors count as the same on every rank.
     """
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
     q_format, kv_format = parse_format(arguments["qkv_format"])
@@ -41,11 +43,11 @@ def attend_sharded(
     if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
         arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
-    def local(x: Any, of_heads: int | None, of_batch: int | None) -> Any:
-        """Returns x's part on this rank. The dims are those of heads and batch, None where every rank takes all of x."""
+    def local(x: Any, of_heads: int | None, of_batch: int | None, of_sequence: int | None = None) -> Any:
+        """Returns x's part on this rank. The dims are those of heads, batch and tokens, None where every rank takes all of x."""
         if not isinstance(x, Tensor):
             return x
-        dims = {"heads": of_heads, "batch": of_batch, "all": None}
+        dims = {"heads": of_heads, "batch": of_batch, "sequence": of_sequence, "all": None}
         wanted = [Replicate() if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
         # A tensor that every rank has whole gets a part of its gradient from each rank with heads or rows of its own.
         partial = [Partial() if dims[kind] is None and kind != "all" else place for kind, place in zip(kinds, wanted, strict=True)]
@@ -75,26 +77,39 @@ def attend_sharded(
     for name, position in (("score_mod", 1), ("mask_mod", 0)):
         if arguments[name] is not None and (first_head or first_row):
             arguments[name] = _shifted(arguments[name], position, first_row, first_head)
-    results = attend(local(q, head_dim, b_q), local(k, kv_head_dim, b_kv), local(v, kv_head_dim, b_kv), **arguments)
+    s_q, s_kv = (q_format.index("s"), kv_format.index("s")) if dense else (None, None)
+    parts = local(q, head_dim, b_q, s_q), local(k, kv_head_dim, b_kv, s_kv), local(v, kv_head_dim, b_kv, s_kv)
+    if "sequence" in kinds and over_sequence.attend is not None:
+        group, sizes = mesh.get_group(kinds.index("sequence")), (q.shape[s_q], k.shape[s_kv])
+        results = over_sequence.attend(*parts, group, sizes, arguments)
+    else:
+        results = attend(*parts, **arguments)
 
-    def whole(x: Tensor, of_heads: int, of_batch: int | None) -> Tensor:
-        dims = {"heads": of_heads, "batch": of_batch}
+    def whole(x: Tensor, of_heads: int, of_batch: int | None, of_sequence: int | None = None) -> Tensor:
+        dims = {"heads": of_heads, "batch": of_batch, "sequence": of_sequence}
         places = [Replicate() if kind == "all" else Partial("max") if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
-        return DTensor.from_local(x, mesh, places, run_check=False)
+        if "sequence" not in kinds:
+            return DTensor.from_local(x, mesh, places, run_check=False)
+        shape = list(x.shape)  # ranks may have other numbers of tokens, so that the whole's shape is not this rank's times theirs
+        for dim, of_whole in ((of_heads, heads), (of_batch, batch), (of_sequence, q.shape[s_q])):
+            if dim is not None:
+                shape[dim] = of_whole
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, mesh, places, run_check=False, shape=torch.Size(shape), stride=strides)
 
     if isinstance(results, Tensor):
-        return whole(results, head_dim, b_q)
+        return whole(results, head_dim, b_q, s_q)
     out, *statistics = results
     lse_head = 1 if dense or q_format != "thd" else 0
     names = [name for name in ("return_lse", "return_max_logit") if arguments[name]]
-    dims = {"return_lse": (lse_head, 0), "return_max_logit": (0, None)}
-    return (whole(out, head_dim, b_q), *(whole(t, *dims[name]) for name, t in zip(names, statistics, strict=True)))
+    dims: dict[str, Any] = {"return_lse": (lse_head, 0, 2), "return_max_logit": (0, None)}
+    return (whole(out, head_dim, b_q, s_q), *(whole(t, *dims[name]) for name, t in zip(names, statistics, strict=True)))
 
 
 def _kinds(
     q: Any, q_format: str, kv_format: str, mesh: Any, arguments: dict[str, Any], heads: tuple[int, int], batch: int
 ) -> list[str]:
-    """Returns for each mesh dim what it divides: "heads", "batch", or "all" for nothing."""
+    """Returns for each mesh dim what it divides: "heads", "batch", "sequence", or "all" for nothing."""
     placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
     kinds = []
     left = {"heads": math.gcd(*heads), "batch": batch}
@@ -107,6 +122,9 @@ def _kinds(
         of_q = q_format[place.dim] if isinstance(place, Shard) else ""
         kind = {"h": "heads", "b": "batch" if batch else "all"}.get(of_q, "all")
         size = mesh.size(dim)
+        if of_q == "s" and q_format == kv_format and "sequence" not in kinds and over_sequence.can_attend(arguments):
+            kinds.append("sequence")
+            continue
         if kind != "all" and left[kind] % size == 0:
             left[kind] //= size
         else:
@@ -114,7 +132,8 @@ def _kinds(
                 warn_once(
                     f"sharded {of_q} {heads} {batch} {size}",
                     f"q is sharded over {of_q!r} of {q_format}, {size} ways, and attention() gathers it on every rank; it stays "
-                    "sharded over heads or a batch that can be divided by as many ranks, k's and v's heads too",
+                    "sharded over heads or a batch that can be divided by as many ranks, k's and v's heads too, or over the "
+                    "sequence of a dense call where flexattn.distributed is imported",
                 )
             kind = "all"
         kinds.append(kind)

@@ -54,6 +54,7 @@ NOT_TAKEN = {
     "rng_state": "none, as there is no dropout",
     "block_mask": "mask_mod=block_mask.mask_mod, whose blocks are then found in each call",
     "return_max_logit": "False",
+    "batch_invariant": "False, as bits depend on how the plan divides a sequence",
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
         "lengths on the host, as `documents` of the plan",

@@ -36,6 +36,13 @@ def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
     return tuple((run,) if run.size else () for run in cut(length, ranks))
 
 
+def chunks(length: int, ranks: int) -> tuple[Runs, ...]:
+    """Returns one run for each rank as torch.chunk and DTensor's Shard cut it: equal ones, and at the end what is left, or none."""
+    size = -(-length // ranks)
+    ends = [min(length, size * rank) for rank in range(ranks + 1)]
+    return tuple((Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends))
+
+
 def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
     """Returns for rank r the parts r and 2 ranks - 1 - r of 2 ranks: one with few keys under a causal mask, and one with many."""
     parts = cut(length, 2 * ranks)

@@ -37,6 +37,11 @@ def test_kernels_of_triton(forked_python: FreshPython, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_dtensors_that_are_sharded_over_their_sequence(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "of_dtensors", 4)
+
+
+@pytest.mark.slow
 def test_fsdp_and_tensor_parallelism_on_the_same_mesh(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "on_one_mesh", 4)
 

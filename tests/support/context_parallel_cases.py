@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -252,6 +252,41 @@ def on_one_mesh() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
 
 
+def of_dtensors() -> None:
+    """Plain attention of DTensors that are sharded over their sequence stays so, whatever else divides them, and is the whole's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    for number, (queries, keys, kind) in enumerate(((7, 7, "causal"), (3, 6, "causal_bottom_right"), (1, 5, "no_mask"))):
+        fmt = ("bshd", "sbhd", "bhsd")[number]
+        problem = calls.Problem(((queries, keys),), qkv_format=fmt if number else "")
+        whole = {name: t for name, t in calls.tensors_of(problem, torch.float64).items() if name in "qkv"}
+        bias = torch.randn(1, 4, queries, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        table = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        found = []
+        for spread in (False, True):
+            places: list[Any] = [Shard(fmt.index("s")), Shard(fmt.index("h"))]
+            leaves = [distribute_tensor(t, mesh, places) if spread else t.clone() for t in whole.values()]
+            shared = [distribute_tensor(t, mesh, [Replicate()] * 2) if spread else t.clone() for t in (bias, table)]
+            for leaf in (*leaves, *shared):
+                leaf.requires_grad_()
+            given = {"bias_type": "post_scale_bias", "bias": shared[0], "score_mod_tensors": [shared[1]], "return_lse": True}
+            given |= {"attn_mask_type": kind, "qkv_format": fmt, "score_mod": calls.by_table, "backend": "eager"}
+            results = flexattn.attention(*leaves, **given)
+            if spread:
+                assert [[*t.placements] for t in results] == [places, [Shard(2), Shard(1)]]
+            out, lse = (t.full_tensor() if spread else t for t in results)
+            (out.sin().sum() + lse.cos().sum()).backward()
+            gradients = [leaf.grad for leaf in (*leaves, *shared)]
+            found.append([out, lse, *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)])
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.0, atol=calls.EXACT)
+    tensors = [distribute_tensor(t, mesh, [Shard(1), Replicate()]) for t in torch.randn(3, 1, 4, 2, 8)]
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    for more in ({"dropout_p": 0.5}, lengths, {"return_max_logit": True}):
+        results = flexattn.attention(*tensors, return_lse=True, **more)
+        assert [*results[0].placements] == [Replicate()] * 2  # what is not split is computed by every rank
+
+
 def faults() -> None:
     """Faults of a rank reach the others."""
     left_alone()
@@ -271,7 +306,7 @@ def on_triton() -> None:
 
 
 SUITES: dict[str, Any] = {
-    f.__name__: f for f in (features, others, on_one_mesh, on_triton, faults, all_features, drawn, in_float32)
+    f.__name__: f for f in (features, others, on_one_mesh, of_dtensors, on_triton, faults, all_features, drawn, in_float32)
 }
 
 

@@ -1,0 +1,31 @@
+"""Plain `attention()` of DTensors that are sharded over their sequence: their layout is a contiguous plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flexattn.dispatch.spec import Band, make_band
+from flexattn.distributed.functional import Options, attention
+from flexattn.distributed.layout import chunks
+from flexattn.distributed.mask import Mask
+from flexattn.distributed.plans import Plan
+
+_OF_MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal")
+
+
+def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int, int], arguments: dict[str, Any]) -> Any:
+    """Returns what `attention` does of this rank's tokens, which lie as DTensor's Shard lays them.
+
+    lengths: the whole's queries and keys. arguments: those of `flexattn.attention`, of the whole.
+    """
+    mask = [arguments[name] for name in _OF_MASK]
+    taken = {name: arguments[name] for name in Options.__annotations__ if name not in _OF_MASK}
+    return attention(q, k, v, plan=_plan(group, lengths, make_band(*mask)), **taken)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(group: Any, lengths: tuple[int, int], band: Band) -> Plan:
+    queries, keys = lengths
+    runs = (chunks(queries, group.size()), chunks(keys, group.size()))
+    return Plan(group.size(), "contiguous", "auto", False, *runs, Mask(*band, (queries,), (keys,)), group)
