@@ -94,7 +94,8 @@ def _run_portable_forward(call: Forward, tile: Any) -> None:
 
 
 def _portable_splits(call: Forward, tile: Any) -> Splits:
-    return splits_of(call.problem, *portable_forward.tiles_and_room(call.problem, tile))
+    group = portable_forward.heads_of_a_tile(call.problem, tile, call.max_logit is not None)
+    return splits_of(call.problem, *portable_forward.tiles_and_room(call.problem, tile, group))
 
 
 PORTABLE_FORWARD = Family[Forward](

@@ -112,6 +112,34 @@ def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
 
 
 @triton.jit
+def queries_of_tile(first_row, META: tl.constexpr):
+    # The query of each row of a forward's tile.
+    rows = tl.arange(0, META.BLOCK_M)
+    if META.GROUP > 1:
+        rows = rows // META.GROUP
+    return first_row + rows
+
+
+@triton.jit
+def heads_of_tile(h, META: tl.constexpr):
+    # The head of each row of a forward's tile, or of all.
+    if META.GROUP > 1:
+        return h + tl.arange(0, META.BLOCK_M) % META.GROUP
+    else:
+        return h
+
+
+@triton.jit
+def offsets_of_tile(x, META: tl.constexpr):
+    # Where the rows of a forward's tile lie from its first query and head.
+    if META.GROUP > 1:
+        rows = tl.arange(0, META.BLOCK_M).to(tl.int64)
+        return (rows // META.GROUP * x.stride_s + rows % META.GROUP * x.stride_h) * META.ALIGN
+    else:
+        return row_steps(x.stride_s, META.BLOCK_M, META)[1]
+
+
+@triton.jit
 def load_head(bias, alibi, b, h, META: tl.constexpr):
     # (where a head's bias begins, its ALiBi slope)
     bias_ptr = 0.0  # never used

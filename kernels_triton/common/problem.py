@@ -150,6 +150,7 @@ class Meta(NamedTuple):
     """
 
     IS_GROUPED: bool  # several query heads share a key head
+    GROUP: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     HAS_BLOCK_SCALES: bool
     SCALE_ROWS: int  # rows of a block with a scale of its own
@@ -342,6 +343,7 @@ class Problem:
         return Meta(
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
+            GROUP=1,
             IS_FP8=self.is_fp8,
             HAS_BLOCK_SCALES=self.has_block_scales,
             SCALE_ROWS=self.scale_rows,

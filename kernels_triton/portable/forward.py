@@ -27,16 +27,19 @@ from flexattn.kernels_triton.common.primitives import (
     exponent_factor,
     fp8_product,
     head_of,
+    heads_of_tile,
     load_descale,
     load_sequence,
     load_sink,
     load_tile,
     log_of_sum,
     logits,
+    offsets_of_tile,
     packed_start,
     padding_rows,
     paged_offsets,
     positive_factor,
+    queries_of_tile,
     row_pointer,
     row_steps,
     scaled_row_max,
@@ -99,7 +102,6 @@ class _Block(NamedTuple):
 
 @triton.jit
 def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     head = block.head
@@ -109,7 +111,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
     acc1 = sums.acc1
     row_sum = sums.row_sum
     row_max = sums.row_max
-    i = block.first_row + tl.arange(0, BLOCK_M)[:, None]
+    i = queries_of_tile(block.first_row, META)[:, None]
     k_pointer = block.k_base + tl.cast(tiles.begin, tl.int64) * block.k_step
     v_pointer = block.v_base + tl.cast(tiles.begin, tl.int64) * block.v_step
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
@@ -192,7 +194,12 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     num_splits = args.num_splits
     out = args.out
     lse_ptr = args.lse_ptr
-    blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
+    GROUP: tl.constexpr = META.GROUP
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    blocks = tl.cdiv(lengths_q.max_seqlen, QUERIES)
+    groups = num_heads
+    if GROUP > 1:
+        groups = num_heads // GROUP
     pid = tl.program_id(0)
     split = 0
     if num_splits is not None:
@@ -203,30 +210,37 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         out = Rows(ptr=part_ptr, stride_b=out.stride_b, stride_s=out.stride_s, stride_h=out.stride_h)
         lse_ptr += rows_before
     block = blocks - 1 - pid % blocks  # under a causal band the last block has the most to do: start with it
-    h = pid // blocks % num_heads
-    b = pid // blocks // num_heads
-    b_h = b * num_heads + h
+    h = pid // blocks % groups
+    b = pid // blocks // groups
+    if GROUP > 1:
+        h = h * GROUP  # the first of the tile's
+    heads = heads_of_tile(h, META)
     place = (h * batch + b) * blocks + block  # where each block of queries leaves its part
     if num_splits is not None:
         place = place * num_splits + split
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
     start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
-    first_row = block * BLOCK_M
-    rows = first_row + tl.arange(0, BLOCK_M)
-    out_base = row_pointer(out, b, h, start_q, META)
-    out_step, out_offsets = row_steps(out.stride_s, BLOCK_M, META)
-    lse_base = lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b_h, tl.int64) * lengths_q.num_tokens + start_q
+    first_row = block * QUERIES
+    rows = queries_of_tile(first_row, META)
+    lse_base = lse_ptr + tl.cast(heads if META.IS_RAGGED_Q else b * num_heads + heads, tl.int64) * lengths_q.num_tokens + start_q
 
     slot_q = len_q
     if META.HAS_LENGTHS:
-        padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, BLOCK_M, META.IS_RAGGED_Q)
+        padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
         slot_q = padding.slot
-        for rows_of in tl.static_range(2 if META.IS_RAGGED_Q else 1):
-            first_padding, end_padding = (padding.begin, padding.end) if rows_of == 0 else (padding.front_begin, padding.front)
-            store_zeros(out_base, out_step, out_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
-            for row in range(first_padding, end_padding, BLOCK_M):
-                hidden = row + tl.arange(0, BLOCK_M)
-                tl.store(lse_base + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
+        out_step, row_offsets = row_steps(out.stride_s, BLOCK_M, META)
+        for own in range(GROUP):
+            own_h = h + own
+            own_out = row_pointer(out, b, own_h, start_q, META)
+            own_lse = (
+                lse_ptr + tl.cast(own_h if META.IS_RAGGED_Q else b * num_heads + own_h, tl.int64) * lengths_q.num_tokens + start_q
+            )
+            for rows_of in tl.static_range(2 if META.IS_RAGGED_Q else 1):
+                first_padding, end_padding = (padding.begin, padding.end) if rows_of == 0 else (padding.front_begin, padding.front)
+                store_zeros(own_out, out_step, row_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
+                for row in range(first_padding, end_padding, BLOCK_M):
+                    hidden = row + tl.arange(0, BLOCK_M)
+                    tl.store(own_lse + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
         if first_row >= len_q:
             if args.max_logit_ptr is not None:
                 tl.store(args.max_logit_ptr + place, float("-inf"))
@@ -234,18 +248,18 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
     h_kv = h // inputs.group_size
     q_pointer = row_pointer(inputs.q, b, h, start_q + first_row, META)
-    _, q_offsets = row_steps(inputs.q.stride_s, BLOCK_M, META)
+    q_offsets = offsets_of_tile(inputs.q, META)
     k_step, k_offsets = row_steps(inputs.k.stride_s, META.BLOCK_N, META)
     v_step, v_offsets = row_steps(inputs.v.stride_s, META.BLOCK_N, META)
     b_kv = b if inputs.pages.table_ptr is None else 0
     k_base = row_pointer(inputs.k, b_kv, h_kv, start_kv, META)
     v_base = row_pointer(inputs.v, b_kv, h_kv, start_kv, META)
     shift = (len_kv - len_q) * inputs.band.bottom_right
-    head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
-    q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, META.QK0, META.HEAD_DIM_QK, True)
+    head = head_of(inputs.scores, b, heads[:, None] if GROUP > 1 else h, len_q, len_kv, shift, MODS, META)
+    q0 = load_tile(q_pointer, q_offsets, first_row * GROUP, len_q * GROUP, 0, META.QK0, META.HEAD_DIM_QK, True)
     q1 = q0
     if META.QK1 > 0:
-        q1 = load_tile(q_pointer, q_offsets, first_row, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
+        q1 = load_tile(q_pointer, q_offsets, first_row * GROUP, len_q * GROUP, META.QK0, META.QK1, META.HEAD_DIM_QK, True)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = acc0
     if V1 > 0:
@@ -308,7 +322,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     rescale = tl.zeros([BLOCK_M], tl.float32) + (inputs.dropout.keep_scale if META.HAS_DROPOUT else 1.0)
     OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     if META.HAS_SINK:
-        sink = load_sink(inputs.softmax_offset_ptr, h, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
+        sink = load_sink(inputs.softmax_offset_ptr, heads, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
         if num_splits is not None:
             sink = tl.where(split == 0, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
@@ -337,16 +351,29 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
     tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
     out_pointer = row_pointer(out, b, h, start_q + first_row, META)
+    out_offsets = offsets_of_tile(out, META)
     out0 = tl.where(is_real[:, None], sums.acc0 * rescale[:, None], 0.0)
-    store_tile(out_pointer, out0, out_offsets, first_row, slot_q, 0, V0, META.HEAD_DIM_V)
+    store_tile(out_pointer, out0, out_offsets, first_row * GROUP, slot_q * GROUP, 0, V0, META.HEAD_DIM_V)
     if V1 > 0:
         out1 = tl.where(is_real[:, None], sums.acc1 * rescale[:, None], 0.0)
-        store_tile(out_pointer, out1, out_offsets, first_row, slot_q, V0, V1, META.HEAD_DIM_V)
+        store_tile(out_pointer, out1, out_offsets, first_row * GROUP, slot_q * GROUP, V0, V1, META.HEAD_DIM_V)
 
 
-def tiles_and_room(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """Returns (tiles of queries, programs that the device runs at once), for `number_of_splits`."""
-    tiles = -(-problem.longest_q // tile.block_m) * problem.num_heads * problem.batch
+def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -> int:
+    """Returns how many query heads of one key head share a tile, a power of 2: above 1 where queries leave half of it empty.
+
+    Then the keys are loaded once for all of them, which few queries wait for. What is one number for a tile keeps its heads apart.
+    """
+    x = problem
+    if 2 * x.longest_q > tile.block_m or x.is_fp8 or x.dropout_p > 0 or x.block_mask is not None or has_max_logit:
+        return 1
+    room = tile.block_m // x.longest_q
+    return min(x.group_size & -x.group_size, 1 << (room.bit_length() - 1))
+
+
+def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
+    """Returns (tiles of so many heads, programs that the device runs at once), for `number_of_splits`."""
+    tiles = -(-problem.longest_q // (tile.block_m // group)) * (problem.num_heads // group) * problem.batch
     return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
 
 
@@ -370,11 +397,12 @@ def attention_forward(
             max_logit.fill_(float("-inf"))
         return
     tile = tile or x.tile(FORWARD)
-    tiles, room = tiles_and_room(x, tile)
+    group = heads_of_a_tile(x, tile, max_logit is not None)
+    tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None
     parts_out = out if parts is None else parts.rows(lse)
-    meta = x.meta(tile, (parts_out,))
+    meta = x.meta(tile, (parts_out,))._replace(GROUP=group)
     largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None
     args = Arguments(
         inputs=x.inputs(meta),

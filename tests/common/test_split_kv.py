@@ -284,7 +284,7 @@ def test_what_is_launched() -> None:
     """Both families split a decoded token's keys by themselves, by shapes alone, and nothing else is launched where they do not."""
     for keys, is_split in ((65536, True), (600, False)):
         problem = problem_of(1, keys)
-        for forward, programs in ((forward_kernels.attention_forward, (32, 256)), (hopper_forward.hopper_forward, (8, 128))):
+        for forward, programs in ((forward_kernels.attention_forward, (8, 264)), (hopper_forward.hopper_forward, (8, 128))):
             with pretended_device(90, 132), recorded_launches() as launches:
                 forward(problem, torch.empty_like(problem.q), problem.q.new_empty((1, 32, 1), dtype=torch.float32))
             assert [launch.programs for launch in launches] == ([programs[1], 32] if is_split else [programs[0]])

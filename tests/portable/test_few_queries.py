@@ -1,0 +1,122 @@
+"""Query heads that share a tile of the portable forward, where queries are few: the reference's numbers for every feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn.dispatch import triton_backend
+from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import FORWARD
+from flexattn.kernels_triton.portable.forward import attention_forward, heads_of_a_tile
+from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.mods.trace import trace_mods
+from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+from tests.support.compiled_kernels import compile_sound
+
+HEADS = 8
+SLOPES = torch.tensor([0.9, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01])
+
+
+def by_head(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * (1.0 + 0.1 * h) - SLOPES[h] * (i - j).abs() + 0.1 * b
+
+
+def hides(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + j + h + b) % 3 != 0
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"attn_mask_type": "causal_bottom_right"},
+    "window": {"attn_mask_type": "causal_bottom_right", "window_size": (11, 0)},
+    "top-left window": {"window_size": (5, 7), "bottom_right_diagonal": False},
+    "softcap": {"softcap": 3.0},
+    "sink": {"softmax_type": "learnable", "softmax_offset": torch.linspace(-2, 2, HEADS)},
+    "off by one": {"softmax_type": "off-by-one"},
+    "alibi": {"bias_type": "alibi", "alibi_slopes": SLOPES},
+    "bias": {"bias_type": "post_scale_bias", "bias": torch.randn(1, HEADS, 3, 45, generator=torch.Generator().manual_seed(3))},
+    "bias before the scale": {
+        "bias_type": "pre_scale_bias",
+        "bias": torch.randn(1, 1, 3, 45, generator=torch.Generator().manual_seed(3)),
+    },
+    "score_mod": {"mods": (by_head, None)},
+    "mask_mod": {"mods": (None, hides)},
+}
+
+
+def group_of(longest: int, heads_kv: int) -> int:
+    """Heads of a tile in the interpreter, whose tiles have 32 rows."""
+    return min(HEADS // heads_kv, 1 << ((32 // longest).bit_length() - 1)) if 2 * longest <= 32 else 1
+
+
+def check(inputs: Any, splits: int | None, call: dict[str, Any], group: int) -> None:
+    given = dict(call)
+    if "mods" in given:
+        given["mods"] = trace_mods(*given["mods"])
+    spec, x = make_call(inputs, **given, return_max_logit=False)
+    problem = triton_backend.to_problem(spec, x)
+    assert heads_of_a_tile(problem, problem.tile(FORWARD)) == group
+    out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
+    rows = {"bshd": out, "sbhd": out.transpose(0, 1), "bhsd": out.transpose(1, 2), "thd": out}[spec.q_format]
+    shape = (HEADS, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, HEADS, problem.q.shape[1])
+    lse = torch.full(shape, float("nan"))
+    attention_forward(problem, rows, lse, splits=splits)
+    exact, budget = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
+    check_close("out", out, exact[0], budget[0])
+    check_close("lse", lse, exact[1], budget[1])
+
+
+@pytest.mark.sample("name", "splits")
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("heads_kv", [1, 2, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_features(name: str, heads_kv: int, splits: int | None) -> None:
+    inputs = make_inputs("bshd", lengths_q=[3, 3], lengths_kv=[45, 45], num_heads=HEADS, num_heads_kv=heads_kv)
+    check(inputs, splits, CALLS[name], group_of(3, heads_kv))
+
+
+@pytest.mark.sample("fmt")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths_q", [(2, 0, 1), (5, 3, 18), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_lengths(fmt: str, lengths_q: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Empty sequences, gaps between them, and rows past the last one."""
+    inputs = make_inputs(
+        fmt, lengths_q=lengths_q, lengths_kv=[40, 7, 21], padding=True, gap=2, num_heads=HEADS, num_heads_kv=1, dtype=dtype
+    )
+    longest = max(lengths_q) + (2 if not fmt.startswith("thd") else 0)
+    check(inputs, None, {"attn_mask_type": "padding_causal_bottom_right"}, group_of(longest, 1))
+
+
+def test_calls_that_keep_heads_apart() -> None:
+    inputs = make_inputs(lengths_q=[1], lengths_kv=[40], num_heads=HEADS, num_heads_kv=1)
+    spec, x = make_call(inputs, return_max_logit=False)
+    problem = triton_backend.to_problem(spec, x)
+    tile = problem.tile(FORWARD)
+    assert heads_of_a_tile(problem, tile) == HEADS
+    assert heads_of_a_tile(problem, tile, has_max_logit=True) == 1
+    dropped = triton_backend.to_problem(*make_call(inputs, dropout_p=0.5, rng_state=torch.tensor([1, 2]), return_max_logit=False))
+    assert heads_of_a_tile(dropped, tile) == 1
+    many = make_inputs(lengths_q=[17], lengths_kv=[40], num_heads=HEADS, num_heads_kv=1)
+    assert heads_of_a_tile(triton_backend.to_problem(*make_call(many, return_max_logit=False)), tile) == 1
+
+
+@pytest.mark.sample("capability")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_compiled(capability: int, dim: int) -> None:
+    """Decoding over pages, with lengths and splits."""
+    q = torch.zeros(8, 1, 32, dim, dtype=torch.bfloat16)
+    k = torch.zeros(8 * 512, 8, 8, dim, dtype=torch.bfloat16)
+    table, used = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    problem = Problem(q, k, k, softmax_scale=0.1, seqused_kv=used, page_table=table, max_seqlen_kv=4096)
+    with pretended_device(capability, 132), recorded_launches() as launches:
+        attention_forward(problem, torch.zeros_like(q), torch.zeros(8, 32, 1))
+    (report,) = compile_sound([request_for(launches[0], capability)])
+    assert report.spill_store_bytes <= (64 if (capability, dim) == (100, 128) else 0)  # as paged rows lie 64 bits apart
+    assert not report.warnings
