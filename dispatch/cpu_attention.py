@@ -7,6 +7,10 @@ transformers/attention.cpp). Its logsumexp of a row without keys is 0; it is -in
 
 from __future__ import annotations
 
+import contextlib
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -56,11 +60,11 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
     spec, x: a call that `takes` takes. What is not finite comes from inputs that the eager backend has rules for.
     """
     mask = _mask(spec, x)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with _without_autocast():
         found, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
         )
-        if not bool(found.sum(dtype=lse.dtype).isfinite()):
+        if not math.isfinite(found.sum().item()):
             return None
         if mask is not None and bool((lse == 0).any()):
             lse.masked_fill_(mask.isneginf().all(-1), float("-inf"))
@@ -80,7 +84,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         return None
     out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
     mask = _mask(spec, x)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.no_grad(), _without_autocast():
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *_qkv(spec, x), out, given_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
         )
@@ -89,16 +93,23 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format)), None, None, None)
 
 
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Returns what keeps autocast off; entering it where it is off takes as long as a small product."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+
+
 def _contiguous(t: Tensor) -> Tensor:
     """Returns a tensor with the strides of a new one, in dims of size 1 too."""
-    return t.contiguous().view(-1).view(t.shape)
+    copy = t.contiguous()
+    return copy.view(-1).view(t.shape) if copy is t and 1 in t.shape else copy
 
 
 def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
     """Returns q, k and v as bhsd with a last stride of 1: the operator asks q, k and v for every stride but that."""
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    bhsd = (as_bshd(t.detach(), fmt).transpose(1, 2) for t, fmt in zip((x.q, x.k, x.v), formats, strict=True))
-    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in bhsd)
+    given = (t.detach() if t.requires_grad else t for t in (x.q, x.k, x.v))
+    bhsd = [t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2) for t, fmt in zip(given, formats, strict=True)]
+    return tuple([t if t.stride(-1) == 1 else t.contiguous() for t in bhsd])
 
 
 def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
