@@ -123,9 +123,6 @@ def test_what_is_refused():
     q, k, v = inputs()
     with pytest.raises(NotImplementedError, match=r"return_attn_probs is True and dropout_p is 0\.5"):
         fa.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
-    cu_seqlens = torch.tensor([0, 5]).int()
-    with pytest.raises(NotImplementedError, match="block_table is given"):
-        fa.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 5, 5, block_table=cu_seqlens)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -144,8 +141,6 @@ def test_cache(case):
         right, right_lse = expected(q[i][None], k[i, : n + 2][None], v[i, : n + 2][None], of_one)
         close(out[i], right[0])
         close(lse[i], without_keys(right_lse[0]))
-    with pytest.raises(NotImplementedError, match="block_table is given"):
-        fa.flash_attn_with_kvcache(q, k, v, block_table=lengths)
 
 
 def test_padding_goes_and_returns():

@@ -150,13 +150,11 @@ def test_cache(is_packed, options):
         close(lse[i], right_lse[0])
 
 
-def test_cache_with_qv_and_without_pages(qkv):
+def test_cache_with_qv(qkv):
     q, k, v = (t.detach() for t in qkv)
     qv = torch.randn(B, 5, H, D)
     out = fa3.flash_attn_with_kvcache(q, k, v, qv=qv, cache_seqlens=6, causal=True)
     close(out, fa3.flash_attn_func(q, k[:, :6], v[:, :6], qv=qv, causal=True))
-    with pytest.raises(NotImplementedError, match="page_table is given"):
-        fa3.flash_attn_with_kvcache(q, k, v, page_table=torch.zeros(2, 1))
     assert fa3.get_scheduler_metadata(2, 1, 9, H, H_K, D, torch.tensor([9, 9])) is None
 
 

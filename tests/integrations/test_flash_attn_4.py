@@ -185,8 +185,6 @@ def test_combine(qkv: list[torch.Tensor]) -> None:
 def test_what_is_not_there_says_so(qkv: list[torch.Tensor], arguments: dict[str, Any], error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         cute.flash_attn_func(*qkv, **arguments)
-    with pytest.raises(NotImplementedError, match="page_table is given"):
-        cute.flash_attn_varlen_func(*qkv, page_table=torch.zeros(1))
 
 
 def test_install_gives_every_name(monkeypatch: pytest.MonkeyPatch) -> None:

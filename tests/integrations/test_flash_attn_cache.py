@@ -197,5 +197,3 @@ def test_what_is_refused(case):
     ):
         with pytest.raises(ValueError, match="rotary_cos, rotary_sin or k is missing"):
             fa.flash_attn_with_kvcache(q, k_cache, v_cache, **given, cache_seqlens=3)
-    with pytest.raises(NotImplementedError, match="block_table is given"):
-        fa.flash_attn_with_kvcache(q, k_cache, v_cache, block_table=torch.zeros(2, 1, dtype=torch.int32))

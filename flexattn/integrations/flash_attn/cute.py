@@ -74,7 +74,7 @@ def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[st
             f"mask_mod is given with causal {options.causal} and window_size {extras.window_size}; accepted: mask_mod alone, "
             "beside which FlashAttention ignores the others; write them into mask_mod"
         )
-    is_padded = any(x is not None for side in (q, k) for x in (side.cu_seqlens, side.used))
+    is_padded = any(x is not None for side in (q, k) for x in (side.cu_seqlens, side.used, side.table))
     result: dict[str, Any] = {**named(options._replace(causal=False), is_padded), **mods}
     if is_padded:
         result |= sequences.named(q, k)
@@ -86,7 +86,7 @@ def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[st
     else:
         result["window_size"] = (-1 if left is None else left, -1 if right is None else right)
     if extras.block_sparse_tensors is not None:
-        lengths = (q.x.shape[1], k.x.shape[1])
+        lengths = (q.longest, k.longest)
         result["block_mask"] = block_sparsity.block_mask_of(extras.block_sparse_tensors, result.pop("mask_mod"), lengths)
     return result
 
@@ -130,10 +130,9 @@ def _results(out: Tensor, lse: Tensor, return_lse: bool) -> tuple[Tensor, Tensor
     return out, lse if return_lse else lse.detach() if out.requires_grad else None
 
 
-def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None, page_table: Tensor | None = None) -> None:
+def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None) -> None:
     refuse("score_mod_bwd", score_mod_bwd, "leave it out: the gradient is derived from score_mod")
     refuse("gather_kv_indices", gather_kv_indices, "say which keys are seen with mask_mod")
-    refuse("page_table", page_table, "gather the pages")
 
 
 def flash_attn_func(
@@ -237,7 +236,9 @@ def flash_attn_varlen_func(
             aux_tensors, aux_scalars: as in `flash_attn_func`; mods count positions within their sequence.
         block_sparse_tensors: as in `flash_attn_func`, for a dense batch.
         min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: without effect: chosen inside.
-        gather_kv_indices, page_table, score_mod_bwd: None.
+        page_table: int32 [b, columns], the pages of each sequence, k and v being [pages, page_size, h_k, d] and [pages, page_size,
+            h_k, d_v], without cu_seqlens_k and without a gradient. None for k and v as above.
+        gather_kv_indices, score_mod_bwd: None.
         return_lse: as in `flash_attn_func`; lse is float32 [h, total_q] or [b, h, sq], with qv [total_q, h] or [b, sq, h].
 
     Raises:
@@ -246,11 +247,12 @@ def flash_attn_varlen_func(
             sequences.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
-    _refuse(score_mod_bwd, gather_kv_indices, page_table)
+    _refuse(score_mod_bwd, gather_kv_indices)
     options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
     extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
     queries, keys, qv = _queries(q, k, v, qv)
-    of_q, of_k = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k)
+    of_q = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q)
+    of_k = Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)
     out, lse = _attend(of_q, of_k, (v, qv), options, extras)
     return _results(out, lse, return_lse)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn import kv_cache, sequences
-from flexattn.integrations.flash_attn.options import Options, named, refuse
+from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.sequences import Lengths
 from flexattn.packed import unpack
 
@@ -252,7 +252,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int, or int32 [b]: where each sequence ends in its row before the call; None is s, and not with k.
         cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
         cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
-        page_table: None.
+        page_table: int32 [b, columns], the pages of each sequence, k_cache and v_cache being [pages, page_size, h_k, d] and [pages,
+            page_size, h_k, d_v]; without cache_batch_idx and cache_leftpad, in 16 or 32 bits. None for rows.
         cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q: int32 [b + 1], where each sequence's queries and new tokens start; the
             longest length of the queries, or None.
         rotary_seqlens: int32 [b], the position of each sequence's first new token and query; None is cache_seqlens.
@@ -263,14 +264,13 @@ def flash_attn_with_kvcache(
             is float32 [b, h, sq], or [h, total_q] with cu_seqlens_q.
 
     Raises:
-        NotImplementedError: page_table is given.
-        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse.
+        ValueError: cache_batch_idx or cache_leftpad with page_table; k without v or without cache_seqlens, or the reverse;
+            rotary_cos without rotary_sin or k, or the reverse.
     """
-    refuse("page_table", page_table, "gather the pages")
     kv_cache.check_new(k, v, cache_seqlens)
     b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     options = Options(0.0, softmax_scale, causal, window_size, softcap)
-    cache = kv_cache.cache_of(k_cache, v_cache, b, cache_seqlens, cache_batch_idx, cache_leftpad)
+    cache = kv_cache.cache_of((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     starts = cache.end if rotary_seqlens is None else rotary_seqlens.long()
     rotary = kv_cache.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, starts, k)
     queries = kv_cache.tokens_of(q, cu_seqlens_q)

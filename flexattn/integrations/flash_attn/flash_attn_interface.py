@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn import kv_cache
-from flexattn.integrations.flash_attn.options import Options, named, refuse
+from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.packed import unpack
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -161,19 +161,22 @@ def flash_attn_varlen_func(
         q, k, v: [total_q, h, d], [total_k, h_k, d] and [total_k, h_k, d_v].
         cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end.
         max_seqlen_q, max_seqlen_k: the longest lengths.
-        block_table: None.
+        block_table: int32 [b, columns], the pages of each sequence, k and v being [pages, page_size, h_k, d] and [pages, page_size,
+            h_k, d_v]; without a gradient. None for packed k and v.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
         return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total_q], +inf for a query that sees no key;
             and an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0, or block_table.
+        NotImplementedError: return_attn_probs with dropout_p above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    refuse("block_table", block_table, "gather the pages")
-    return _attend((q, k, v), options, return_attn_probs, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        packed |= {"qkv_format": "thd_2bshd", "page_table": block_table}
+    return _attend((q, k, v), options, return_attn_probs, packed)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -275,7 +278,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int, or int32 [b]: where each sequence ends in its row before the call; None is s, and not with k.
         cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
         cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
-        block_table: None.
+        block_table: int32 [b, columns], the pages of each sequence, k_cache and v_cache being [pages, page_size, h_k, d] and
+            [pages, page_size, h_k, d_v]; without cache_batch_idx and cache_leftpad. None for rows.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, or 0 and r / 2, 1 and r / 2 + 1, ...
         num_splits: without effect: the number is chosen inside.
@@ -283,14 +287,13 @@ def flash_attn_with_kvcache(
             key.
 
     Raises:
-        NotImplementedError: block_table is given.
-        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse.
+        ValueError: cache_batch_idx or cache_leftpad with block_table; k without v or without cache_seqlens, or the reverse;
+            rotary_cos without rotary_sin or k, or the reverse.
     """
-    refuse("block_table", block_table, "gather the pages")
     kv_cache.check_new(k, v, cache_seqlens)
     b, sq = q.shape[:2]
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    cache = kv_cache.cache_of(k_cache, v_cache, b, cache_seqlens, cache_batch_idx, cache_leftpad)
+    cache = kv_cache.cache_of((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     rotary = kv_cache.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, cache.end, k)
     queries = q.flatten(0, 1)
     if rotary is not None:

@@ -22,7 +22,10 @@ class Tokens(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values [rows, s, h_k, d], and where each sequence is: in a row, from start to end, int64 [b] each."""
+    """Keys and values [rows, s, h_k, d], and where each sequence is: in a row, from start to end, int64 [b] each.
+
+    With a table, int32 [b, columns], they are pages, and token i of a sequence is in page table[sequence, i // s], at i % s.
+    """
 
     k: Tensor
     v: Tensor
@@ -31,6 +34,7 @@ class Cache(NamedTuple):
     end: Tensor
     has_rows: bool  # else row is 0, 1, ...
     has_starts: bool  # else start is 0
+    table: Tensor | None
 
 
 def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
@@ -45,27 +49,47 @@ def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
 
 
 def cache_of(
-    k_cache: Tensor, v_cache: Tensor, b: int, seqlens: int | Tensor | None, batch_idx: Tensor | None, leftpad: Tensor | None
+    caches: tuple[Tensor, Tensor],
+    b: int,
+    seqlens: int | Tensor | None,
+    batch_idx: Tensor | None,
+    leftpad: Tensor | None,
+    table: Tensor | None,
 ) -> Cache:
     """Returns a cache by FlashAttention's arguments, b sequences being attended to.
 
     Args:
-        k_cache, v_cache: [rows, s, h_k, d] and [rows, s, h_k, d_v].
+        caches: k and v, [rows, s, h_k, d] and [rows, s, h_k, d_v].
         b: the sequences.
-        seqlens: int, or [b]: where each sequence ends in its row; None is s.
+        seqlens: int, or [b]: where each sequence ends in its row; None is s, or what a row of the table holds.
         batch_idx: [b], the row of each sequence; None is 0, 1, ... With it the rows are copied to be read.
         leftpad: [b], where each sequence starts in its row; None is 0.
+        table: int32 [b, columns], the pages of each sequence, each of s tokens; None for rows.
+
+    Raises:
+        ValueError: batch_idx or leftpad with a table.
     """
-    device = k_cache.device
-    end = torch.as_tensor(k_cache.shape[1] if seqlens is None else seqlens, device=device).long().expand(b)
+    k_cache, v_cache = caches
+    if table is not None and (batch_idx is not None or leftpad is not None):
+        name = "cache_leftpad" if batch_idx is None else "cache_batch_idx"
+        raise ValueError(
+            f"{name} is given with a table of pages; accepted: None, as in FlashAttention: the table says where tokens are"
+        )
+    device, longest = k_cache.device, k_cache.shape[1] * (1 if table is None else table.shape[1])
+    end = torch.as_tensor(longest if seqlens is None else seqlens, device=device).long().expand(b)
     row = torch.arange(b, device=device) if batch_idx is None else batch_idx.long()
     start = torch.zeros_like(end) if leftpad is None else leftpad.long()
-    return Cache(k_cache, v_cache, row, start, end, batch_idx is not None, leftpad is not None)
+    return Cache(k_cache, v_cache, row, start, end, batch_idx is not None, leftpad is not None, table)
 
 
 def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
     """Writes new tokens behind each sequence's end, in place, and returns the cache with its new ends."""
-    rows, places = cache.row[k.sequence], cache.end[k.sequence] + k.place
+    places = cache.end[k.sequence] + k.place
+    if cache.table is None:
+        rows = cache.row[k.sequence]
+    else:
+        size = cache.k.shape[1]
+        rows, places = cache.table[k.sequence, places // size].long(), places % size
     new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.place)
     cache.k[rows, places], cache.v[rows, places] = new_k, v.values
     return cache._replace(end=cache.end + k.lengths)
@@ -89,10 +113,11 @@ def attend(
         more: other arguments of `attention`.
     """
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
-    # Rows that come twice may not be slots of one packed tensor, as slots must not overlap.
-    k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
     lengths = cache.end - cache.start
-    layout: dict[str, Any] = {"qkv_format": "thd_2bshd"}
+    layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
+    if cache.table is None:
+        # Rows that come twice may not be slots of one packed tensor, as slots must not overlap.
+        k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
     if cache.has_starts:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
         starts = torch.arange(0, b + 1, device=k.device) * s

@@ -12,12 +12,26 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class Lengths(NamedTuple):
-    """Lengths of q's or k's sequences: [b, s, ...] or, with cu_seqlens, [total, ...]; used cuts each one after its first tokens."""
+    """Lengths of q's or k's sequences: [b, s, ...] or, with cu_seqlens, [total, ...]; used cuts each one after its first tokens.
+
+    With a table, int32 [b, columns], k's x is pages [pages, page_size, ...], and used or cu_seqlens says the lengths; with neither
+    they are what a row of the table holds.
+    """
 
     x: Tensor
     cu_seqlens: Tensor | None
     used: Tensor | None
     max_seqlen: int | None = None
+    table: Tensor | None = None
+
+    @property
+    def format(self) -> str:
+        return "bshd" if self.cu_seqlens is None or self.table is not None else "thd"
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens that there is room for, without cu_seqlens."""
+        return int(self.x.shape[1]) * (1 if self.table is None else self.table.shape[1])
 
     def cumulative(self) -> Tensor:
         """Returns 0 and the running sum of the lengths, int32 [b + 1]."""
@@ -25,13 +39,15 @@ class Lengths(NamedTuple):
             return torch.cat((self.used.new_zeros(1), self.used.cumsum(0))).int()
         if self.cu_seqlens is not None:
             return self.cu_seqlens
-        b, s = self.x.shape[:2]
-        return torch.arange(b + 1, dtype=torch.int32, device=self.x.device) * s
+        b = (self.x if self.table is None else self.table).shape[0]
+        return torch.arange(b + 1, dtype=torch.int32, device=self.x.device) * self.longest
 
     def named(self, side: str) -> dict[str, Any]:
         """Returns the lengths as `attention` names them, side being q or kv."""
         result: dict[str, Any] = {f"cu_seqlens_{side}": self.cumulative()}
-        if self.cu_seqlens is not None:
+        if self.table is not None:
+            result |= {"page_table": self.table, f"max_seqlen_{side}": None if self.max_seqlen is None else int(self.max_seqlen)}
+        elif self.cu_seqlens is not None:
             result[f"max_seqlen_{side}"] = None if self.max_seqlen is None else int(self.max_seqlen)
             result[f"cu_seqlens_{side}_padded"] = None if self.used is None else self.cu_seqlens
         return result
@@ -39,13 +55,12 @@ class Lengths(NamedTuple):
 
 def named(q: Lengths, k: Lengths) -> dict[str, Any]:
     """Returns the formats and lengths of both sides as `attention` names them."""
-    of_q, of_k = ("bshd" if side.cu_seqlens is None else "thd" for side in (q, k))
-    return {"qkv_format": of_q if of_q == of_k else f"{of_q}_2{of_k}"} | q.named("q") | k.named("kv")
+    return {"qkv_format": q.format if q.format == k.format else f"{q.format}_2{k.format}"} | q.named("q") | k.named("kv")
 
 
 def diagonals(q: Lengths, k: Lengths) -> int | Tensor:
     """Returns how many more keys than queries there are: an int where every sequence is whole, else int32 [b]."""
-    if all(side.cu_seqlens is None and side.used is None for side in (q, k)):
+    if all(side.cu_seqlens is side.used is side.table is None for side in (q, k)):
         return int(k.x.shape[1] - q.x.shape[1])
     return k.cumulative().diff() - q.cumulative().diff()
 
