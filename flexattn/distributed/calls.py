@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from flexattn.backward import attention_backward
 from flexattn.distributed.layout import Run
 from flexattn.distributed.mask import LocalBand, Piece, local_band
-from flexattn.distributed.origin import Mod, Origin, moved_mod, with_alibi
+from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, with_alibi
 from flexattn.functional import attention, merge_attention
 
 
@@ -283,6 +284,33 @@ def _joined_rows(pieces: tuple[Piece, ...]) -> tuple[tuple[int, int], ...]:
         else:
             found.append((piece.rows.start, piece.rows.stop))
     return tuple(found)
+
+
+def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
+    """Returns the arguments and the shared tensors of some query heads, which a call then counts from 0."""
+    bias, slopes, offset = shared.bias, shared.alibi_slopes, shared.softmax_offset
+    part = slice(*heads)
+    if scores.score_mod is not None or scores.mask_mod is not None:
+        with torch.inference_mode(False):
+            first = torch.tensor(heads.start, dtype=torch.int32).to(device)
+        moved = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
+        scores = dataclasses.replace(scores, score_mod=moved[0], mask_mod=moved[1])
+    own = shared._replace(
+        bias=bias if bias is None or bias.shape[1] == 1 else bias[:, part].detach().requires_grad_(bias.requires_grad),
+        alibi_slopes=None if slopes is None else slopes[..., part].contiguous(),
+        softmax_offset=None if offset is None else offset[part].contiguous(),
+    )
+    return scores, own
+
+
+def whole_gradients(of_part: list[Tensor | None], shared: Shared, heads: Run) -> list[Tensor | None]:
+    """Returns the gradients of all heads' shared tensors, of those of some heads: zero for the bias of the others."""
+    of_bias, *of_mods = of_part
+    if of_bias is None or shared.bias is None or shared.bias.shape[1] == 1:
+        return of_part
+    whole = of_bias.new_zeros(shared.bias.shape)
+    whole[:, slice(*heads)] = of_bias
+    return [whole, *of_mods]
 
 
 def attend_all(calls: Sequence[Call], part: Part, context: tuple[Scores, Shared], is_packed: bool) -> Results:

@@ -105,7 +105,7 @@ def merge_over_ranks(
     ranks = dist.get_world_size(group)
     received = own.new_empty(ranks * own.numel())
     with waiting("the exchange of partial results", group):
-        all_gather(received, own.view(-1), group)
+        all_gather(received, own.view(-1), group).wait()
     parts = received.view(ranks, *own.shape)
     outs, lses = parts[..., :-1], parts[..., -1:]
     if softmax_offset is not None:

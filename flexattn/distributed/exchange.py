@@ -61,39 +61,70 @@ def _moved(run: Run, row: int) -> Run:
     return Run(row, row + run.size)
 
 
-def all_gather(received: Tensor, own: Tensor, group: Any) -> None:
-    """Writes all ranks' tensors, of one shape, one after another into `received`."""
+def all_gather(received: Tensor, own: Tensor, group: Any) -> Any:
+    """Begins to write all ranks' tensors, of one shape, one after another into `received`; returns what to wait for."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
-    gather(received, own, group=group)
+    return gather(received, own, group=group, async_op=True)
 
 
-def fetch(x: Tensor, route: Route, group: Any) -> Tensor:
-    """Returns the rows [wanted, ...] that this rank needs, in the whole's order, of all ranks' x [rows, ...]."""
+class Pending(NamedTuple):
+    """A tensor that is on its way, and what to wait for; `what` names it in an error."""
+
+    received: Tensor
+    works: Sequence[Any]
+    sent: Tensor  # kept until it has been sent
+    what: str
+
+    def wait(self, group: Any) -> Tensor:
+        with waiting(self.what, group):
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+def begin_fetch(x: Tensor, route: Route, group: Any) -> Pending:
+    """Begins to bring the rows that this rank needs, of all ranks' x [rows, ...]."""
     received = x.new_empty((sum(route.receives), *x.shape[1:]))
-    with waiting("the exchange of keys and values", group):
-        if route.is_whole:
-            all_gather(received, x.contiguous(), group)
-        else:
-            sent = _pick(x, [run for runs in route.sends for run in runs])
-            dist.all_to_all_single(received, sent, list(route.receives), [size_of(runs) for runs in route.sends], group=group)
-    return _pick(received, route.order)
+    what = "the exchange of keys and values"
+    if route.is_whole:
+        sent = x.contiguous()
+        with waiting(what, group):
+            work = all_gather(received, sent, group)
+    else:
+        sent = _pick(x, [run for runs in route.sends for run in runs])
+        counts = [size_of(runs) for runs in route.sends]
+        with waiting(what, group):
+            work = dist.all_to_all_single(received, sent, list(route.receives), counts, group=group, async_op=True)
+    return Pending(received, [work], sent, what)
 
 
-def give_back(grad: Tensor, route: Route, rows: int, group: Any) -> Tensor:
-    """Returns the sum, in this rank's rows [rows, ...], of all ranks' gradients [wanted, ...] of what they fetched.
+def finish_fetch(pending: Pending, route: Route, group: Any) -> Tensor:
+    """Returns the rows [wanted, ...] that this rank needs, in the whole's order."""
+    return _pick(pending.wait(group), route.order)
 
-    Sums are made in the order of the ranks, so that they are the same in each run.
-    """
+
+def begin_return(grad: Tensor, route: Route, group: Any) -> Pending:
+    """Begins to send gradients [wanted, ...] of what was fetched to the ranks that have it."""
     arranged = grad.new_empty(grad.shape)
     row = 0
-    for run in route.order:  # the inverse of `fetch`'s last step
+    for run in route.order:  # the inverse of `finish_fetch`
         arranged[run.start : run.stop] = grad[row : row + run.size]
         row += run.size
     counts = [size_of(runs) for runs in route.sends]
     received = grad.new_empty((sum(counts), *grad.shape[1:]))
-    with waiting("the exchange of the gradients of keys and values", group):
-        dist.all_to_all_single(received, arranged, counts, list(route.receives), group=group)
-    own = grad.new_zeros((rows, *grad.shape[1:]))
+    what = "the exchange of the gradients of keys and values"
+    with waiting(what, group):
+        work = dist.all_to_all_single(received, arranged, counts, list(route.receives), group=group, async_op=True)
+    return Pending(received, [work], arranged, what)
+
+
+def finish_return(pending: Pending, route: Route, rows: int, group: Any) -> Tensor:
+    """Returns the sum, in this rank's rows [rows, ...], of all ranks' gradients of what they fetched.
+
+    Sums are made in the order of the ranks, so that they are the same in each run.
+    """
+    received = pending.wait(group)
+    own = received.new_zeros((rows, *received.shape[1:]))
     row = 0
     for run in (run for runs in route.sends for run in runs):
         own[run.start : run.stop] += received[row : row + run.size]

@@ -45,7 +45,7 @@ def moved_mod(mod: Mod | None, places: int, origin: Origin) -> Mod | None:
     return moved_document
 
 
-def of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None:
+def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None:
     """Returns the mod for a part of the heads, which begin at first_head, a 0-d tensor."""
     if mod is None:
         return None

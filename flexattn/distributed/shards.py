@@ -49,7 +49,7 @@ def unshard(plan: Plan, tensor: Tensor, *, dim: int | None = None, keys: bool = 
     padded[: own.shape[0]] = own
     received = padded.new_empty((plan.ranks * most, *own.shape[1:]))
     with waiting("unshard", plan.group):
-        all_gather(received, padded, plan.group)
+        all_gather(received, padded, plan.group).wait()
     whole = own.new_empty((length, *own.shape[1:]))
     for rank, runs in enumerate(all_runs):
         for run, rows in zip(runs, rows_of(runs), strict=True):

@@ -6,7 +6,6 @@ each rank: a rank gets the key heads that its query heads read, which several ra
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -25,11 +24,12 @@ from flexattn.distributed.calls import (
     attend_all,
     differentiate_all,
     make_calls,
+    of_heads,
     rows_first,
+    whole_gradients,
 )
 from flexattn.distributed.exchange import waiting
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
-from flexattn.distributed.origin import of_heads
 from flexattn.distributed.plans import Plan
 
 
@@ -133,23 +133,6 @@ class Ulysses(NamedTuple):
         total = (self.heads, self.plan.group)
         return _swapped(to_rows(_swapped(x, packed), self.plan.q_runs, self._split.q, total), packed).contiguous()
 
-    def _own(self, shared: Shared, device: torch.device) -> tuple[Scores, Shared]:
-        """Returns the arguments and the shared tensors of this rank's heads."""
-        run, scores = self._split.q[self.plan.rank], self.scores
-        heads = slice(*run)
-        bias, slopes, offset = shared.bias, shared.alibi_slopes, shared.softmax_offset
-        if scores.score_mod is not None or scores.mask_mod is not None:
-            first = torch.tensor(run.start, dtype=torch.int32).to(device)
-            scores = dataclasses.replace(
-                scores, score_mod=of_heads(scores.score_mod, 1, first), mask_mod=of_heads(scores.mask_mod, 0, first)
-            )
-        own = shared._replace(
-            bias=bias if bias is None or bias.shape[1] == 1 else bias[:, heads].detach().requires_grad_(bias.requires_grad),
-            alibi_slopes=None if slopes is None else slopes[..., heads].contiguous(),
-            softmax_offset=None if offset is None else offset[heads].contiguous(),
-        )
-        return scores, own
-
     def _part(self, whole_q: Tensor, kv: Tensor, dim: int) -> tuple[Part, list[int] | None]:
         places = local_key_heads(self._split, self.plan.rank, self.heads // self.heads_kv)
         if places is not None:
@@ -163,7 +146,7 @@ class Ulysses(NamedTuple):
         kv = to_heads(rows_first(k, v, packed), plan.kv_runs, self._split.kv, plan.group)
         part, _ = self._part(whole_q, kv, k.shape[-1])
         calls = _calls(plan, shared.alibi_slopes is not None, q.device)
-        found = attend_all(calls, part, self._own(shared, q.device), packed)
+        found = attend_all(calls, part, of_heads(self.scores, shared, self._split.q[plan.rank], q.device), packed)
         lse = self._to_rows(_lse_as_rows(found.lse))
         return Results(self._to_rows(found.out), _rows_as_lse(lse)), (whole_q, kv, *found)
 
@@ -176,20 +159,17 @@ class Ulysses(NamedTuple):
         own_dout = self._to_heads(dout)
         own_dlse = None if dlse is None else _rows_as_lse(self._to_heads(_lse_as_rows(dlse)))
         part, places = self._part(whole_q, kv, dim)
-        scores, own = self._own(shared, whole_q.device)
+        heads = self._split.q[plan.rank]
+        context = of_heads(self.scores, shared, heads, whole_q.device)
         calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
-        sums = differentiate_all(calls, part, Results(out, lse), (own_dout, own_dlse), (scores, own))
+        sums = differentiate_all(calls, part, Results(out, lse), (own_dout, own_dlse), context)
         dkv = rows_first(sums.dk, sums.dv, packed)
         if places is not None:
             all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
             dkv = all_heads.index_add_(-2, torch.tensor(places, device=dkv.device), dkv)
         dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
-        of_bias, *of_mods = sums.shared
-        if of_bias is not None and shared.bias is not None and shared.bias.shape[1] > 1:
-            whole = of_bias.new_zeros(shared.bias.shape)
-            whole[:, slice(*self._split.q[plan.rank])] = of_bias
-            of_bias = whole
-        return Sums(self._to_rows(sums.dq), *apart(dkv, dim, packed), [of_bias, *of_mods])
+        of_shared = whole_gradients(sums.shared, shared, heads)
+        return Sums(self._to_rows(sums.dq), *apart(dkv, dim, packed), of_shared)
 
 
 def _swapped(x: Tensor, is_packed: bool) -> Tensor:

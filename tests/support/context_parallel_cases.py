@@ -29,24 +29,25 @@ def features() -> None:
     for number, problem in enumerate(calls.FEATURES.values()):
         calls.compare(problem, *calls.sampled(problem, number + dist.get_world_size()))
     for name in ("causal", "documents"):
-        calls.compare(calls.FEATURES[name], [None], STRATEGIES)
+        calls.compare(calls.FEATURES[name], [None], calls.WAYS)
     calls.compare_drawn(range(12))
 
 
 def all_features() -> None:
     """Every feature under every strategy in every layout."""
     for problem in calls.FEATURES.values():
-        calls.compare(problem, calls.LAYOUTS, STRATEGIES)
+        calls.compare(problem, calls.LAYOUTS, calls.WAYS)
 
 
 def drawn() -> None:
-    calls.compare_drawn(range(100, 400))
+    first = 100 * dist.get_world_size()
+    calls.compare_drawn(range(first, first + 100))
 
 
 def in_float32() -> None:
     """Errors within those that one process makes in float32."""
     for name in ("causal", "a sink and a softcap", "a causal window", "documents", "documents with mods and a sink"):
-        calls.compare(calls.FEATURES[name], [None], STRATEGIES, torch.float32)
+        calls.compare(calls.FEATURES[name], [None], calls.WAYS, torch.float32)
     calls.compare_drawn(range(400, 420), torch.float32)
 
 
