@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexattn import fp8, mods, nn
+from flexattn.append import append_kv
 from flexattn.backward import Gradients, attention_backward
 from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionSpec",
     "BackendError",
     "Gradients",
+    "append_kv",
     "attention",
     "attention_backend",
     "attention_backward",

@@ -239,7 +239,7 @@ def _checked_lengths(end: str, side: Side, max_seqlen: int) -> list[int]:
     lengths: list[int] = []
     if side.cu_seqlens is not None:
         ends = side.cu_seqlens.tolist()
-        _check_cumulative(name, ends, side.x.shape[0] if side.fmt == "thd" else None)
+        check_cumulative(name, ends, side.x.shape[0] if side.fmt == "thd" else None)
         lengths = [after - before for before, after in pairwise(ends)]
         if side.cu_seqlens_padded is not None:
             _check_slots(f"{name}_padded", side.cu_seqlens_padded.tolist(), lengths, side.x.shape[0])
@@ -284,7 +284,7 @@ def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -
         last, free_from = i, end
 
 
-def _check_cumulative(name: str, values: list[int], total: int | None) -> None:
+def check_cumulative(name: str, values: list[int], total: int | None) -> None:
     if values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; accepted: 0")
     for i, (before, after) in enumerate(pairwise(values), start=1):
