@@ -213,8 +213,7 @@ def _check_values(k_cache: Tensor, x: Appended) -> None:
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, *call: Any) -> None:
-    *tensors, qkv_format = call
-    x = Appended(*tensors, formats=parse_format(qkv_format))
+    x = Appended._make((*call[:-1], parse_format(call[-1])))
     options.check_all()
     if options.check_values():
         _check_values(k_cache, x)

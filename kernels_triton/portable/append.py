@@ -24,8 +24,8 @@ class Tokens(NamedTuple):
     seqused_ptr: Pointer  # int32 [batch], how many of its tokens a sequence appends; None: all
     batch: int
     total: int
-    of_a_row: int  # of a dense tensor; 1 for [total, h, d]
-    halvings: int  # of the sequences, to find a token's by its place
+    of_a_row: int  # tokens of a row of a dense tensor; 1 for [total, h, d]
+    halvings: int  # steps in which a token's sequence is found by its place
 
 
 class Arguments(NamedTuple):

@@ -136,7 +136,7 @@ def test_all_rows_of_a_dense_tensor(way: str) -> None:
 def test_slots_of_which_a_part_is_used(way: str) -> None:
     case = Case()
     pool, full = case.pool(16, "bshd")
-    k, v = (x.flatten(0, 1) for x in case.rows())
+    k, v = (x.flatten(0, 1) for x in case.rows(fill=9.0))
     slots = torch.arange(5, dtype=torch.int32) * max(NEW)
     append_kv(
         pool.k,
