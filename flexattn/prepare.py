@@ -123,11 +123,8 @@ def prepare(
         mask_mod = block_mask.mask_mod
     validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
     if (score_mod is not None or mask_mod is not None) and not torch.compiler.is_compiling():
-        is_exact = q_format != "thd", kv_format != "thd" and page_table is None
-        known_q, known_kv = (
-            longest if exact or given is not None else None
-            for longest, given, exact in zip((max_q, max_kv), (max_seqlen_q, max_seqlen_kv), is_exact, strict=True)
-        )
+        # Sequences with lengths may be shorter than any number on the host says.
+        known_q, known_kv = (None, None) if "padding" in attn_mask_type else (max_q, max_kv)
         for mod in (score_mod, mask_mod):
             check_sizes = getattr(mod, "_flexattn_check_sizes", None)
             if check_sizes is not None:

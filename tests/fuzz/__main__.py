@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from flexattn.bench import record
+from flexattn.dispatch.spec import Results
 from tests.fuzz.calls import FEATURES, Config, Where, draw_config
 from tests.fuzz.check import check_by_name, config_seed, place
 from tests.support.guarded_memory import guarded_allocations
@@ -37,6 +38,8 @@ GRACE = 120.0  # seconds that a process may take beyond its time, to compile or 
 def features(config: Config) -> list[str]:
     """Returns the names that a drawn call is counted under."""
     found = [config.kind, config.q_format if config.q_format == config.kv_format else "mixed formats", str(config.dtype)[6:]]
+    found += ["pages"] * bool(config.page_size) + ["seqused"] * (config.lengths_in == "seqused" and config.has_lengths)
+    found += ["results elsewhere"] * (config.results != Results())
     found += [config.bias_type, config.softmax_type, f"hopper {config.hopper}"]
     found += ["lengths"] if config.has_lengths else []
     found += ["large finite negatives"] if config.extreme else []

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from flexattn import create_block_mask
+from flexattn.dispatch.spec import FORMATS, PACKINGS, Results, as_bshd
 from tests.fuzz.mods import EXTREME_MODS, INTEGERS, MASK_MODS, SCORE_MODS, SIZES, Drawn
 from tests.fuzz.oracle import Problem, Side
 from tests.support.guarded_memory import Block, Layout, write
+from tests.support.pages import LAYOUTS as PAGE_LAYOUTS
+from tests.support.pages import make_pool
 
 HALF = (torch.float16, torch.bfloat16)
 LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expanded", "last dim strided")
@@ -85,6 +88,9 @@ class Config(NamedTuple):
     # As sequences are short:
     splits: int  # in the interpreter, how many parts keys are split in; 0: as the library finds
     has_small_blocks: bool  # in the interpreter, whether masks of whole blocks are told; on eager, whether rows come in chunks
+    lengths_in: str  # "cu_seqlens" or "seqused": of dense formats
+    page_size: int  # of dense keys with lengths, which then want no gradients; 0: they lie in no pages
+    results: Results  # where out and gradients are asked to lie
 
     @property
     def heads(self) -> int:
@@ -133,7 +139,7 @@ def draw_config(seed: int, where: Where) -> Config:
     names = [*TENSORS, *(name for mods in (ALL_SCORE_MODS, MASK_MODS) for mod in mods.values() for name in mod.captures)]
     is_long = chance(0.06) and where.device == "cuda"  # from 1024 tokens on keys are split, and blocks of masks are told apart
     outputs = rng.choice([{"out"}, {"out"}, {"out", "lse"}, {"lse"}, {"out", "lse"}])
-    return Config(
+    config = Config(
         where=where,
         kind=kind,
         longest=(1100, 1300) if is_long else where.longest,
@@ -177,7 +183,17 @@ def draw_config(seed: int, where: Where) -> Config:
         hopper=rng.choice(["auto", "always", "never"]) if where.device == "cuda" else "auto",
         splits=rng.choice([0, 0, 2, 5]),
         has_small_blocks=chance(0.5),
+        lengths_in=rng.choice(["cu_seqlens", "seqused"]),
+        page_size=rng.choice([1, 3, 8, 16, 48, 64]) if chance(0.3) else 0,
+        results=Results(*(rng.choice(["", *FORMATS]) for _ in range(3)), rng.choice(["", *PACKINGS]))
+        if chance(0.15)
+        else Results(),
     )
+    if config.kind != "ordinary" or not has_lengths or kv_format not in ("bshd", "bhsd"):
+        config = config._replace(page_size=0)
+    if config.kind != "ordinary":
+        config = config._replace(lengths_in="cu_seqlens", results=Results())
+    return config._replace(wants=frozenset()) if config.page_size else config
 
 
 class Slots(NamedTuple):
@@ -219,6 +235,19 @@ class Call:
         """Returns the tensors that a gradient is asked of, by name."""
         possible = (*DIFFERENTIABLE, *(name for name in self.config.captures if name not in INTEGERS))
         return [name for name in possible if name in self.config.wants and name in self._block.tensors]
+
+    @property
+    def results(self) -> Results:
+        """Formats of results that are not those of q, k and v, as far as the call can have them."""
+        wanted, (q_format, kv_format) = self.config.results, self._formats
+        own = (q_format, q_format, kv_format)
+        formats = [w if w and (w == "thd") == (fmt == "thd") else "" for w, fmt in zip(wanted[:3], own, strict=True)]
+        q, k, v = (self.tensors[name] for name in "qkv")
+        shared = (q, k, v) if PACKINGS.get(wanted.packing, (0, 0))[0] == 3 else (k, v)
+        is_one = len({t.shape for t in shared}) == 1 and (len(shared) == 2 or q_format == kv_format)
+        if len(shared) == 3 and is_one:
+            formats[2] = formats[1]
+        return Results(*formats, wanted.packing if is_one else "")
 
     @property
     def dout(self) -> Tensor | None:
@@ -273,7 +302,26 @@ class Call:
         if c.mask_mod is not None:
             mask_mod = MASK_MODS[c.mask_mod].make(t, self._numbers)
             call |= {"mask_mod": mask_mod} if self._block_sizes is None else {"block_mask": self._block_mask(mask_mod)}
-        return call
+        if c.has_lengths and c.lengths_in == "seqused":
+            self._with_seqused(call)
+        return call | self._pages() if c.page_size and self._rows[1] else call
+
+    def _with_seqused(self, call: dict[str, Any]) -> None:
+        """Says the lengths of dense formats by seqused."""
+        for name, fmt, slots in zip(("q", "kv"), self._formats, self._slots, strict=True):
+            if fmt != "thd":
+                del call[f"cu_seqlens_{name}"]
+                call[f"seqused_{name}"] = torch.tensor(slots.lengths, dtype=torch.int32).to(self.tensors["q"].device)
+
+    def _pages(self) -> dict[str, Any]:
+        """The arguments that the same keys in pages have, other pages in each call but those that repeat it."""
+        c, lengths = self.config, self._slots[1].lengths
+        k, v = (as_bshd(self.tensors[name].detach(), c.kv_format) for name in ("k", "v"))
+        layout = PAGE_LAYOUTS[sum(lengths) % len(PAGE_LAYOUTS)]
+        pool = make_pool(k.cpu(), v.cpu(), lengths, c.page_size, layout, seed=sum(lengths))
+        fmt = c.q_format if c.q_format == pool.fmt else f"{c.q_format}_2{pool.fmt}"
+        k, v, table = (t.to(self.tensors["q"].device) for t in pool[:3])
+        return {"k": k, "v": v, "page_table": table, "qkv_format": fmt, "max_seqlen_kv": self._rows[1]}
 
     def problem(self) -> Problem:
         """The same for the oracle."""

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.spec import Results
 from tests.fuzz.calls import HALF, Call, Config, Where, draw_config
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.support.guarded_memory import Allocations
@@ -90,11 +91,17 @@ def _rms(t: Tensor) -> Tensor:
 def attend(call: Call) -> dict[str, Tensor]:
     """One call with its backward: what it returns, and the gradients by "d" and a name."""
     from flexattn import attention
+    from flexattn.in_layout import attend as attend_in_layout
 
     config, arguments = call.config, call.arguments()
     names = ["out", *(["lse"] if config.return_lse else []), *(["max_logit"] if config.return_max_logit else [])]
-    found = attention(**arguments)
-    results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+    if call.results == Results():
+        found = attention(**arguments)
+        results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+    else:
+        out, lse, max_logit = attend_in_layout(call.results, **arguments)
+        every = {"out": out, "lse": lse, "max_logit": max_logit}
+        results = {name: every[name] for name in names}
     wanted = call.wanted
     if wanted:
         seeds = {"out": call.dout, "lse": call.dlse}

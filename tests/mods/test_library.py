@@ -186,13 +186,18 @@ def test_a_tensor_with_too_few_values_for_a_call_is_named(name: str) -> None:
 
 
 def test_lengths_that_are_not_known_are_not_checked() -> None:
+    """They are on the device; max_seqlen, and the rows of a dense tensor, may be more."""
     ids, starts = torch.zeros(4, dtype=torch.int32), torch.tensor([0, 4, 6], dtype=torch.int32)
     x = torch.randn(6, HEADS, 16)
     packed = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
     call = {"mask_mod": mods.document(ids), **packed}
     assert attention(x, x, x, max_seqlen_q=4, max_seqlen_kv=4, **call).shape == x.shape
+    assert attention(x, x, x, max_seqlen_q=5, max_seqlen_kv=5, **call).shape == x.shape
+    rows = torch.randn(2, 6, HEADS, 16)
+    lengths = {"attn_mask_type": "padding", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    assert attention(rows, rows, rows, mask_mod=mods.document(ids), **lengths).shape == rows.shape
     with pytest.raises(ValueError, match="document_ids has shape"):
-        attention(x, x, x, max_seqlen_q=5, max_seqlen_kv=5, **call)
+        attention(rows, rows, rows, mask_mod=mods.document(ids))
 
 
 def test_mods_of_the_library_can_be_pickled_and_keyed() -> None:
