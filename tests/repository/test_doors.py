@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,6 +15,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 DOORS = (ROOT / "docs" / "doors.md").read_text("utf-8")
 IMPORTS = re.findall(r"^\|[^|]*\| `((?:from|import) flexattn[^`]*)`", README, re.M)
 MODULES = [f"flexattn.{name}" for name in re.findall(r"^\| \[`([\w.]+)`\]", DOORS, re.M)]
+ROWS = [line for line in DOORS.splitlines() if line.startswith("| [")]
 HELPERS = {"flex_maxima"}  # part of flex, not a door
 
 
@@ -56,16 +58,48 @@ def test_every_door_is_in_both_tables() -> None:
 
 
 def test_every_row_names_its_tests_and_every_test_of_a_door_is_named() -> None:
-    rows = [line for line in DOORS.splitlines() if line.startswith("| [")]
-    assert len(rows) > len(MODULES)
+    assert len(ROWS) > len(MODULES)
     found = set()
-    for row in rows:
+    for row in ROWS:
         patterns = re.findall(r"`(tests/[\w/*]+\.py)`", row)
         assert patterns, row
         for pattern in patterns:
             assert list(ROOT.glob(pattern)), pattern
             found |= set(ROOT.glob(pattern))
     assert set((ROOT / "tests" / "integrations").glob("test_*.py")) <= found
+
+
+class Row(NamedTuple):
+    """A row of the table of doors: its page, the names that it says are served and not, and the text of its code and tests."""
+
+    module: str
+    page: str
+    served: list[str]
+    not_served: list[str]
+    code: str
+    tests: list[str]
+
+
+def row_of(line: str) -> Row:
+    door, _, maps, does_not_map, shown_by = (cell.strip() for cell in line.strip("|").split(" | "))
+    parts = re.match(r"\[`([\w.]+)(?:\(\))?`\]\(([^)#]+)", door)
+    assert parts is not None
+    module = parts[1] if parts[1] != "attention" else "nested"
+    path = source_of(f"flexattn.{module}")
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    tests = [file for pattern in re.findall(r"`(tests/[\w/*]+\.py)`", shown_by) for file in ROOT.glob(pattern)]
+    served, not_served = (re.findall(r"`(\w{3,})(?:\(\))?`", re.sub(r"\]\([^)]*\)", "]", cell)) for cell in (maps, does_not_map))
+    code, of_tests = "".join(file.read_text("utf-8") for file in files), [file.read_text("utf-8") for file in tests]
+    return Row(module, (ROOT / "docs" / parts[2]).read_text("utf-8"), served, not_served, code, of_tests)
+
+
+@pytest.mark.parametrize("line", ROWS, ids=lambda line: line.split("`")[1])
+def test_a_row_says_what_its_code_and_tests_say(line: str) -> None:
+    row = row_of(line)
+    tests = "".join(row.tests)
+    assert [name for name in row.served if name not in row.code or name not in tests] == []
+    assert [name for name in row.not_served if name not in tests and name not in row.page] == []
+    assert all(row.module.rpartition(".")[2] in text for text in row.tests)
 
 
 def headings(page: Path) -> set[str]:
