@@ -131,7 +131,25 @@ def test_what_a_table_says_is_not_said_twice(rows: tuple[Tensor, ...], name: str
         flash_attn_3.flash_attn_with_kvcache(q, paged(k), paged(v), page_table=TABLE, **given)
 
 
-def test_pages_have_no_gradient(rows: tuple[Tensor, ...]) -> None:
+def test_pages_are_read_forward_alone(rows: tuple[Tensor, ...]) -> None:
     q, k, v = rows
-    with pytest.raises(ValueError, match="page_table is given and a gradient is asked for"):
-        cute.flash_attn_varlen_func(q.requires_grad_(), paged(k), paged(v), page_table=TABLE, seqused_k=ENDS)
+    leaf = q.flatten(0, 1).requires_grad_()
+    starts_q, starts_k = torch.arange(B + 1, dtype=torch.int32) * SQ, torch.tensor([0, 5, 13], dtype=torch.int32)
+    of_2 = fa.flash_attn_varlen_func(leaf, paged(k), paged(v), starts_q, starts_k, SQ, 8, block_table=TABLE, return_attn_probs=True)
+    of_4 = cute.flash_attn_varlen_func(
+        leaf, paged(k), paged(v), cu_seqlens_q=starts_q, max_seqlen_q=SQ, page_table=TABLE, seqused_k=ENDS
+    )
+    close(of_2[0], of_4[0])
+    for out in (of_2[0], of_4[0]):
+        with pytest.raises(NotImplementedError, match="a gradient of a call over pages is asked for"):
+            out.sum().backward()
+
+
+def test_tokens_beyond_a_row_of_the_table_are_refused(rows: tuple[Tensor, ...]) -> None:
+    q, k, v = rows
+    pages = paged(k), paged(v)
+    new = {"k": k[:, :1], "v": v[:, :1]}
+    for ends, tokens in ((13, {}), (12, new)):
+        with pytest.raises(ValueError, match="make a sequence of 13 tokens; accepted: at most 12"):
+            fa.flash_attn_with_kvcache(q, *pages, **tokens, cache_seqlens=ends, block_table=TABLE)
+    assert fa.flash_attn_with_kvcache(q, *pages, cache_seqlens=12, block_table=TABLE).shape == q.shape

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn import block_sparsity, flash_attn_3, sequences
+from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named, refuse
 from flexattn.integrations.flash_attn.sequences import Lengths
 
@@ -109,6 +110,12 @@ def _attend(
     q: Lengths, k: Lengths, tensors: tuple[Tensor, Tensor | None], options: Options, extras: _Extras
 ) -> tuple[Tensor, Tensor]:
     v, qv = tensors
+    if k.table is not None and needs_gradient(q.x, k.x, v):
+
+        def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+            return _attend(q._replace(x=x[0]), k._replace(x=x[1]), (x[2], qv), options, extras)
+
+        return forward_only(attend, (q.x, k.x, v), PAGES)
     queries, keys = q.x, k.x
     has_shared_kv = keys is v and v.shape[-1] == 512
     if qv is not None:  # q k^T + qv v^T is one product of longer rows
@@ -237,7 +244,7 @@ def flash_attn_varlen_func(
         block_sparse_tensors: as in `flash_attn_func`, for a dense batch.
         min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: without effect: chosen inside.
         page_table: int32 [b, columns], the pages of each sequence, k and v being [pages, page_size, h_k, d] and [pages, page_size,
-            h_k, d_v], without cu_seqlens_k and without a gradient. None for k and v as above.
+            h_k, d_v], without cu_seqlens_k; a backward raises. None for k and v as above.
         gather_kv_indices, score_mod_bwd: None.
         return_lse: as in `flash_attn_func`; lse is float32 [h, total_q] or [b, h, sq], with qv [total_q, h] or [b, sq, h].
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn import kv_cache, sequences
+from flexattn.integrations.flash_attn.forward_only import FP8, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.sequences import Lengths
 from flexattn.packed import unpack
@@ -39,38 +40,27 @@ class _Extras(NamedTuple):
         }
 
 
-class _ForwardOnly(torch.autograd.Function):
-    """Returns out as it is, and refuses a gradient: FlashAttention 3 takes FP8 tensors that require one, and has no backward."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            "a gradient of q, k and v in FP8 is asked for; accepted: a forward alone, as in FlashAttention; to train give q, k and "
-            "v in float16 or bfloat16, or give such with an fp8_recipe to flexattn.attention"
-        )
-
-
 def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras) -> tuple[Tensor, Tensor]:
+    if q.x.dtype == torch.float8_e4m3fn and needs_gradient(q.x, k.x, v):
+
+        def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+            return _attend(q._replace(x=x[0]), k._replace(x=x[1]), x[2], options, extras)
+
+        return forward_only(attend, (q.x, k.x, v), FP8)
     is_padded = any(x is not None for x in (q.cu_seqlens, k.cu_seqlens, q.used, k.used))
-    tensors = (q.x, k.x, v)
-    is_fp8 = q.x.dtype == torch.float8_e4m3fn
-    queries, keys, values = (x.detach() for x in tensors) if is_fp8 else tensors
+    queries, keys = q.x, k.x
     if extras.qv is not None:  # q k^T + qv v^T is one product of longer rows
-        queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, values), -1)
+        queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, v), -1)
     out, lse = attention(
         queries,
         keys,
-        values,
+        v,
         return_lse=True,
         **named(options, is_padded),
         **extras.named(queries.shape[-2] // keys.shape[-2], sequences.diagonals(q, k)),
         **(sequences.named(q, k) if is_padded else {}),
     )
-    return (_ForwardOnly.apply(out, *tensors) if is_fp8 else out), lse  # type: ignore[no-untyped-call]
+    return out, lse
 
 
 def flash_attn_func(

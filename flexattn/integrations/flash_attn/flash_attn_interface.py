@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn import kv_cache
+from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.packed import unpack
 
@@ -26,6 +27,8 @@ def _attend(tensors: tuple[Tensor, ...], options: Options, return_attn_probs: bo
             f"return_attn_probs is True and dropout_p is {options.dropout_p}; accepted: return_attn_probs with dropout_p 0, which "
             "gives (out, softmax_lse, an empty S_dmask), as the matrix with dropout is never made; leave return_attn_probs out"
         )
+    if packed is not None and packed.get("page_table") is not None and needs_gradient(*tensors):
+        return forward_only(lambda *x: _attend(x, options, return_attn_probs, packed), tensors, PAGES)
     q, k, v = tensors
     arguments = named(options, packed is not None) | (packed or {})
     if not return_attn_probs:
@@ -162,7 +165,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end.
         max_seqlen_q, max_seqlen_k: the longest lengths.
         block_table: int32 [b, columns], the pages of each sequence, k and v being [pages, page_size, h_k, d] and [pages, page_size,
-            h_k, d_v]; without a gradient. None for packed k and v.
+            h_k, d_v]; a backward raises. None for packed k and v.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
             window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
         return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total_q], +inf for a query that sees no key;

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import options as settings
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.rotary import Rotary, rotate
@@ -84,6 +85,7 @@ def cache_of(
 
 def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
     """Writes new tokens behind each sequence's end, in place, and returns the cache with its new ends."""
+    check_room(cache, k.lengths)
     places = cache.end[k.sequence] + k.place
     if cache.table is None:
         rows = cache.row[k.sequence]
@@ -93,6 +95,21 @@ def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
     new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.place)
     cache.k[rows, places], cache.v[rows, places] = new_k, v.values
     return cache._replace(end=cache.end + k.lengths)
+
+
+def check_room(cache: Cache, new: int | Tensor) -> None:
+    """Raises ValueError where a table has no room for its sequences and their new tokens: on a CPU, or under FLEXATTN_CHECK=1.
+
+    Elsewhere it would wait for the device; what lies beyond the table is not read there, and writing it is an error of the device.
+    """
+    if cache.table is None or (cache.end.is_cuda and not settings.check_values()):
+        return
+    room, longest = cache.table.shape[1] * cache.k.shape[1], int((cache.end + new).amax()) if len(cache.end) else 0
+    if longest > room:
+        raise ValueError(
+            f"cache_seqlens and the new tokens make a sequence of {longest} tokens; accepted: at most {room}, what a row of the "
+            "table of pages (block_table, page_table) holds"
+        )
 
 
 def rotate_queries(q: Tokens, rotary: Rotary, options: Options) -> Tensor:
@@ -114,6 +131,7 @@ def attend(
     """
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
     lengths = cache.end - cache.start
+    check_room(cache, 0)
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
     if cache.table is None:
         # Rows that come twice may not be slots of one packed tensor, as slots must not overlap.
