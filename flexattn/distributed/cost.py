@@ -14,6 +14,7 @@ class Rates(NamedTuple):
 
     flops: of attention's products in a second. link: bytes that a rank receives in a second. latency: seconds before a collective's
     bytes count. memory: bytes in a second that merges read and write. most_bytes: of gathered keys that "auto" may hold on a rank.
+    network: bytes that a rank receives from other hosts in a second, through a card of its own (400 Gbit/s; not measured).
     """
 
     flops: float = 6.2e14
@@ -21,6 +22,7 @@ class Rates(NamedTuple):
     latency: float = 1e-4
     memory: float = 2.5e12
     most_bytes: float = 1.6e10
+    network: float = 4.5e10
 
 
 DEFAULT_RATES = Rates()
@@ -92,18 +94,47 @@ def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -
     return _milliseconds(forward, backward, (work.received * kv_row, work.held * kv_row))
 
 
+def between_hosts(strategy: str, ranks: int, host: int, rates: Rates) -> Rates:
+    """Returns the rates at which a strategy moves bytes where ranks are in hosts of `host`; the same where there is one host.
+
+    An all-gather uses all cards of a host. Of a ring, and of halos, one rank of a host receives from another host, through one
+    card, and all wait for it. Of an all-to-all each rank receives through its own card what comes from other hosts.
+    """
+    if ranks <= host:
+        return rates
+    if strategy == "gather":
+        return rates._replace(link=min(rates.link, host * rates.network))
+    if strategy == "ulysses":
+        remote = (ranks - host) / ranks
+        return rates._replace(link=1 / ((1 - remote) / rates.link + remote / rates.network))
+    return rates._replace(link=rates.network)
+
+
+def predict_hosts(work: Work, heads: Heads, hosts: int, host: int, rates: Rates) -> Prediction:
+    """Returns the time of heads for tokens inside each host, and of the ring of hosts that follows. work: one rank's, in one step.
+
+    A rank has 1 / host of the heads of a host's tokens: as many bytes and scores as all heads of its own tokens would be.
+    """
+    own, own_kv = work.own_q, work.per_step
+    inside = predict("ulysses", Work((0.0,), 0, 0, own, own * host, own_kv * host), heads, host, rates)
+    steps = Work((work.areas[0] / hosts,) * hosts, own_kv, own_kv, own, own, 2 * own_kv)
+    between = predict("ring", steps, heads, hosts, rates._replace(link=rates.network))
+    forward, backward = inside.forward_ms + between.forward_ms, inside.backward_ms + between.backward_ms
+    return Prediction(forward, backward, inside.received_bytes + between.received_bytes, between.held_bytes)
+
+
 def _milliseconds(forward: float, backward: float, sizes: tuple[float, float]) -> Prediction:
     return Prediction(forward * 1e3, backward * 1e3, int(sizes[0]), int(sizes[1]))
 
 
 def table(predictions: Mapping[str, Prediction | str], taken: str) -> list[str]:
     """Returns lines of text: one strategy each."""
-    lines = ["strategy   forward ms  backward ms  received MiB  held MiB"]
+    lines = ["strategy      forward ms  backward ms  received MiB  held MiB"]
     for name, found in predictions.items():
         mark = "  <- taken" if name == taken else ""
         if isinstance(found, str):
-            lines.append(f"{name:10} {found}{mark}")
+            lines.append(f"{name:13} {found}{mark}")
         else:
             sizes = f"{found.received_bytes / 2**20:13.1f} {found.held_bytes / 2**20:9.1f}"
-            lines.append(f"{name:10} {found.forward_ms:10.3f} {found.backward_ms:12.3f} {sizes}{mark}")
+            lines.append(f"{name:13} {found.forward_ms:10.3f} {found.backward_ms:12.3f} {sizes}{mark}")
     return lines

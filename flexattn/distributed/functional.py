@@ -97,7 +97,8 @@ def attention(
         k, v: this rank's keys and values, as `shard(plan, k, keys=True)` gives them.
         plan: what `plan` made, with a group.
         strategy: "gather" (all keys come to each rank), "halo" (those keys that its queries see), "ulysses" (heads for tokens),
-            "ring" (keys travel from rank to rank), "auto" (the least time predicted), or None for the plan's.
+            "ring" (keys travel from rank to rank), "ulysses+ring" (heads inside a host, a ring between hosts), "auto" (the least
+            time predicted), or None for the plan's.
         qkv_format: "bshd", "sbhd" or "bhsd"; "thd" and nothing else for a plan with documents. None is the one that fits.
         attn_mask_type, window_size, bottom_right_diagonal: None for the plan's mask; else the mask of this call, over the plan's
             tokens: layers with a window and layers without one share a plan.
@@ -175,7 +176,10 @@ class _Call:
         heads = Heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size(), 1 if plan.is_packed else q.shape[0])
         chosen = plan.chosen(heads, strategy)
         runner: Strategy
-        if chosen == "ulysses":
+        if chosen == "ulysses+ring":
+            inside, between = plan.inside_host()
+            runner = Ulysses(inside, scores, heads.q, heads.kv, between)
+        elif chosen == "ulysses":
             runner = Ulysses(plan, scores, heads.q, heads.kv)
         else:
             runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexattn.dispatch.spec import OPEN_WINDOW, as_index, make_band
 from flexattn.distributed import layout as layouts
-from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, predict, table
+from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, between_hosts, predict, predict_hosts, table
 from flexattn.distributed.layout import LAYOUTS, Run, Runs, common, joined, row_of, rows_of, size_of, union
 from flexattn.distributed.mask import Mask, Piece, make_piece
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-STRATEGIES = ("gather", "halo", "ulysses", "ring")
+STRATEGIES = ("gather", "halo", "ulysses", "ring", "ulysses+ring")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,9 @@ class Plan:
         is_packed: bool, whether there are documents, so that tensors are [tokens, ...] and not [batch, tokens, ...].
         q_runs, kv_runs: for each rank the runs of the whole's queries and keys that it holds, in its order.
         mask: the documents and the band.
+        host: int, the ranks of one host, all where the plan was made of one dim.
         group: the process group, or None for a plan that is only looked at.
+        of_hosts: of a plan of two dims the groups of this rank in them: one rank of each host, and the ranks of its host.
     """
 
     ranks: int
@@ -44,12 +46,23 @@ class Plan:
     q_runs: tuple[Runs, ...]
     kv_runs: tuple[Runs, ...]
     mask: Mask
+    host: int
     group: ProcessGroup | None = dataclasses.field(default=None, repr=False)
+    of_hosts: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def digest(self) -> str:
         """Returns a text that is equal for equal plans, in any process."""
-        whole = (self.ranks, self.layout, self.strategy, self.is_packed, self.q_runs, self.kv_runs, dataclasses.astuple(self.mask))
+        whole = (
+            self.ranks,
+            self.host,
+            self.layout,
+            self.strategy,
+            self.is_packed,
+            self.q_runs,
+            self.kv_runs,
+            dataclasses.astuple(self.mask),
+        )
         return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -59,14 +72,16 @@ class Plan:
         return hash(self.digest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"group": None}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"group": None, "of_hosts": None}
 
     def on(self, group_or_mesh: ProcessGroup | DeviceMesh) -> Plan:
         """Returns the plan for a group of as many ranks, as an unpickled plan needs it."""
-        ranks, group = _group_of(group_or_mesh)
-        if ranks != self.ranks:
-            raise ValueError(f"group_or_mesh has {ranks} ranks and the plan {self.ranks}; accepted: as many")
-        return dataclasses.replace(self, group=group)
+        ranks, host, group, of_hosts = _group_of(group_or_mesh)
+        if (ranks, host) != (self.ranks, self.host):
+            raise ValueError(
+                f"group_or_mesh has {ranks} ranks, {host} a host, and the plan {self.ranks}, {self.host} a host; accepted: as many"
+            )
+        return dataclasses.replace(self, group=group, of_hosts=of_hosts)
 
     @property
     def rank(self) -> int:
@@ -146,14 +161,32 @@ class Plan:
         found: dict[str, Prediction | str] = {}
         for strategy in STRATEGIES:
             refusal = self.refusal(strategy, heads)
-            found[strategy] = refusal or predict(strategy, self.work(strategy), heads, self.ranks, rates)
+            if refusal:
+                found[strategy] = refusal
+            elif strategy == "ulysses+ring":
+                most_q, most_kv = (max(size_of(runs) for runs in of) for of in (self.q_runs, self.kv_runs))
+                area = float(max(self.area(rank) for rank in range(self.ranks)))
+                work = Work((area,), most_kv, most_kv, most_q, most_q, most_kv)
+                found[strategy] = predict_hosts(work, heads, self.ranks // self.host, self.host, rates)
+            else:
+                reached = between_hosts(strategy, self.ranks, self.host, rates)
+                found[strategy] = predict(strategy, self.work(strategy), heads, self.ranks, reached)
         return found
 
     def refusal(self, strategy: str, heads: Heads) -> str:
         """Returns the reason why a strategy cannot run, or ""."""
         if strategy == "ulysses" and heads.q < self.ranks:
             return f"{heads.q} heads for {self.ranks} ranks; accepted: at least one head for each"
+        if strategy == "ulysses+ring":
+            if self.host == self.ranks:
+                return "a plan of one dim; accepted: a mesh of two dims, (hosts, GPUs of a host)"
+            if heads.q < self.host:
+                return f"{heads.q} heads for {self.host} ranks of a host; accepted: at least one head for each"
         return ""
+
+    def inside_host(self) -> tuple[Plan, Plan]:
+        """Returns this rank's plan among the ranks of its host, over the host's tokens, and the plan of all hosts' tokens."""
+        return _inside_host(self)
 
     def chosen(self, heads: Heads, strategy: str | None = None, rates: Rates = DEFAULT_RATES) -> str:
         """Returns the strategy that runs: the one given, else the plan's, else the one with the least time predicted."""
@@ -205,6 +238,27 @@ def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
     return found
 
 
+@functools.lru_cache(maxsize=32)
+def _inside_host(plan: Plan) -> tuple[Plan, Plan]:
+    if plan.of_hosts is None:
+        raise ValueError("the plan has no process groups of hosts; accepted: one made of a mesh of two dims, or plan.on(mesh)")
+    between, inside = plan.of_hosts
+    here = plan.rank // plan.host
+    ranks_here = slice(here * plan.host, (here + 1) * plan.host)
+    hosts: list[tuple[Runs, ...]] = []
+    own: list[tuple[Runs, ...]] = []
+    for of_all in (plan.q_runs, plan.kv_runs):
+        of_hosts = [union(run for runs in of_all[i : i + plan.host] for run in runs) for i in range(0, plan.ranks, plan.host)]
+        rows = rows_of(of_hosts[here])
+        places = [[(row_of(run.start, of_hosts[here], rows), run.size) for run in runs] for runs in of_all[ranks_here]]
+        hosts.append(tuple(of_hosts))
+        own.append(tuple(tuple(Run(row, row + size) for row, size in runs) for runs in places))
+    count = plan.ranks // plan.host
+    inner: dict[str, Any] = {"ranks": plan.host, "host": plan.host, "q_runs": own[0], "kv_runs": own[1], "group": inside}
+    outer: dict[str, Any] = {"ranks": count, "host": count, "q_runs": hosts[0], "kv_runs": hosts[1], "group": between}
+    return dataclasses.replace(plan, **inner, of_hosts=None), dataclasses.replace(plan, **outer, of_hosts=None)
+
+
 @functools.lru_cache(maxsize=256)
 def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
     predictions = plan.predictions(heads, rates)
@@ -214,7 +268,7 @@ def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
 
 
 def plan(
-    group_or_mesh: ProcessGroup | DeviceMesh | int,
+    group_or_mesh: ProcessGroup | DeviceMesh | int | tuple[int, int],
     *,
     length: int | tuple[int, int] | None = None,
     documents: Sequence[int] | Sequence[tuple[int, int]] | None = None,
@@ -227,7 +281,8 @@ def plan(
     """Returns the plan of a sequence, or of packed documents, over the ranks of a group. Nothing is sent.
 
     Args:
-        group_or_mesh: a process group, a one-dimensional DeviceMesh (as mesh["cp"]), or a number of ranks, for a plan to look at.
+        group_or_mesh: a process group, a DeviceMesh of one dim (as mesh["cp"]) or of two that have names (hosts, GPUs of a host),
+            or a number of ranks, or a pair of them, for a plan to look at.
         length: the whole's tokens, where it is one sequence (of a batch of any size): tensors are [batch, tokens, ...]. A pair is
             for other keys than queries: (queries, keys).
         documents: lengths of packed documents, 0 allowed, in place of `length`: tensors are [tokens, ...]. Pairs as for `length`.
@@ -236,12 +291,13 @@ def plan(
         layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (chunks by their numbers of scores); or
             None: the first for windows, for masks that are not causal and for other keys than queries, the second for one causal
             sequence, the third for packed documents.
-        strategy: "gather", "halo", "ulysses", "ring", or "auto": the least time predicted (`Plan.explain`).
+        strategy: "gather", "halo", "ulysses", "ring", "ulysses+ring" (heads inside a host, a ring between hosts; of a mesh of two
+            dims), or "auto": the least time predicted (`Plan.explain`).
 
     Raises:
         ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
     """
-    ranks, group = _group_of(group_or_mesh)
+    ranks, host, group, of_hosts = _group_of(group_or_mesh)
     left, right, bottom_right = make_band(attn_mask_type, window_size, bottom_right_diagonal)
     if (length is None) == (documents is None):
         raise ValueError(f"length is {length} and documents {'None' if documents is None else 'given'}; accepted: one of the two")
@@ -266,7 +322,7 @@ def plan(
     else:
         q_runs = layouts.dealt(total_q, ranks, mask.area)
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
-    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, group)
+    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts)
 
 
 def _lengths(name: str, value: Any) -> tuple[int, int]:
@@ -280,19 +336,26 @@ def _lengths(name: str, value: Any) -> tuple[int, int]:
     )
 
 
-def _group_of(group_or_mesh: Any) -> tuple[int, Any]:
-    """Returns the number of ranks and the process group, None for a bare number."""
-    count = as_index(group_or_mesh)
-    if count is not None:
-        if count < 1:
-            raise ValueError(f"group_or_mesh is {count}; accepted: a process group, a DeviceMesh of one dim, or at least one rank")
-        return count, None
+def _group_of(group_or_mesh: Any) -> tuple[int, int, Any, Any]:
+    """Returns the numbers of ranks and of those in a host, the process group, and those of a mesh of two dims; None for numbers."""
+    sizes = group_or_mesh if isinstance(group_or_mesh, tuple) and len(group_or_mesh) == 2 else (1, group_or_mesh)
+    hosts, host = (as_index(size) for size in sizes)
+    if hosts is not None and host is not None:
+        if hosts < 1 or host < 1:
+            raise ValueError(f"group_or_mesh is {group_or_mesh}; accepted: a process group, a DeviceMesh, or at least one rank")
+        return hosts * host, host, None, None
     if hasattr(group_or_mesh, "get_group"):
+        if group_or_mesh.ndim == 2:
+            if not group_or_mesh.mesh_dim_names:
+                raise ValueError("group_or_mesh is a mesh of two dims without names; accepted: one with mesh_dim_names")
+            group = group_or_mesh._flatten().get_group()
+            return group.size(), group_or_mesh.size(1), group, (group_or_mesh.get_group(0), group_or_mesh.get_group(1))
         if group_or_mesh.ndim != 1:
-            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, as mesh['cp']")
+            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, as mesh['cp'], or two")
         group_or_mesh = group_or_mesh.get_group()
     if not hasattr(group_or_mesh, "rank") or not hasattr(group_or_mesh, "size"):
         raise TypeError(
-            f"group_or_mesh is a {type(group_or_mesh).__name__}; accepted: a process group, a DeviceMesh of one dim, or a number"
+            f"group_or_mesh is a {type(group_or_mesh).__name__}; accepted: a process group, a DeviceMesh of one or two dims, or a "
+            "number"
         )
-    return group_or_mesh.size(), group_or_mesh
+    return group_or_mesh.size(), group_or_mesh.size(), group_or_mesh, None

@@ -1,13 +1,9 @@
 """Model of cost past one machine: `python -m flexattn.distributed.scaling` prints it, and what was measured on one.
 
 A causal sequence, 32 heads over 8, head dim 128, bf16, forward and backward, on hosts of eight GPUs. Inside a host all GPUs reach
-each other at one rate; between hosts each has a network card of its own. It is `cost.predict` with these differences:
-
-- gather: NCCL's all-gather uses all cards of a host, so a rank receives at the rate of eight, or of the link where that is less.
-- ring: of each host one GPU sends to the next host, through one card, and every step waits for it.
-- ulysses: what comes from other hosts comes through a rank's own card.
-- ulysses in hosts, ring between them: heads for tokens inside a host, then a ring of hosts in which every GPU sends through its own
-  card. It has eight times the work of the flat ring in each step to hide the same bytes behind. It is modelled, and not there yet.
+each other at one rate; between hosts each has a network card of its own (`cost.between_hosts`). "ulysses+ring" is heads for tokens
+inside a host, then a ring of hosts in which every GPU sends through its own card: it has eight times the work of the flat ring in
+each step to hide the same bytes behind.
 """
 
 from __future__ import annotations
@@ -15,16 +11,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from flexattn.distributed.cost import BACKWARD_WORK, DEFAULT_RATES, Heads, Prediction, Rates, Work, predict
+from flexattn.distributed.cost import (
+    BACKWARD_WORK,
+    DEFAULT_RATES,
+    Heads,
+    Prediction,
+    Rates,
+    Work,
+    between_hosts,
+    predict,
+    predict_hosts,
+)
 from flexattn.distributed.plans import plan
 
 HOST = 8  # GPUs
-NETWORK = 4.5e10  # bytes a second through one card of 400 Gbit/s
 HEADS = Heads(32, 8, 128, 128, 2, 1)
 GPUS = (8, 16, 64, 256, 1024)
 LENGTHS = (131072, 1048576, 10485760)
-BOTH = "ulysses in hosts, ring between"
-STRATEGIES = ("gather", "ring", "ulysses", BOTH)
+STRATEGIES = ("gather", "ring", "ulysses", "ulysses+ring")
 
 # Milliseconds of a prototype of these strategies on two H200s: forward, forward and backward. Window 0 is none.
 MEASURED = {
@@ -43,32 +47,18 @@ def efficiency(strategy: str, gpus: int, length: int, rates: Rates = DEFAULT_RAT
     """Returns the share of a forward and backward in which GPUs compute; None where heads are too few."""
     area, own, hosts = length * length / 2 / gpus, length // gpus, max(1, gpus // HOST)
     ideal = 2 * area * HEADS.q * (HEADS.dim + HEADS.dim_v) / rates.flops * (1 + BACKWARD_WORK) * 1e3
-    remote = (gpus - min(gpus, HOST)) / gpus
     if strategy == "ulysses" and gpus > HEADS.q:
         return None
-    if strategy == "gather":
-        reach = min(rates.link, HOST * NETWORK) if hosts > 1 else rates.link
-        found = predict("gather", Work((area,), length - own, 0, own, own, length), HEADS, gpus, rates._replace(link=reach))
-    elif strategy == "ring":
-        reach = NETWORK if hosts > 1 else rates.link
-        found = predict("ring", Work((area / gpus,) * gpus, own, own, own, own, 2 * own), HEADS, gpus, rates._replace(link=reach))
-    elif strategy == "ulysses":
-        reach = 1 / ((1 - remote) / rates.link + remote / NETWORK)
-        found = predict("ulysses", Work((area,), 0, 0, own, length, length), HEADS, gpus, rates._replace(link=reach))
+    if strategy == "ulysses+ring":
+        found = predict_hosts(Work((area,), own, own, own, own, own), HEADS, hosts, HOST, rates)
     else:
-        found = _of_hosts(area, own, hosts, rates)
+        works = {
+            "gather": Work((area,), length - own, 0, own, own, length),
+            "ring": Work((area / gpus,) * gpus, own, own, own, own, 2 * own),
+            "ulysses": Work((area,), 0, 0, own, length, length),
+        }
+        found = predict(strategy, works[strategy], HEADS, gpus, between_hosts(strategy, gpus, HOST, rates))
     return ideal / (found.forward_ms + found.backward_ms)
-
-
-def _of_hosts(area: float, own: int, hosts: int, rates: Rates) -> Prediction:
-    """Returns the time of heads for tokens inside each host, and of the ring of hosts that follows."""
-    tokens = own * HOST
-    inside = predict("ulysses", Work((0.0,), 0, 0, own, tokens, tokens), HEADS, HOST, rates)
-    # A rank has 1/8 of the heads of eight ranks' tokens: as many bytes and scores as all heads of its own would be.
-    work = Work((area / hosts,) * hosts, own, own, own, own, 2 * own)
-    between = predict("ring", work, HEADS, hosts, rates._replace(link=NETWORK))
-    forward, backward = inside.forward_ms + between.forward_ms, inside.backward_ms + between.backward_ms
-    return Prediction(forward, backward, inside.received_bytes + between.received_bytes, between.held_bytes)
 
 
 def lines() -> Iterator[str]:

@@ -28,4 +28,4 @@ def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int,
 def _plan(group: Any, lengths: tuple[int, int], band: Band) -> Plan:
     queries, keys = lengths
     runs = (chunks(queries, group.size()), chunks(keys, group.size()))
-    return Plan(group.size(), "contiguous", "auto", False, *runs, Mask(*band, (queries,), (keys,)), group)
+    return Plan(group.size(), "contiguous", "auto", False, *runs, Mask(*band, (queries,), (keys,)), group.size(), group)

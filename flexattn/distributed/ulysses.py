@@ -31,6 +31,7 @@ from flexattn.distributed.calls import (
 from flexattn.distributed.exchange import waiting
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.plans import Plan
+from flexattn.distributed.ring import Ring
 
 
 class Split(NamedTuple):
@@ -111,12 +112,16 @@ def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> list[Call]
 
 
 class Ulysses(NamedTuple):
-    """A call of attention by heads; `heads` and `heads_kv` are the whole's."""
+    """A call of attention by heads; `heads` and `heads_kv` are the whole's.
+
+    between: where `plan` has the ranks and tokens of one host, the plan of all hosts, over which a ring goes on; else None.
+    """
 
     plan: Plan
     scores: Scores
     heads: int
     heads_kv: int
+    between: Plan | None = None
 
     @property
     def _split(self) -> Split:
@@ -145,8 +150,11 @@ class Ulysses(NamedTuple):
         whole_q = self._to_heads(q)
         kv = to_heads(rows_first(k, v, packed), plan.kv_runs, self._split.kv, plan.group)
         part, _ = self._part(whole_q, kv, k.shape[-1])
-        calls = _calls(plan, shared.alibi_slopes is not None, q.device)
-        found = attend_all(calls, part, of_heads(self.scores, shared, self._split.q[plan.rank], q.device), packed)
+        context = of_heads(self.scores, shared, self._split.q[plan.rank], q.device)
+        if self.between is None:
+            found = attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, packed)
+        else:
+            found, _ = Ring(self.between, context[0]).forward(*part, context[1])
         lse = self._to_rows(_lse_as_rows(found.lse))
         return Results(self._to_rows(found.out), _rows_as_lse(lse)), (whole_q, kv, *found)
 
@@ -161,15 +169,18 @@ class Ulysses(NamedTuple):
         part, places = self._part(whole_q, kv, dim)
         heads = self._split.q[plan.rank]
         context = of_heads(self.scores, shared, heads, whole_q.device)
-        calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
-        sums = differentiate_all(calls, part, Results(out, lse), (own_dout, own_dlse), context)
+        if self.between is None:
+            calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
+            sums = differentiate_all(calls, part, Results(out, lse), (own_dout, own_dlse), context)
+        else:
+            sums = Ring(self.between, context[0]).backward((*part, out, lse), (own_dout, own_dlse), context[1])
         dkv = rows_first(sums.dk, sums.dv, packed)
         if places is not None:
             all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
             dkv = all_heads.index_add_(-2, torch.tensor(places, device=dkv.device), dkv)
         dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
         of_shared = whole_gradients(sums.shared, shared, heads)
-        return Sums(self._to_rows(sums.dq), *apart(dkv, dim, packed), of_shared)
+        return Sums(self._to_rows(sums.dq.to(whole_q.dtype)), *apart(dkv, dim, packed), of_shared)
 
 
 def _swapped(x: Tensor, is_packed: bool) -> Tensor:

@@ -38,6 +38,11 @@ def test_kernels_of_triton(forked_python: FreshPython, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_heads_inside_hosts_and_a_ring_between(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "in_hosts", 4)
+
+
+@pytest.mark.slow
 def test_dtensors_that_are_sharded_over_their_sequence(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "of_dtensors", 4)
 

@@ -135,7 +135,8 @@ def test_explain_shows_each_strategy_and_the_one_taken() -> None:
     plan = distributed.plan(64, length=131072)
     text = plan.explain(q, k, k)
     assert "layout zigzag: up to 2 run(s) a rank; the slowest has 1.00 of the mean" in text
-    assert "ulysses    32 heads for 64 ranks" in text
+    assert re.search("^ulysses +32 heads for 64 ranks", text, re.MULTILINE)
+    assert re.search(r"^ulysses\+ring .*<- taken$", distributed.plan((8, 8), length=131072).explain(q, k, k), re.MULTILINE)
     assert len(re.findall(r"<- taken", text)) == 1
     small = plan.explain(q, k, k, rates=distributed.Rates(most_bytes=1e8))
     assert re.search(r"^ring .*<- taken$", small, re.MULTILINE), small  # gathered keys are more
@@ -208,6 +209,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "return_max_logit is given": {"return_max_logit": True},
     "causal is no argument of flexattn.distributed.attention; accepted: plan": {"causal": True},
     "strategy is 'ulysses' with 1 heads for 2 ranks": {"strategy": "ulysses"},
+    r"strategy is 'ulysses\+ring' with a plan of one dim": {"strategy": "ulysses+ring"},
     "strategy is 'alltoall'": {"strategy": "alltoall"},
     "q has 3 tokens on rank 1; accepted: the 4 that the plan gives it": {"q": torch.zeros(1, 3, 1, 8)},
     "q has dtype torch.float8_e4m3fn; accepted: a local tensor": {"q": torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)},

@@ -39,6 +39,16 @@ def all_features() -> None:
         calls.compare(problem, calls.LAYOUTS, calls.WAYS)
 
 
+def in_hosts() -> None:
+    """Two hosts of two ranks: heads for tokens inside, a ring between; and other strategies over the same mesh."""
+    calls.GROUP = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "gpu"))
+    for number, problem in enumerate(calls.FEATURES.values()):
+        calls.compare(problem, [calls.LAYOUTS[number % 3]], ["ulysses+ring"])
+    for name in ("causal", "documents with mods and a sink"):
+        calls.compare(calls.FEATURES[name], calls.LAYOUTS, ["ulysses+ring", "auto"])
+    calls.compare_drawn(range(500, 530), way="ulysses+ring")
+
+
 def drawn() -> None:
     first = 100 * dist.get_world_size()
     calls.compare_drawn(range(first, first + 100))
@@ -158,7 +168,7 @@ def repeated() -> None:
     """Runs are equal to the bit, in each strategy."""
     problem = calls.FEATURES["documents"]
     plan = distributed.plan(dist.group.WORLD, **problem.plan_arguments)
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES[:4]:
         first, *others = (
             calls.results(problem, calls.tensors_of(problem, torch.float32), torch.float32, plan, strategy) for _ in range(3)
         )
@@ -306,9 +316,9 @@ def on_triton() -> None:
         calls.compare(problem, [None], ["ring", STRATEGIES[number % 3]], dtype)
 
 
-SUITES: dict[str, Any] = {
-    f.__name__: f for f in (features, others, on_one_mesh, of_dtensors, on_triton, faults, all_features, drawn, in_float32)
-}
+QUICK = (features, others, faults)
+SLOW = (all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
+SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW)}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:
