@@ -121,14 +121,18 @@ def test_version_4_varlen(rows: tuple[Tensor, ...], case: str, is_packed: bool) 
         close(out.view_as(q)[i], right[0])
 
 
-@pytest.mark.parametrize("name", ["cache_batch_idx", "cache_leftpad"])
-def test_what_a_table_says_is_not_said_twice(rows: tuple[Tensor, ...], name: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 0)}, {"attention_chunk": 3}], ids=str)
+@pytest.mark.parametrize("has_new", [False, True])
+def test_rows_of_a_table_and_left_padding(rows: tuple[Tensor, ...], options: dict[str, Any], has_new: bool) -> None:
     q, k, v = rows
-    given = {name: torch.zeros(B, dtype=torch.int32)}
-    with pytest.raises(ValueError, match=f"{name} is given with a table of pages"):
-        fa.flash_attn_with_kvcache(q, paged(k), paged(v), block_table=TABLE, **given)
-    with pytest.raises(ValueError, match=f"{name} is given with a table of pages"):
-        flash_attn_3.flash_attn_with_kvcache(q, paged(k), paged(v), page_table=TABLE, **given)
+    new = torch.randn(2, B, SQ, H_K, D)
+    where = {"cache_batch_idx": torch.tensor([1, 0]).int(), "cache_leftpad": torch.tensor([2, 3]).int(), "cache_seqlens": ENDS}
+    named = {**where, **options} | ({"k": new[0], "v": new[1]} if has_new else {})
+    pages = paged(k), paged(v)
+    want = flash_attn_3.flash_attn_with_kvcache(q, k, v, **named, return_softmax_lse=True)
+    got = flash_attn_3.flash_attn_with_kvcache(q, *pages, **named, page_table=TABLE, return_softmax_lse=True)
+    for a, b in zip((*got[:2], *map(in_rows, pages)), (*want[:2], k, v), strict=True):
+        close(a, b)
 
 
 def test_pages_are_read_forward_alone(rows: tuple[Tensor, ...]) -> None:

@@ -243,7 +243,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
         cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
         page_table: int32 [b, columns], the pages of each sequence, k_cache and v_cache being [pages, page_size, h_k, d] and [pages,
-            page_size, h_k, d_v]; without cache_batch_idx and cache_leftpad, in 16 or 32 bits. None for rows.
+            page_size, h_k, d_v], in 16 or 32 bits; cache_batch_idx picks rows of it, cache_leftpad is a mask. None for rows.
         cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q: int32 [b + 1], where each sequence's queries and new tokens start; the
             longest length of the queries, or None.
         rotary_seqlens: int32 [b], the position of each sequence's first new token and query; None is cache_seqlens.
@@ -254,8 +254,8 @@ def flash_attn_with_kvcache(
             is float32 [b, h, sq], or [h, total_q] with cu_seqlens_q.
 
     Raises:
-        ValueError: cache_batch_idx or cache_leftpad with page_table; k without v or without cache_seqlens, or the reverse;
-            rotary_cos without rotary_sin or k, or the reverse.
+        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse; more
+            tokens than a row of the table holds, on a CPU or under FLEXATTN_CHECK=1.
     """
     kv_cache.check_new(k, v, cache_seqlens)
     b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

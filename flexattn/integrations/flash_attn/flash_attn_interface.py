@@ -282,7 +282,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
         cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
         block_table: int32 [b, columns], the pages of each sequence, k_cache and v_cache being [pages, page_size, h_k, d] and
-            [pages, page_size, h_k, d_v]; without cache_batch_idx and cache_leftpad. None for rows.
+            [pages, page_size, h_k, d_v]; cache_batch_idx picks rows of it, cache_leftpad is a mask. None for rows.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, or 0 and r / 2, 1 and r / 2 + 1, ...
         num_splits: without effect: the number is chosen inside.
@@ -290,8 +290,8 @@ def flash_attn_with_kvcache(
             key.
 
     Raises:
-        ValueError: cache_batch_idx or cache_leftpad with block_table; k without v or without cache_seqlens, or the reverse;
-            rotary_cos without rotary_sin or k, or the reverse.
+        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse; more
+            tokens than a row of the table holds, on a CPU or under FLEXATTN_CHECK=1.
     """
     kv_cache.check_new(k, v, cache_seqlens)
     b, sq = q.shape[:2]

@@ -11,6 +11,7 @@ from flexattn.dispatch import options as settings
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.rotary import Rotary, rotate
+from flexattn.integrations.flash_attn.sequences import Mask
 
 
 class Tokens(NamedTuple):
@@ -63,19 +64,13 @@ def cache_of(
         caches: k and v, [rows, s, h_k, d] and [rows, s, h_k, d_v].
         b: the sequences.
         seqlens: int, or [b]: where each sequence ends in its row; None is s, or what a row of the table holds.
-        batch_idx: [b], the row of each sequence; None is 0, 1, ... With it the rows are copied to be read.
+        batch_idx: [b], the row of each sequence; None is 0, 1, ... With it rows of caches or of the table are copied to be read.
         leftpad: [b], where each sequence starts in its row; None is 0.
-        table: int32 [b, columns], the pages of each sequence, each of s tokens; None for rows.
-
-    Raises:
-        ValueError: batch_idx or leftpad with a table.
+        table: int32 [rows, columns], the pages of each row, each of s tokens; None where the caches are rows.
     """
     k_cache, v_cache = caches
-    if table is not None and (batch_idx is not None or leftpad is not None):
-        name = "cache_leftpad" if batch_idx is None else "cache_batch_idx"
-        raise ValueError(
-            f"{name} is given with a table of pages; accepted: None, as in FlashAttention: the table says where tokens are"
-        )
+    if table is not None:
+        table = table[:b] if batch_idx is None else table[batch_idx.long()]
     device, longest = k_cache.device, k_cache.shape[1] * (1 if table is None else table.shape[1])
     end = torch.as_tensor(longest if seqlens is None else seqlens, device=device).long().expand(b)
     row = torch.arange(b, device=device) if batch_idx is None else batch_idx.long()
@@ -131,12 +126,15 @@ def attend(
     """
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
     lengths = cache.end - cache.start
-    check_room(cache, 0)
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
-    if cache.table is None:
+    if cache.table is not None:
+        check_room(cache, 0)
+        if cache.has_starts:
+            lengths, more = cache.end, more | {"mask_mod": _after_starts(cache.start, more.get("mask_mod"))}
+    else:
         # Rows that come twice may not be slots of one packed tensor, as slots must not overlap.
         k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
-    if cache.has_starts:
+    if cache.has_starts and cache.table is None:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
         starts = torch.arange(0, b + 1, device=k.device) * s
         starts[:b] += cache.start
@@ -154,6 +152,16 @@ def attend(
         **more,
     )
     return out, lse
+
+
+def _after_starts(starts: Tensor, mask: Mask | None) -> Mask:
+    """Returns the mask that hides the keys before each sequence's start, and then does as another one that counts from there."""
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        place = kv_idx - starts[b]
+        return place >= 0 if mask is None else (place >= 0) & mask(b, h, q_idx, place)
+
+    return mask_mod
 
 
 def rotary_of(cos: Tensor | None, sin: Tensor | None, is_interleaved: bool, starts: Tensor, k: Tensor | None) -> Rotary | None:
