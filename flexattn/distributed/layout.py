@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 LAYOUTS = ("contiguous", "zigzag", "dealt")
 CHUNK = 1024  # tokens of a dealt chunk: 2048 leave up to 4 % of imbalance, and smaller ones move more keys
+SLACKS = (0.02, 0.1, 0.3)  # shares of the mean by which a rank may be ahead while chunks are dealt
+MOST_IMBALANCE = 1.02  # that fewer fetched keys are worth
+MOST_CHOICES = 1 << 18  # chunks times ranks: more would take longer than a step
 
 
 class Run(NamedTuple):
@@ -49,25 +53,66 @@ def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
     return tuple(joined((parts[rank], parts[2 * ranks - 1 - rank])) for rank in range(ranks))
 
 
-def dealt(length: int, ranks: int, area: Callable[[Run], int]) -> tuple[Runs, ...]:
-    """Returns equally many chunks for each rank, so that the sums of their areas are nearly equal: largest first, each to the rank
-    that has least so far (longest processing time first: Graham, 1969, https://doi.org/10.1137/0117039).
+def dealt(length: int, ranks: int, area: Callable[[Run], int], needs: Callable[[Run], Iterable[Run]]) -> tuple[Runs, ...]:
+    """Returns equally many chunks for each rank, so that the sums of their areas are nearly equal and few keys are fetched.
 
-    area: the scores of the queries of a run. A rank holds its chunks in the sequence's order.
+    Largest first, each goes to the rank that has least so far (longest processing time first: Graham, 1969,
+    https://doi.org/10.1137/0117039), or, of the ranks that have little more, to the one that has most of the keys that it needs.
+    A rank holds its chunks in the sequence's order.
+
+    area: the scores of the queries of a run. needs: the keys that they see.
     """
     per_rank = max(1, -(-length // (ranks * CHUNK)))
     if length < 16 * ranks * CHUNK:
         per_rank = max(1, min(16, length // (8 * ranks)))  # short sequences: as many chunks, but none of under 8 tokens
     chunks = cut(length, ranks * per_rank)
     areas = [area(chunk) for chunk in chunks]
-    dealt_to: list[list[Run]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]
-    for i in sorted(range(len(chunks)), key=lambda i: -areas[i]):
-        total, rank = heapq.heappop(open_ranks)
-        dealt_to[rank].append(chunks[i])
-        if len(dealt_to[rank]) < per_rank:
-            heapq.heappush(open_ranks, (total + areas[i], rank))
-    return tuple(joined(sorted(runs)) for runs in dealt_to)
+    wanted = [_bits(needs(chunk), chunks) for chunk in chunks]
+    even = _deal(areas, wanted, ranks, 0.0)
+    best, limit = even, max(MOST_IMBALANCE * sum(areas) / ranks, max(even.loads))
+    for slack in SLACKS if len(chunks) * ranks <= MOST_CHOICES else ():
+        found = _deal(areas, wanted, ranks, slack)
+        if max(found.loads) <= limit and found.fetched < best.fetched:
+            best = found
+    return tuple(joined(chunks[i] for i in sorted(own)) for own in best.chunks)
+
+
+class _Deal(NamedTuple):
+    chunks: list[list[int]]  # by rank
+    loads: list[int]
+    fetched: int  # chunks of keys, by all ranks together
+
+
+def _deal(areas: Sequence[int], wanted: Sequence[int], ranks: int, slack: float) -> _Deal:
+    """Returns a deal in which a rank may have more than the one with least, by a share `slack` of the mean."""
+    per_rank, spare = len(areas) // ranks, slack * sum(areas) / ranks
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    loads, have, held = [0] * ranks, [0] * ranks, [0] * ranks
+    least = [(0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(areas)), key=lambda i: -areas[i]):
+        while loads[least[0][1]] != least[0][0] or len(own[least[0][1]]) == per_rank:
+            heapq.heappop(least)  # an entry from before the rank's last chunk, or a rank that is full
+        rank, limit = least[0][1], least[0][0] + spare
+        if spare:
+            open_ranks = [r for r in range(ranks) if len(own[r]) < per_rank and loads[r] <= limit]
+            rank = max(open_ranks, key=lambda r: ((have[r] & wanted[i]).bit_count(), -loads[r]))
+        own[rank].append(i)
+        loads[rank] += areas[i]
+        have[rank] |= wanted[i]
+        held[rank] |= 1 << i
+        heapq.heappush(least, (loads[rank], rank))
+    return _Deal(own, loads, sum((a & ~b).bit_count() for a, b in zip(have, held, strict=True)))
+
+
+def _bits(runs: Iterable[Run], chunks: Sequence[Run]) -> int:
+    """Returns a number with a bit for each chunk that the runs touch; positions behind the last chunk count to it."""
+    starts = [chunk.start for chunk in chunks]
+    found = 0
+    for run in runs:
+        if run.size:
+            first, last = (bisect.bisect_right(starts, position) - 1 for position in (run.start, run.stop - 1))
+            found |= ((1 << (last - first + 1)) - 1) << first
+    return found
 
 
 def joined(runs: Iterable[Run]) -> Runs:

@@ -64,6 +64,12 @@ class Mask:
         start = min(max(start, 0), length)
         return Run(start, min(max(stop, start), length))
 
+    def needs(self, queries: Run) -> Iterator[Run]:
+        """Yields the whole's keys that a run of the whole's queries sees, for each document."""
+        for document, part in self.q.within(queries):
+            start, keys = self.kv.starts[document], self.keys(document, part)
+            yield Run(start + keys.start, start + keys.stop)
+
     @functools.cached_property
     def areas(self) -> torch.Tensor:
         """int64 [tokens + 1]: the scores of all queries before each; that of a run is a difference of two."""

@@ -116,13 +116,7 @@ class Plan:
 
     def needs(self, rank: int) -> Runs:
         """Returns the whole's keys that a rank's queries see, sorted and apart."""
-        found = []
-        for run in self.q_runs[rank]:
-            for document, queries in self.mask.q.within(run):
-                start = self.mask.kv.starts[document]
-                keys = self.mask.keys(document, queries)
-                found.append(Run(start + keys.start, start + keys.stop))
-        return union(found)
+        return union(keys for run in self.q_runs[rank] for keys in self.mask.needs(run))
 
     def fetched(self, strategy: str, rank: int) -> Runs:
         """Returns the whole's keys that a rank has, in order, under "gather" or "halo"; its own are among them if it sees them."""
@@ -320,7 +314,7 @@ def plan(
     elif layout == "zigzag":
         q_runs = layouts.zigzag(total_q, ranks)
     else:
-        q_runs = layouts.dealt(total_q, ranks, mask.area)
+        q_runs = layouts.dealt(total_q, ranks, mask.area, mask.needs)
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
     return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts)
 

@@ -14,8 +14,9 @@ import torch
 import flexattn
 from flexattn import distributed
 from flexattn.distributed import functional, scaling
+from flexattn.distributed import layout as layouts
 from flexattn.distributed.cost import Heads, Prediction
-from flexattn.distributed.layout import size_of
+from flexattn.distributed.layout import Run, common, size_of
 from flexattn.distributed.mask import Mask, local_band, make_piece, merged
 from flexattn.distributed.plans import Plan
 from tests.conftest import ROOT
@@ -69,6 +70,18 @@ def test_layout_follows_the_mask_and_balances_it() -> None:
     assert distributed.plan(8, length=64, attn_mask_type="no_mask").layout == "contiguous"
 
 
+def test_dealt_chunks_lie_where_their_keys_are() -> None:
+    """Few keys are fetched for as even a load: less than half of those that chunks dealt by their areas alone would fetch."""
+    plan = distributed.plan(8, documents=documents(131072, 0))
+    area, needs = plan.mask.area, plan.mask.needs
+    chunks = [Run(i * 1024, (i + 1) * 1024) for i in range(128)]
+    areas, wanted = [area(chunk) for chunk in chunks], [layouts._bits(needs(chunk), chunks) for chunk in chunks]
+    by_area = layouts._deal(areas, wanted, 8, 0.0)
+    found = sum(size_of(plan.needs(rank)) - size_of(common(plan.q_runs[rank], plan.needs(rank))) for rank in range(8)) / 1024
+    assert found < by_area.fetched / 2
+    assert imbalance(plan) < 1.03
+
+
 def test_only_what_a_window_needs_is_fetched() -> None:
     plan = distributed.plan(4, length=4096, window_size=(100, 0))
     assert [size_of(plan.needs(rank)) for rank in range(4)] == [1024, 1124, 1124, 1124]
@@ -89,7 +102,7 @@ def test_pieces_are_the_mask_for_any_queries_and_keys() -> None:
         mask = Mask(left, right, rng.random() < 0.5, (rng.randint(1, 12),), (rng.randint(1, 12),))
         ends = [sorted(rng.sample(range(n + 1), 2)) for n in (mask.lengths_q[0], mask.lengths_kv[0])]
         (q_start, q_stop), (k_start, k_stop) = ends
-        queries, keys = (flexattn.distributed.layout.Run(*pair) for pair in ends)
+        queries, keys = (Run(*pair) for pair in ends)
         piece = make_piece(mask, 0, queries, keys, (q_start, k_start))
         expected = {(i, j) for i in range(q_start, q_stop) for j in range(k_start, k_stop) if brute(mask, 0, i, j)}
         found = set()
