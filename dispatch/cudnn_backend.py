@@ -119,6 +119,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
     if spec.batch_invariant and not is_backward:
         return "cuDNN's kernels may round a sequence otherwise in another batch; use backend='triton', or leave out batch_invariant"
+    if spec.kv_dtype is not None:
+        return "the graphs take q, k and v in one dtype; use backend='triton' for keys in FP8 beside other queries"
     if spec.page_size:
         return "the graphs here read no pages; use backend='triton', or gather k and v by k[page_table]"
     if spec.softcap:

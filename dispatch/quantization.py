@@ -87,7 +87,11 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(spec: AttentionSpec, x: Operands, dtype: torch.dtype) -> Operands:
-    """The call with data * descale, in `dtype`, for q, k and v; as it is where q is not FP8."""
+    """The call with data * descale, in `dtype`, for what of q, k and v is in FP8."""
+    if spec.kv_dtype is not None:
+        lengths = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+        k, v = (dequantize_one(t, d, spec.kv_format, *lengths, 0, dtype) for t, d in zip((x.k, x.v), x.descales, strict=True))
+        return x._replace(k=k, v=v)
     if spec.fp8 is None:
         return x
     q = dequantize_side(spec, x, "q", x.q, x.descales[0], dtype)

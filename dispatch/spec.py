@@ -246,6 +246,7 @@ class AttentionSpec(NamedTuple):
     is_part: bool = False  # backward: out and lse are of more keys than these
     results: Results = Results()  # where out, dq, dk and dv lie otherwise than q, k and v
     batch_invariant: bool = False  # the bits of a sequence's out and lse depend on nothing else of the call
+    kv_dtype: torch.dtype | None = None  # FP8, of keys and values beside q in `dtype`; None: they are in `dtype` too
     page_size: int = 0  # keys of a page, where k and v are pages that a table names; 0: they are not
 
     @property

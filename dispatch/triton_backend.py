@@ -31,6 +31,11 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     """None if the kernels can run `spec` in `direction`, else why not and what to change."""
     if spec.batch_invariant and direction == "forward" and (reason := _varies_with_the_batch(spec)):
         return reason
+    if spec.kv_dtype is torch.float8_e4m3fn and spec.capability is not None and spec.capability < (8, 9):
+        return (
+            "the kernels read keys in float8_e4m3fn from compute capability 8.9 (Ada) on, and this is "
+            f"{spec.capability[0]}.{spec.capability[1]}; keep them in float8_e5m2, or in 16 bits"
+        )
     if spec.fp8 is not None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
@@ -347,7 +352,8 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         max_seqlen_kv=x.max_seqlen_kv,
         **mods,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
-        descales=tuple(descale.contiguous() for descale in x.descales),
+        descales=() if spec.kv_dtype else tuple(descale.contiguous() for descale in x.descales),
+        descales_kv=tuple(descale.contiguous() for descale in x.descales) if spec.kv_dtype else (),
         copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, formats_of_copies, strict=False)),
         scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
         is_part=spec.is_part,

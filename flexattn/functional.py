@@ -169,7 +169,8 @@ def attention(
             (float64 on the eager backend), on a CPU or CUDA device; k and v are like it in both. Or, for inference, float8_e4m3fn
             or float8_e5m2, with descales. q, k and v may be jagged nested tensors, [b, jagged, h, d], or [b, h, jagged, d] with
             "bhsd".
-        k: as q, with h_kv heads, skv tokens and q's head dim.
+        k: as q, or with v in float8_e4m3fn or float8_e5m2 beside q in 16 or 32 bits (forward only); with h_kv heads, skv tokens
+            and q's head dim.
         v: as k, with a head dim d_v of its own.
         qkv_format: "bshd", "sbhd", "bhsd" or "thd" (sequences packed one after another, without padding), or two of them, q's and
             then k's and v's, as "thd_2bshd".

@@ -143,6 +143,19 @@ def check_pages(page_table: Tensor | None, is_fp8: bool, needs_grad: bool) -> No
         )
 
 
+def check_kept_keys(k: Tensor, q: Tensor, needs_grad: bool, has_recipe: bool) -> None:
+    """Raises for calls that cannot read keys and values in FP8 beside queries in another dtype."""
+    if k.dtype == q.dtype:
+        return
+    if has_recipe:
+        raise ValueError(f"fp8_recipe is given with k and v in {k.dtype}; accepted: None, or q, k and v in 16 bits")
+    if needs_grad:
+        raise ValueError(
+            f"k and v are in {k.dtype} beside q in {q.dtype}, and a gradient is asked for; accepted: a forward alone, as under "
+            "torch.no_grad()"
+        )
+
+
 def longest_in_pages(value: Any, page_table: Tensor, page_size: int) -> int:
     """Returns the length that a call over pages plans for: max_seqlen_kv, at most what a row of the table can hold."""
     capacity = page_table.shape[1] * page_size

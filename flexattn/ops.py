@@ -174,6 +174,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         is_part=settings.is_part,
         results=results_of(settings),
         batch_invariant=settings.batch_invariant,
+        kv_dtype=None if x.k.dtype == x.q.dtype else x.k.dtype,
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
     )
 

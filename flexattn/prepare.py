@@ -146,6 +146,7 @@ def prepare(
     of_heads = (heads, k.shape[kv_format.index("h")])
     config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
     lengths.check_pages(page_table, config is not None or q.dtype in validation.FP8_DTYPES, needs_grad)
+    lengths.check_kept_keys(k, q, needs_grad, fp8_recipe is not None)
     x = Operands(
         q=q,
         k=k,
@@ -180,7 +181,7 @@ def prepare(
             (descale_q, descale_k, descale_v),
         ),
     )
-    if needs_grad or x.descales or config is not None:
+    if needs_grad or q.dtype in validation.FP8_DTYPES or config is not None:
         x = with_cu_seqlens(x, (q_format, kv_format))
     if results.packing and config is not None and config.rotation:
         raise ValueError("fp8_recipe.rotation is True and the gradients share a buffer; accepted: rotation False")

@@ -29,6 +29,7 @@ from flexattn.warn import warn_once
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+CACHED_FOR = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of q beside keys and values in FP8
 DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
 NOT_READ = (
@@ -113,8 +114,12 @@ def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format), ("v", v, kv_format)):
         check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None if name == "q" else q.device)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v")
+        is_kept = name != "q" and x.dtype in FP8_DTYPES and q.dtype in CACHED_FOR and k.dtype == v.dtype
+        if x.dtype != q.dtype and not is_kept:
+            raise TypeError(
+                f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v, or k and v both in one FP8 "
+                "dtype beside q in 16 or 32 bits"
+            )
         if x.dim() != len(fmt):
             dims = ", ".join(DIMS[dim] for dim in fmt)
             raise ValueError(f"{name} has {x.dim()} dims, shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt} ({dims})")
@@ -304,7 +309,7 @@ def check_fp8(
     block_rows: int,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """Returns the three descales as [b | 1, h | 1, blocks | 1]; () where q is not FP8.
+    """Returns the descales of what is in FP8 of q, k and v, as [b | 1, h | 1, blocks | 1]: all three, those of k and v, or none.
 
     lengths: of q and of k and v, what the call plans for, and max_seqlen as it was given: blocks may be as many as either has.
     """
@@ -312,10 +317,11 @@ def check_fp8(
     for name, descale, x, fmt, length in zip(
         "qkv", descales, (q, k, k), (q_format, kv_format, kv_format), (lengths[0], lengths[1], lengths[1]), strict=True
     ):
-        if q.dtype not in FP8_DTYPES:
+        if x.dtype not in FP8_DTYPES:
             if descale is not None:
+                tensors = "q, k and v" if k.dtype == q.dtype else "q"
                 raise ValueError(
-                    f"descale_{name} is given with q, k and v in {q.dtype}; accepted: None, or q, k and v in "
+                    f"descale_{name} is given with {tensors} in {q.dtype}; accepted: None, or {tensors} in "
                     f"{' or '.join(map(str, FP8_DTYPES))}"
                 )
             continue

@@ -152,6 +152,7 @@ class Meta(NamedTuple):
     IS_GROUPED: bool  # several query heads share a key head
     GROUP: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
     IS_FP8: bool  # q, k, v and dout; p and ds become it
+    IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
     HAS_BLOCK_SCALES: bool
     SCALE_ROWS: int  # rows of a block with a scale of its own
     NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
@@ -210,6 +211,7 @@ class Problem:
     block_mask: BlockLists | None = None
     # Factors of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
+    descales_kv: tuple[Tensor, ...] = ()  # likewise of k and v, where they are in FP8 and q is not; for a forward alone
     scale_rows: int = 0  # rows of a block with a scale of its own; 0: there is one block
     copies16: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
     # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
@@ -345,6 +347,7 @@ class Problem:
             IS_GROUPED=self.group_size > 1,
             GROUP=1,
             IS_FP8=self.is_fp8,
+            IS_KV_FP8=bool(self.descales_kv),
             HAS_BLOCK_SCALES=self.has_block_scales,
             SCALE_ROWS=self.scale_rows,
             HAS_SINK=self.has_sink,
@@ -449,6 +452,9 @@ class Problem:
     @property
     def scales(self) -> Scales | None:
         """The descales of q, k, v and, for a backward, dout; None where they are not in FP8."""
+        if self.descales_kv:
+            k, v = (_scale(descale) for descale in self.descales_kv)
+            return Scales(q=k, k=k, v=v, dout=None)  # q's is never read
         if not self.descales:
             return None
         q, k, v, *dout = (_scale(descale) for descale in self.descales)

@@ -117,6 +117,8 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
         return "it is written for Hopper, sm_90"
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
+    if x.descales_kv:
+        return "it takes k and v in q's dtype, and they are in FP8"
     if x.softmax_scale == 0:
         return "it does not do a softmax_scale of 0"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:

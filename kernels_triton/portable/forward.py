@@ -128,14 +128,20 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        if META.IS_KV_FP8:
+            k0 = k0.to(block.q0.dtype)
         qk = tl.dot(block.q0, tl.trans(k0), input_precision=META.PRECISION)  # [BLOCK_M, BLOCK_N]
         if META.QK1 > 0:
             k1 = load_tile(k_tile, k_offsets, n, len_kv, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            if META.IS_KV_FP8:
+                k1 = k1.to(block.q0.dtype)
             qk = tl.dot(block.q1, tl.trans(k1), qk, input_precision=META.PRECISION)
         score_scale = inputs.scores.scale
         if META.IS_FP8:
             descale_k = load_descale(scales.k, head.b, block.h_kv, n, META)
             qk, score_scale = descaled(qk, block.descale_q * descale_k, score_scale, META)
+        if META.IS_KV_FP8:
+            qk, score_scale = descaled(qk, load_descale(scales.k, head.b, block.h_kv, n, META), score_scale, META)
         s, factor, _, _ = logits(qk, i, j, score_scale, head, MODS, META)
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
@@ -170,10 +176,14 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 acc1 = acc1 * correction[:, None] + product * descale_v
         else:
             v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+            if META.IS_KV_FP8:
+                v0 = v0.to(block.q0.dtype)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
                 v1 = load_tile(v_tile, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+                if META.IS_KV_FP8:
+                    v1 = v1.to(block.q0.dtype)
                 acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k_step
@@ -339,7 +349,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         row_max = new_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
-    if META.IS_FP8 and not META.HAS_BLOCK_SCALES:
+    if META.IS_KV_FP8 or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
         rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)

@@ -106,15 +106,19 @@ def test_calls_that_keep_heads_apart() -> None:
     assert heads_of_a_tile(triton_backend.to_problem(*make_call(many, return_max_logit=False)), tile) == 1
 
 
-@pytest.mark.sample("capability")
+@pytest.mark.sample("capability", "kept_in")
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_compiled(capability: int, dim: int) -> None:
+@pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_compiled(kept_in: torch.dtype, capability: int, dim: int) -> None:
     """Decoding over pages, with lengths and splits."""
+    if kept_in is torch.float8_e4m3fn and capability < 89:
+        pytest.skip("the compiler knows float8_e4m3fn from compute capability 8.9 on")
     q = torch.zeros(8, 1, 32, dim, dtype=torch.bfloat16)
-    k = torch.zeros(8 * 512, 8, 8, dim, dtype=torch.bfloat16)
+    k = torch.zeros(8 * 512, 8, 8, dim, dtype=kept_in)
     table, used = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    problem = Problem(q, k, k, softmax_scale=0.1, seqused_kv=used, page_table=table, max_seqlen_kv=4096)
+    scales = (torch.ones(8, 8, 1),) * 2 if kept_in.itemsize == 1 else ()
+    problem = Problem(q, k, k, softmax_scale=0.1, seqused_kv=used, page_table=table, max_seqlen_kv=4096, descales_kv=scales)
     with pretended_device(capability, 132), recorded_launches() as launches:
         attention_forward(problem, torch.zeros_like(q), torch.zeros(8, 32, 1))
     (report,) = compile_sound([request_for(launches[0], capability)])
