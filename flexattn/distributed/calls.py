@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Queries and keys that a call is made of, and the results that it begins from; `Call` has their rows."""
+    """Queries, keys and values that calls take their rows from; `Call` says which."""
 
     q: Tensor
     k: Tensor
