@@ -63,8 +63,8 @@ def test_on_a_gpu() -> None:
     ("fields", "reason"),
     [
         ({"context_parallel": True, "cp_size": 2}, "cp_size is 2"),
-        ({"qkv_layout": "paged_kv_bshd_bshd_bshd"}, "no page tables"),
-        ({"inference_params": types.SimpleNamespace(is_paged=True)}, "no page tables"),
+        ({"qkv_layout": "paged_kv_bshd_bshd_bshd"}, "pages, which have no gradients"),
+        ({"inference_params": types.SimpleNamespace(is_paged=True, page_size=64)}, "pages, which have no gradients"),
     ],
 )
 def test_what_nothing_here_has(fields: dict[str, Any], reason: str) -> None:

@@ -497,8 +497,7 @@ def test_a_bias_and_a_sink_beside_fp8() -> None:
     ("more", "error", "message"),
     [
         ({"qkv_layout": "hsbd"}, ValueError, "qkv_layout is 'hsbd'; accepted: sb3hd, sbh3d"),
-        ({"qkv_layout": "paged_kv_bshd_bshd_bshd"}, NotImplementedError, "no page tables yet; accepted: .*'bshd_bshd_bshd'"),
-        ({"page_table_k": torch.zeros(1)}, NotImplementedError, "page_table_k is given"),
+        ({"page_table_k": torch.zeros(1)}, ValueError, "page_table_k is given with a qkv_layout without pages; accepted: None"),
         (
             {"qkv_scale_inv_format": "bhsd"},
             NotImplementedError,

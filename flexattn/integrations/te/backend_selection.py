@@ -24,6 +24,7 @@ UNFUSED = ("eager",)
 _BIAS_SHAPES = ("bhss", "1hss", "b1ss", "11ss", "111s")
 # Variables that TransformerEngine chooses by and that have nothing to say here.
 _IGNORED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN_BACKEND", "NVTE_FUSED_ATTN_USE_FAv2_BWD", "NVTE_APPLY_QK_LAYER_SCALING")
+_SOME_PAGE = 64  # tokens
 _OF_MODEL_CONFIG = {
     "core_attention_bias_type": "attn_bias_type",
     "core_attention_bias_shape": "bias_shape",
@@ -202,9 +203,23 @@ def _lacking(p: AttentionParams) -> list[str]:
     found = []
     if p.context_parallel and p.cp_size > 1:
         found.append(f"cp_size is {p.cp_size}, and there is no context parallelism yet; accepted: 1")
-    if parse_layout(p.qkv_layout).is_paged or getattr(p.inference_params, "is_paged", False):
-        found.append("keys and values are in pages, and there are no page tables yet; accepted: a cache without pages")
+    if _page_size_of(p):
+        if p.is_training:
+            found.append("keys and values are in pages, which have no gradients; accepted: is_training=False")
+        if p.fp8:
+            found.append("keys and values are in pages, which are not read in FP8; accepted: fp8=False")
+        if "padding" not in p.attn_mask_type:
+            found.append(
+                f"k and v are in pages and attn_mask_type is {p.attn_mask_type!r}; accepted: a type with padding in its name"
+            )
     return found
+
+
+def _page_size_of(p: AttentionParams) -> int:
+    """Returns the tokens of a page, those of `_SOME_PAGE` where the layout alone tells of pages, and 0 without any."""
+    if getattr(p.inference_params, "is_paged", False):
+        return int(p.inference_params.page_size)
+    return _SOME_PAGE if parse_layout(p.qkv_layout).is_paged else 0
 
 
 def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec:
@@ -232,7 +247,7 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
     of_fp8 = Fp8((False, False, False), 0, p.qkv_dtype, torch.float8_e4m3fn, bf16_backward=False)
     return AttentionSpec(
         q_format=layout.q_format,
-        kv_format=layout.kv_format,
+        kv_format="bshd" if _page_size_of(p) else layout.kv_format,
         dtype=torch.float8_e4m3fn if p.fp8 else p.qkv_dtype,
         num_heads=p.num_heads,
         num_heads_kv=p.num_gqa_groups,
@@ -255,6 +270,7 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
         length_kv=length_class(p.max_seqlen_kv),
         dropout_in_sixteenths=p.attention_dropout * 16 % 1 == 0,
         fp8=of_fp8 if p.fp8 else None,
+        page_size=_page_size_of(p),
     )
 
 

@@ -19,7 +19,7 @@ from flexattn.backward import Given, differentiate
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, dense_in, in_format, parse_format
 from flexattn.in_layout import DEFAULTS, attend_with
-from flexattn.integrations.te.layouts import Layout, unpaged_layout
+from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
 from flexattn.packed import joined
@@ -80,13 +80,15 @@ def fused_attn_fwd(
         attn_bias: for the types pre_scale_bias and post_scale_bias: q's dtype (float32 beside FP8), [b, h, sq, skv], where any dim
             may be 1.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], where the sequences of a thd tensor begin, if there are gaps.
-        page_table_k, page_table_v: None, as there are no page tables yet.
+        page_table_k, page_table_v: int32 [b, columns], the pages of each sequence's keys and values, with the paged layouts and
+            with no other: one tensor for both. Entries beyond a sequence's length are not read.
         s_quantizer: accepted, and without effect: softmax weights are rounded to FP8 inside the kernels, with a fixed scale.
         o_quantizer: what out is quantised by; None leaves it in q's dtype, or in fake_dtype.
         attn_scale: None is 1/sqrt(head dim of q and k).
         dropout: the probability that a weight is dropped.
         fast_zero_fill: accepted, and without effect: padding is 0 in every output.
-        qkv_layout: one of the names in `QKVLayout`, but for those with page tables.
+        qkv_layout: one of the names in `QKVLayout`. With those of pages k and v are [pages, page_size, h_kv, d], or [page_size,
+            pages, h_kv, d] where they are sbhd, and there is no backward.
         o_format: the format of out.
         qkv_scale_inv_format: None, as MXFP8 is not supported.
         attn_bias_type, attn_mask_type, softmax_type, window_size: as `flexattn.attention` takes them.
@@ -107,15 +109,15 @@ def fused_attn_fwd(
 
     Raises:
         ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
-        NotImplementedError: page tables and MXFP8.
+        NotImplementedError: MXFP8, pages in FP8, and two tables of pages.
         BackendError: no kernel can run the call; the text gives the reasons.
     """
-    _refuse_pages(page_table_k, page_table_v)
     _refuse_scale_formats(qkv_scale_inv_format, None)
     names = (qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type)
     call = _static_call(_kind_of(fused_attention_backend), _hashable(names), _window(window_size), bottom_right_diagonal)
     _check_operands(call, q, attn_bias)
     _check_callable("o_quantizer", o_quantizer)
+    page_table = _page_table_of(call, page_table_k, page_table_v)
     arguments = call.arguments.copy()
     arguments["softmax_scale"] = attn_scale
     arguments["return_max_logit"] = return_max_logit
@@ -126,6 +128,9 @@ def fused_attn_fwd(
     if call.has_lengths:
         given = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         _add_lengths(arguments, call, given, max_seqlen_q, max_seqlen_kv)
+    if page_table is not None:
+        k, v = call.layout.in_bshd(k), call.layout.in_bshd(v)
+        arguments |= {"page_table": page_table, "max_seqlen_kv": max_seqlen_kv}
     if call.kind is FusedAttnBackend.FP8:
         (q, k, v), descales = zip(*_all_in_fp8(q=q, k=k, v=v), strict=True)
         arguments.update(zip(("descale_q", "descale_k", "descale_v"), descales, strict=True))
@@ -211,14 +216,14 @@ def fused_attn_bwd(
 
     Raises:
         ValueError, TypeError: as `fused_attn_fwd`, and for aux_ctx_tensors that are not the forward's.
-        NotImplementedError: as `fused_attn_fwd`.
+        NotImplementedError: MXFP8, and pages, which have no gradients.
     """
     if not isinstance(aux_ctx_tensors, (list, tuple)) or len(aux_ctx_tensors) < 2:
         raise ValueError(f"aux_ctx_tensors is {describe(aux_ctx_tensors)}; accepted: the list that fused_attn_fwd gave")
     _refuse_scale_formats(qkv_scale_inv_format, do_scale_inv_format)
     names = (qkv_layout, o_format, attn_bias_type, attn_mask_type, softmax_type)
     call = _static_call(_kind_of(fused_attention_backend), _hashable(names), _window(window_size), bottom_right_diagonal)
-    layout = call.layout
+    layout = unpaged_layout(qkv_layout)
     stats, rng_state, *rest = aux_ctx_tensors
     attn_bias = rest.pop(0) if call.has_bias and rest else None
     softmax_offset = rest.pop(0) if call.has_offset and rest else None
@@ -281,7 +286,7 @@ def _static_call(
     check_name("attn_bias_type", bias_type, tuple(AttnBiasType))
     check_name("attn_mask_type", mask_type, tuple(AttnMaskType))
     check_name("softmax_type", softmax_type, tuple(SoftmaxType))
-    layout = unpaged_layout(qkv_layout)
+    layout = parse_layout(qkv_layout)
     check_name("o_format", o_format, _formats_like(layout.q_format))
     arguments = DEFAULTS | {
         "qkv_format": layout.qkv_format,
@@ -391,11 +396,32 @@ def _all_in_fp8(**tensors: Any) -> list[InFp8]:
     return found
 
 
-def _refuse_pages(page_table_k: Any, page_table_v: Any) -> None:
-    if page_table_k is None and page_table_v is None:
-        return
-    name = "page_table_v" if page_table_k is None else "page_table_k"
-    raise NotImplementedError(f"{name} is given, and there are no page tables yet; accepted: None")
+def _page_table_of(call: _Call, page_table_k: Any, page_table_v: Any) -> Tensor | None:
+    """Returns the table of a call over pages, None for others; raises where it is missing, or the call cannot read pages."""
+    tables = {"page_table_k": page_table_k, "page_table_v": page_table_v}
+    if not call.layout.is_paged:
+        for name, table in tables.items():
+            if table is not None:
+                raise ValueError(f"{name} is given with a qkv_layout without pages; accepted: None, or a layout paged_kv_...")
+        return None
+    for name, table in tables.items():
+        if not isinstance(table, Tensor):
+            raise ValueError(f"{name} is {describe(table)} with a layout paged_kv_...; accepted: an int32 tensor [b, columns]")
+    if page_table_k is not page_table_v and not page_table_k.is_set_to(page_table_v):
+        raise NotImplementedError(
+            "page_table_v is another tensor than page_table_k; accepted: the same one, as InferenceParams has it, with the values "
+            "of a page where its keys are"
+        )
+    if call.kind is FusedAttnBackend.FP8:
+        raise NotImplementedError("fused_attention_backend is FP8 with a layout paged_kv_...; accepted: F16_arbitrary_seqlen")
+    if not call.has_lengths:
+        mask_type = call.arguments["attn_mask_type"]
+        raise ValueError(
+            f"attn_mask_type is {mask_type!r} with a layout paged_kv_...; accepted: a type with padding in its name, as the last "
+            "page of a sequence may be in part empty"
+        )
+    found: Tensor = page_table_k
+    return found
 
 
 def _refuse_scale_formats(qkv_scale_inv_format: str | None, do_scale_inv_format: str | None) -> None:

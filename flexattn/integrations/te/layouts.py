@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from torch import Tensor
+
 from flexattn.integrations.te.names import QKVLayout
 
 _PAGED = "paged_kv_"
@@ -14,7 +16,8 @@ class Layout(NamedTuple):
     """A layout of q, k and v: the format of each, and which of them share a tensor.
 
     packing: "3hd" or "h3d" for q, k and v in one tensor, with a dim of 3 in front of the heads or behind them; "hd_2hd" or
-    "hd_h2d" for k and v in one, with a dim of 2; "" for three tensors.
+    "hd_h2d" for k and v in one, with a dim of 2; "" for three tensors. is_paged: k and v are pages, [pages, page_size, h, d] where
+    kv_format is bshd, [page_size, pages, h, d] where it is sbhd.
     """
 
     q_format: str
@@ -24,8 +27,13 @@ class Layout(NamedTuple):
 
     @property
     def qkv_format(self) -> str:
-        """Both formats in one name, as `flexattn.attention` takes them."""
-        return self.q_format if self.q_format == self.kv_format else f"{self.q_format}_2{self.kv_format}"
+        """Both formats in one name, as `flexattn.attention` takes them; that of pages once `in_bshd` has turned them."""
+        kv_format = "bshd" if self.is_paged else self.kv_format
+        return self.q_format if self.q_format == kv_format else f"{self.q_format}_2{kv_format}"
+
+    def in_bshd(self, pages: Tensor) -> Tensor:
+        """Returns pages of this layout as [pages, page_size, h, d], a view."""
+        return pages.transpose(0, 1) if self.kv_format == "sbhd" else pages
 
 
 @functools.cache
@@ -47,11 +55,11 @@ def parse_layout(name: str, argument: str = "qkv_layout") -> Layout:
 
 
 def unpaged_layout(name: str, argument: str = "qkv_layout") -> Layout:
-    """Returns `parse_layout`; raises NotImplementedError for the six layouts with page tables."""
+    """Returns `parse_layout`; raises NotImplementedError for the six layouts with page tables, which have no gradients."""
     layout = parse_layout(name, argument)
     if layout.is_paged:
         raise NotImplementedError(
-            f"{argument} is {name!r}, and there are no page tables yet; accepted: k and v without pages, as "
+            f"{argument} is {name!r}, and pages have no gradients; accepted: k and v without pages, as "
             f"{name.removeprefix(_PAGED)!r} of the keys and values gathered from them"
         )
     return layout
