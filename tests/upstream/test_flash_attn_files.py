@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import FreshPython
+from tests.conftest import ROOT, FreshPython
 from tests.upstream import checkout, flash_attn
 
 FILE = """
@@ -108,3 +108,14 @@ def test_results_that_became_more_are_unpacked(tmp_path: Path) -> None:
 )
 def test_work(function: str, parameters: dict[str, int], work: int) -> None:
     assert flash_attn.work_of(function, parameters) == work
+
+
+def test_docs_show_the_kept_result() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "flash_attn_tests.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "doors.md").read_text("utf-8")
+    assert flash_attn.summary(result) in page
+    assert f"{sum(file['passed'] for file in result['files'])} cases pass, none fails" in page
+    assert result["command"].removesuffix(" --seed 0") in page
+    assert result["commit"][:8] in page
+    assert [file["file"] for file in result["files"]] == [*flash_attn.FILES]
+    assert all(file["failed"] == 0 and not file["failures"] and file["passed"] > 0 for file in result["files"])
