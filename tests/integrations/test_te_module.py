@@ -461,12 +461,16 @@ def test_fp8_output_is_a_quantised_tensor_with_merged_heads() -> None:
         module(*given, fp8_output=True)
 
 
+PAGED: dict[str, Any] = {"is_paged": True, "total_num_pages": 5, "page_size": 4}  # so few that pages are used again
+
+
+@pytest.mark.parametrize("pages", [{}, PAGED, {"is_paged": True, "total_num_pages": 3, "page_size": 16}], ids=["rows", "4", "16"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
-def test_a_cache_gives_what_the_whole_sequence_gives(fmt: str) -> None:
+def test_a_cache_gives_what_the_whole_sequence_gives(fmt: str, pages: dict[str, Any]) -> None:
     """Prompts of different lengths, then steps; one sequence ends, another begins, and the order changes."""
     module = te.DotProductAttention(HEADS, DIM, num_gqa_groups=2, qkv_format=fmt, attn_mask_type="padding_causal", layer_number=3)
     module.eval()
-    cache = te.InferenceParams(3, 16, 2, DIM, torch.float32, qkv_format=fmt)
+    cache = te.InferenceParams(3, 16, 2, DIM, torch.float32, qkv_format=fmt, **pages)
     tokens = {name: [torch.randn(12, heads, DIM) for heads in (HEADS, 2, 2)] for name in "abc"}
     done: dict[str, int] = {}
     for step in ({"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 2, "a": 1}, {"c": 4, "a": 1}, {"a": 1, "c": 1}):
@@ -497,6 +501,11 @@ def test_a_cache_gives_what_the_whole_sequence_gives(fmt: str) -> None:
             at += new
             done[name] = total
         done = {name: total for name, total in done.items() if name in step}
+        if pages:
+            in_rows = cache.convert_paged_to_nonpaged(3)
+            for i, name in enumerate(step):
+                for rows_of, t in zip(in_rows, tokens[name][1:], strict=True):
+                    assert torch.equal(rows_of[i, : done[name]], t[: done[name]])
 
 
 def test_a_cache_says_what_it_has_no_room_for() -> None:
@@ -510,11 +519,72 @@ def test_a_cache_says_what_it_has_no_room_for() -> None:
         cache.pre_step({"a": 1})
     with pytest.raises(ValueError, match="new_k is"):
         cache.step(1, torch.zeros(1, 4, 2, DIM), torch.zeros(1, 4, 2, DIM), "bshd")
-    with pytest.raises(NotImplementedError, match="page tables"):
-        te.InferenceParams(2, 8, 2, DIM, torch.float32, is_paged=True, page_size=4)
+    with pytest.raises(ValueError, match="is_paged is False, and page_table"):
+        cache.page_table("cpu")
     module = te.DotProductAttention(HEADS, DIM, num_gqa_groups=2)
     with pytest.raises(ValueError, match="layer_number is None"):
         module(*(torch.zeros(1, 1, h, DIM) for h in (HEADS, 2, 2)), inference_params=cache)
+
+
+def test_pages_run_out_are_freed_and_are_no_others() -> None:
+    cache = te.InferenceParams(3, 8, 2, DIM, torch.float32, is_paged=True, total_num_pages=3, page_size=4)
+    cache.pre_step({"a": 5, "b": 1})
+    before = cache.page_table("cpu")
+    assert before.dtype is torch.int32
+    assert sorted([*before[0].tolist(), before[1, 0].item()]) == [0, 1, 2]
+    assert before[1, 1] == 0
+    with pytest.raises(ValueError, match=r"would need 4 pages of 4 tokens; accepted: up to total_num_pages, 3"):
+        cache.pre_step({"b": 1, "a": 1, "c": 1})
+    assert cache.sequences == {"a": 5, "b": 1}
+    assert torch.equal(cache.page_table("cpu"), before)
+    cache.pre_step({"c": 7, "b": 1})
+    after = cache.page_table("cpu")
+    assert sorted(after[0].tolist()) == sorted(before[0].tolist())
+    assert after[1, 0] == before[1, 0]
+    cache.reset()
+    cache.pre_step({"d": 8})
+    assert cache.page_table("cpu").shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"total_num_pages": 4}, TypeError, "page_size is None"),
+        ({"page_size": 4}, TypeError, "total_num_pages is None"),
+        ({"page_size": 3, "total_num_pages": 4}, ValueError, "max_sequence_length is 8 with page_size 3; accepted: a multiple"),
+        ({"page_size": 0, "total_num_pages": 4}, ValueError, "page_size is 0"),
+        (
+            {"page_size": 4, "total_num_pages": 4, "custom_cache_manager": dict},
+            NotImplementedError,
+            "custom_cache_manager is given",
+        ),
+    ],
+)
+def test_pages_that_have_no_meaning(given: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        te.InferenceParams(2, 8, 2, DIM, torch.float32, is_paged=True, **given)
+
+
+def test_a_paged_cache_has_no_gradient_and_no_fp8() -> None:
+    given = {"attn_mask_type": "padding_causal", "qkv_format": "bshd", "layer_number": 1}
+    module = te.DotProductAttention(HEADS, DIM, num_gqa_groups=2, **given)
+    cache = te.InferenceParams(2, 16, 2, DIM, torch.float32, **PAGED)
+    cache.pre_step({"a": 1})
+    q, k, v = (torch.randn(1, 1, h, DIM) for h in (HEADS, 2, 2))
+    for name, leaves in (("query_layer", (True, False)), ("value_layer", (False, True))):
+        layers = q.clone().requires_grad_(leaves[0]), k, v.clone().requires_grad_(leaves[1])
+        with pytest.raises(NotImplementedError, match=f"{name} requires a gradient, and inference_params has is_paged=True"):
+            module(*layers, inference_params=cache)
+        with torch.no_grad():
+            assert module(*layers, inference_params=cache).shape == (1, 1, HEADS * DIM)
+    with (
+        te.autocast(recipe=Float8CurrentScaling(fp8_dpa=True)),
+        pytest.raises(NotImplementedError, match="is_paged=True in an autocast"),
+    ):
+        module(q, k, v, inference_params=cache)
+    learnable = te.DotProductAttention(HEADS, DIM, num_gqa_groups=2, softmax_type="learnable", **given)
+    with pytest.raises(NotImplementedError, match="softmax_offset requires a gradient"):
+        learnable(q, k, v, inference_params=cache)
 
 
 class Wrong(NamedTuple):

@@ -230,6 +230,9 @@ class DotProductAttention(torch.nn.Module):
         if inference_params is not None:
             if packing:
                 raise ValueError("inference_params is given with a packed tensor; accepted: query_layer, key_layer and value_layer")
+            if inference_params.is_paged:
+                named = dict(zip(layers, (q, k, v), strict=True)) | {"core_attention_bias": core_attention_bias}
+                _check_pages(named | {"softmax_offset": self.softmax_offset}, bool(of_fp8) or active_recipe() is not None)
             k, v, fmt, mask_type, lengths = self._with_cache(inference_params, (k, v), fmt, mask_type)
         wanted = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         arguments: dict[str, Any] = {
@@ -249,6 +252,8 @@ class DotProductAttention(torch.nn.Module):
         }
         if self.softmax_type == "learnable":
             arguments["softmax_offset"] = self.softmax_offset
+        if inference_params is not None and inference_params.is_paged:
+            arguments["page_table"] = inference_params.page_table(k.device)
         if "padding" in mask_type:
             arguments |= _lengths_given(lengths, attention_mask, (q, k), fmt, pad_between_seqs)
         elif mask_type == ARBITRARY:
@@ -335,6 +340,20 @@ class _Lengths(NamedTuple):
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+
+
+def _check_pages(tensors: Mapping[str, Tensor | None], is_fp8: bool) -> None:
+    """Raises NotImplementedError for a call over pages in FP8, or with a tensor that requires a gradient."""
+    if is_fp8:
+        raise NotImplementedError(
+            "inference_params has is_paged=True in an autocast with fp8_dpa or fp8_mha, or with FP8 tensors; accepted: 16, 32 bits"
+        )
+    for name, t in tensors.items():
+        if torch.is_grad_enabled() and t is not None and t.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires a gradient, and inference_params has is_paged=True, which is read forward alone; accepted: a "
+                "call under torch.no_grad()"
+            )
 
 
 def _in_fp8(qkv: tuple[Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The cache of keys and values for generation, under the names of TransformerEngine's `InferenceParams`, without pages."""
+"""The cache of keys and values for generation, under the names of TransformerEngine's `InferenceParams`, with pages or without."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.append import append_kv
+from flexattn.integrations.te.pages import Pages
 from flexattn.validation import check_count, check_name, describe
 
 FORMATS = ("bshd", "sbhd", "thd")
@@ -18,8 +20,9 @@ FORMATS = ("bshd", "sbhd", "thd")
 class Stepped(NamedTuple):
     """Keys and values in the cache after a step, and what attention over them needs.
 
-    k, v: [b, max_sequence_length, h_kv, d], views of the cache, of the sequences in the step. cu_seqlens_q, cu_seqlens_kv: int32
-    [b + 1], of the new tokens and of all. max_seqlen_kv: the tokens that the cache has room for. qkv_format: of q and the cache.
+    k, v: [b, max_sequence_length, h_kv, d], views of the cache, of the sequences in the step; or all pages, [total_num_pages,
+    page_size, h_kv, d]. cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], of the new tokens and of all. max_seqlen_kv: the tokens that
+    the cache has room for in one sequence. qkv_format: of q and the cache.
     """
 
     k: Tensor
@@ -31,33 +34,35 @@ class Stepped(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Places of a step's new tokens, made once and moved to the device for all layers."""
+    """Lengths of a step, and its pages, made once and moved to the device for all layers."""
 
-    rows: Tensor  # int64 [t], the sequence of each new token
-    positions: Tensor  # int64 [t], where it goes in the cache
-    sources: Tensor  # int64 [t], where it comes from in its row
+    seqused: Tensor  # int32 [b], tokens before the step
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
+    page_table: Tensor | None
 
 
 class InferenceParams:
-    """Keys and values of the tokens so far, of each layer: [max_batch_size, max_sequence_length, h_kv, d].
+    """Keys and values of the tokens so far, of each layer: [max_batch_size, max_sequence_length, h_kv, d], or with is_paged
+    [total_num_pages, page_size, h_kv, d], of which each sequence has as many as its tokens need.
 
     Call `pre_step` once for a step, with its sequences and their new tokens, and then each layer's attention, which calls `step`.
-    Sequences that a step does not name are finished, and the others move up in the cache.
+    Sequences that a step does not name are finished: others move up in the cache, or may have their pages.
 
     Args:
         max_batch_size: sequences at once.
         max_sequence_length: tokens of a sequence, those of its prompt and those that follow.
         num_heads_kv, head_dim_k, dtype: of the keys.
         head_dim_v: of the values; None: as of the keys.
-        is_paged, total_num_pages, page_size: False and None, as there are no page tables yet.
+        is_paged: whether the cache is in pages.
+        total_num_pages, page_size: of a paged cache, and without effect for another. page_size divides max_sequence_length.
+            total_num_pages, where TransformerEngine wants pages for max_batch_size * max_sequence_length tokens, may be fewer.
         max_ctx_len: accepted, and without effect: thd needs no room of its own here.
         qkv_format: of q and of new keys and values: "bshd", "sbhd" or "thd".
         custom_cache_manager: None.
 
     Raises:
-        NotImplementedError: pages, and a cache manager. ValueError, TypeError: numbers that have no meaning.
+        NotImplementedError: a cache manager. ValueError, TypeError: numbers that have no meaning.
     """
 
     def __init__(
@@ -75,10 +80,8 @@ class InferenceParams:
         qkv_format: str = "bshd",
         custom_cache_manager: Any = None,
     ) -> None:
-        if is_paged or total_num_pages is not None or page_size is not None:
-            raise NotImplementedError("is_paged, or a page_size, is given, and there are no page tables yet; accepted: False, None")
         if custom_cache_manager is not None:
-            raise NotImplementedError("custom_cache_manager is given; accepted: None, the cache without pages")
+            raise NotImplementedError("custom_cache_manager is given; accepted: None, the caches that is_paged says")
         check_count("max_batch_size", max_batch_size, 1, "an int of at least 1, sequences at once")
         check_count("max_sequence_length", max_sequence_length, 1, "an int of at least 1, tokens of a sequence")
         for name, count in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k)):
@@ -89,7 +92,9 @@ class InferenceParams:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
-        self.is_paged, self.qkv_format = False, qkv_format
+        self.is_paged, self.qkv_format = bool(is_paged), qkv_format
+        self.total_num_pages, self.page_size = total_num_pages, page_size
+        self.pages = _pages(max_sequence_length, total_num_pages, page_size) if is_paged else None
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self._new: list[int] = []
@@ -99,13 +104,16 @@ class InferenceParams:
     def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:
         """Allocates the cache of a layer, of zeros; device None: the current CUDA device, or the CPU where there is none."""
         where = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-        sizes: list[Any] = [self.max_batch_size, self.max_sequence_length, self.num_heads_kv]
+        rows = (self.max_batch_size, self.max_sequence_length)
+        sizes: list[Any] = [*(rows if self.pages is None else (self.pages.total, self.pages.size)), self.num_heads_kv]
         k, v = (torch.zeros([*sizes, dim], dtype=self.dtype, device=where) for dim in (self.head_dim_k, self.head_dim_v))
         self.cache[layer_number] = k, v
 
     def reset(self) -> None:
         """Forgets all sequences; the memory stays, and what is in it is not read."""
         self.sequences.clear()
+        if self.pages is not None:
+            self.pages.reset()
         self._new.clear()
         self._moves.clear()
         self._plans.clear()
@@ -124,7 +132,7 @@ class InferenceParams:
         """Begins a step: sequence id -> new tokens, in the order of the batch. Sequences that are not named are finished.
 
         Raises:
-            ValueError: more sequences, or more tokens of one, than there is room for; nothing has changed then.
+            ValueError: more sequences, or more tokens of one or of all, than there is room for; nothing has changed then.
             TypeError: a number of tokens that is no int.
         """
         if len(step_dict) > self.max_batch_size:
@@ -138,9 +146,11 @@ class InferenceParams:
                     f"sequence {name!r} would have {totals[name]} tokens; accepted: up to max_sequence_length, "
                     f"{self.max_sequence_length}"
                 )
+        if self.pages is not None:
+            self.pages.take(totals)
         before = {name: row for row, name in enumerate(self.sequences)}
         moves = [before.get(name, -1) for name in totals]
-        if any(old not in (-1, row) for row, old in enumerate(moves)):
+        if self.pages is None and any(old not in (-1, row) for row, old in enumerate(moves)):
             for layer in self.cache:
                 earlier = self._moves.get(layer)
                 self._moves[layer] = moves if earlier is None else [-1 if old < 0 else earlier[old] for old in moves]
@@ -181,15 +191,41 @@ class InferenceParams:
                     f"{name} is {describe(new)}; accepted in {qkv_format}: {total} new tokens of {batch} sequences, at most "
                     f"{self.max_seqlen_q} of one, with heads and head dim {tuple(cache.shape[-2:])}, in {cache.dtype}"
                 )
-            if qkv_format == "thd":
-                tokens_of = new[:total]
-            else:
-                tokens_of = (new if qkv_format == "bshd" else new.transpose(0, 1))[plan.rows, plan.sources]
-            with torch.no_grad():
-                cache.index_put_((plan.rows, plan.positions), tokens_of.detach())
         fmt = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
-        k, v = (cache[:batch] for cache in caches)
+        k, v = caches if self.pages is not None else (cache[:batch] for cache in caches)
+        with torch.no_grad():
+            append_kv(
+                k,
+                v,
+                new_k,
+                new_v,
+                seqused_kv=plan.seqused,
+                page_table=plan.page_table,
+                qkv_format=fmt,
+                cu_seqlens_q=plan.cu_seqlens_q,
+            )
         return Stepped(k, v, plan.cu_seqlens_q, plan.cu_seqlens_kv, self.max_sequence_length, fmt)
+
+    def page_table(self, device: torch.device | str) -> Tensor:
+        """Returns the pages of the step's sequences, int32 [b, max_sequence_length / page_size], 0 behind those of each.
+
+        Raises ValueError for a cache without pages.
+        """
+        if self.pages is None:
+            raise ValueError("is_paged is False, and page_table was asked for; accepted: a cache with is_paged=True")
+        found = self._plan(torch.device(device)).page_table
+        assert found is not None
+        return found
+
+    def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Returns copies of a layer's keys and values in rows, [b, max_sequence_length, h_kv, d], of the step's sequences.
+
+        What lies behind a sequence's tokens may be anything. Raises ValueError for a cache without pages, KeyError for a layer
+        that has no memory yet.
+        """
+        k, v = self.cache[layer_number]
+        table = self.page_table(k.device).long()
+        return k[table].flatten(1, 2), v[table].flatten(1, 2)
 
     def _move(self, layer_number: int) -> None:
         """Moves the rows of a layer's cache to where their sequences are in this step."""
@@ -204,13 +240,19 @@ class InferenceParams:
     def _plan(self, device: torch.device) -> _Plan:
         plan = self._plans.get(device)
         if plan is None:
-            new, totals = self._new, list(self.sequences.values())
-            rows = [row for row, count in enumerate(new) for _ in range(count)]
-            positions = [at for total, count in zip(totals, new, strict=True) for at in range(total - count, total)]
-            sources = [i for count in new for i in range(count)]
-            indices = torch.tensor([rows, positions, sources], dtype=torch.int64).to(device)
-            ends = ([0, *itertools.accumulate(new)], [0, *itertools.accumulate(totals)])
+            ends = ([0, *itertools.accumulate(self._new)], [0, *itertools.accumulate(self.sequences.values())])
             offsets = torch.tensor(ends, dtype=torch.int32).to(device)
-            plan = _Plan(indices[0], indices[1], indices[2], offsets[0], offsets[1])
+            table = None if self.pages is None else self.pages.table(self.sequences).to(device)
+            plan = _Plan(self.get_seqlens_pre_step().to(device), offsets[0], offsets[1], table)
             self._plans[device] = plan
         return plan
+
+
+def _pages(max_sequence_length: int, total_num_pages: Any, page_size: Any) -> Pages:
+    check_count("page_size", page_size, 1, "an int of at least 1, the tokens of a page, with is_paged")
+    check_count("total_num_pages", total_num_pages, 1, "an int of at least 1, the pages of all sequences, with is_paged")
+    if max_sequence_length % page_size:
+        raise ValueError(
+            f"max_sequence_length is {max_sequence_length} with page_size {page_size}; accepted: a multiple of the page size"
+        )
+    return Pages(total_num_pages, page_size, max_sequence_length // page_size)
