@@ -49,6 +49,12 @@ def sampled(cases: Sequence[frozenset[tuple[str, str]]], begin: Iterable[int] = 
     return chosen
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than cores: each waits for compilers and processes of its own for a sixth of its time."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is collected stays, as do torch and Triton: looking for garbage in it takes a third of the collection, and goes on."""

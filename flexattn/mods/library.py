@@ -134,7 +134,8 @@ def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: in
 
 def _reading(mod: Mod, name: str, tensor: Tensor, axes: str) -> Mod:
     """Returns a mod, told to refuse calls for which a tensor that it reads is too small; axes says by what each dim is read."""
-    setattr(mod, "_flexattn_check_sizes", functools.partial(_check_sizes, name, tuple(tensor.shape), axes))  # noqa: B010
+    if not torch.compiler.is_compiling():  # a trace, which makes no such checks, cannot follow this
+        setattr(mod, "_flexattn_check_sizes", functools.partial(_check_sizes, name, tuple(tensor.shape), axes))  # noqa: B010
     return mod
 
 
@@ -155,7 +156,7 @@ def _check_sizes(
 def _checking_parts(mod: Any) -> Mod:
     """Returns a combination of mask_mods, told to make their checks."""
     checks = [check for part in mod.keywords["mask_mods"] if (check := getattr(part, "_flexattn_check_sizes", None)) is not None]
-    if checks:
+    if checks and not torch.compiler.is_compiling():
         setattr(mod, "_flexattn_check_sizes", functools.partial(_check_all, checks))  # noqa: B010
     return mod  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.dispatch.spec import AttentionSpec, Operands, Results, as_bshd
 from flexattn.emulator import Report
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.common.problem import Backward
@@ -43,7 +43,11 @@ def draw_for_hopper(seed: int) -> tuple[Call, AttentionSpec, Operands]:
             continue
         layouts = config.layouts | {"dout": "plain", "dlse": "plain"}  # as the backend gives them to kernels
         config = config._replace(
-            layouts=layouts, wants=frozenset({"q", "k", "v", "softmax_offset"}), loss=frozenset({"out", "lse"})
+            layouts=layouts,
+            wants=frozenset({"q", "k", "v", "softmax_offset"}),
+            loss=frozenset({"out", "lse"}),
+            page_size=0,
+            results=Results(),
         )
         call = Call(config, seed)
         x, settings = bind_call(**call.arguments())
