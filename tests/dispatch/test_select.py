@@ -25,12 +25,14 @@ from flexattn.dispatch.spec import (
     BACKENDS,
     BIAS_TYPES,
     FORMATS,
+    PACKINGS,
     SOFTMAX_TYPES,
     AttentionSpec,
     Band,
     Direction,
     Fp8,
     Operands,
+    Results,
     length_class,
 )
 from tests.conftest import ROOT
@@ -606,35 +608,34 @@ def test_choosing_imports_no_kernel_library(forked_python):
 
 
 optional_side = st.none() | st.integers(0, 2**31)
-specs = st.builds(
-    AttentionSpec,
-    q_format=st.sampled_from(FORMATS),
-    kv_format=st.sampled_from(FORMATS),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8]),
-    num_heads=st.integers(1, 4).map(lambda n: 12 * n),
-    num_heads_kv=st.sampled_from([1, 2, 3, 4, 6, 12]),
-    head_dim_qk=st.integers(1, 300),
-    head_dim_v=st.integers(1, 300),
-    padding=st.booleans(),
-    band=st.builds(Band, optional_side, optional_side, st.booleans()),
-    bias_type=st.sampled_from(BIAS_TYPES),
-    bias_dims=st.none() | st.tuples(*[st.booleans()] * 4),
-    softmax_type=st.sampled_from(SOFTMAX_TYPES),
-    softcap=st.booleans(),
-    dropout=st.booleans(),
-    return_max_logit=st.booleans(),
-    needs_grad=st.booleans(),
-    needs_bias_grad=st.booleans(),
-    deterministic=st.booleans(),
-    device_type=st.sampled_from(["cpu", "cuda"]),
-    capability=st.none() | st.just((9, 0)) | st.tuples(st.integers(7, 12), st.integers(0, 9)),
-    length_q=st.integers(0, 2**20).map(length_class),
-    length_kv=st.integers(0, 2**20).map(length_class),
-    dropout_in_sixteenths=st.booleans(),
-    needs_lse_grad=st.booleans(),
-    mods=st.none(),
-    block_size=st.none(),
-    fp8=st.none()
+fields = {
+    "q_format": st.sampled_from(FORMATS),
+    "kv_format": st.sampled_from(FORMATS),
+    "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8]),
+    "num_heads": st.integers(1, 4).map(lambda n: 12 * n),
+    "num_heads_kv": st.sampled_from([1, 2, 3, 4, 6, 12]),
+    "head_dim_qk": st.integers(1, 300),
+    "head_dim_v": st.integers(1, 300),
+    "padding": st.booleans(),
+    "band": st.builds(Band, optional_side, optional_side, st.booleans()),
+    "bias_type": st.sampled_from(BIAS_TYPES),
+    "bias_dims": st.none() | st.tuples(*[st.booleans()] * 4),
+    "softmax_type": st.sampled_from(SOFTMAX_TYPES),
+    "softcap": st.booleans(),
+    "dropout": st.booleans(),
+    "return_max_logit": st.booleans(),
+    "needs_grad": st.booleans(),
+    "needs_bias_grad": st.booleans(),
+    "deterministic": st.booleans(),
+    "device_type": st.sampled_from(["cpu", "cuda"]),
+    "capability": st.none() | st.just((9, 0)) | st.tuples(st.integers(7, 12), st.integers(0, 9)),
+    "length_q": st.integers(0, 2**20).map(length_class),
+    "length_kv": st.integers(0, 2**20).map(length_class),
+    "dropout_in_sixteenths": st.booleans(),
+    "needs_lse_grad": st.booleans(),
+    "mods": st.none(),
+    "block_size": st.none(),
+    "fp8": st.none()
     | st.builds(
         Fp8,
         st.tuples(*[st.booleans()] * 3),
@@ -643,7 +644,16 @@ specs = st.builds(
         st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
         st.booleans(),
     ),
-).map(lambda spec: spec if spec.fp8 is None else spec._replace(dtype=torch.float8_e4m3fn))
+    "is_part": st.booleans(),
+    "results": st.builds(Results, *[st.sampled_from(("", *FORMATS))] * 3, packing=st.sampled_from(("", *PACKINGS))),
+    "batch_invariant": st.booleans(),
+    "kv_dtype": st.none() | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
+    "page_size": st.sampled_from([0, 1, 16, 48, 256]),
+}
+specs = st.fixed_dictionaries(fields).map(
+    lambda given: AttentionSpec(**given | ({} if given["fp8"] is None else {"dtype": torch.float8_e4m3fn}))
+)
+assert fields.keys() == set(AttentionSpec._fields), "a spec is drawn by all its fields"
 some_failures = st.dictionaries(
     st.sampled_from([(name, d) for name in BACKENDS for d in DIRECTIONS]), st.just("it crashed; try another")
 )
