@@ -10,7 +10,9 @@ from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import AttentionSpec
 from flexattn.functional import attention, explain, merge_attention
+from flexattn.kv_cache import PagedKVCache
 from flexattn.plot import plot_mask
+from flexattn.prefix import attention_with_prefix
 from flexattn.warm_up import warmup
 
 __version__ = "0.1.0"
@@ -19,10 +21,12 @@ __all__ = [
     "AttentionSpec",
     "BackendError",
     "Gradients",
+    "PagedKVCache",
     "append_kv",
     "attention",
     "attention_backend",
     "attention_backward",
+    "attention_with_prefix",
     "create_block_mask",
     "explain",
     "fp8",

@@ -1,0 +1,248 @@
+"""`PagedKVCache`: pages of keys and values, and which sequence has which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.append import append_kv
+from flexattn.validation import DTYPES, check_count, check_tensor, describe
+
+
+class OutOfPagesError(RuntimeError):
+    """A `PagedKVCache` has too few free pages, or no free row, for what was asked; nothing was changed."""
+
+
+class PagedKVCache:
+    """Keeps the keys and values of sequences that join, grow, share prefixes and leave, in pages of tensors that the caller made.
+
+    Each sequence has a row of the page table and is called by its number. Which pages it has, and its length, are Python ints on
+    the host; `step` copies the tables to the device, once for all layers. The device tensors are the same ones from step to step,
+    so that a CUDA graph that has captured `append` and `attention(**cache.arguments())` reads the new tables at each replay.
+
+    A step of a model: `step({sequence: new tokens})`, then in each layer `append(layer, k, v)` and
+    `attention(q, *cache.pools[layer], **cache.arguments())`. Tokens of a step are packed ([total, h, d]), those of the lowest
+    sequence first; prefill in chunks and decoding go together in one call.
+
+    Prefixes are shared by whole pages, as in vLLM's PagedAttention (Kwon et al., 2023, https://arxiv.org/abs/2309.06180).
+
+    Args:
+        pools: k and v of each layer, [pages, page_size, h_kv, d] (or d_v for v), in any strides with a contiguous last dim: as many
+            pages of as many tokens in all of them.
+        max_sequences: rows of the page table.
+        max_length: the most tokens of a sequence; up to a multiple of the page size.
+        kv_format: "bshd", or "bhsd" for pools [pages, h_kv, page_size, d].
+
+    Attributes:
+        pools: as given.
+        page_size, max_length: ints.
+        page_table: int32 [max_sequences, columns] on the device, as of the last `step`. Rows of no sequence, and columns beyond a
+            sequence's pages, hold what they held.
+        seqused_before, seqused_kv: int32 [max_sequences] on the device: tokens of each sequence before and after the last `step`.
+        cu_seqlens_q: int32 [max_sequences + 1] on the device: where each sequence's tokens of the last `step` begin.
+
+    Raises:
+        ValueError, TypeError: pools that do not fit together.
+    """
+
+    def __init__(
+        self, pools: Sequence[tuple[Tensor, Tensor] | Tensor], *, max_sequences: int, max_length: int, kv_format: str = "bshd"
+    ) -> None:
+        if kv_format not in ("bshd", "bhsd"):
+            raise ValueError(f"kv_format is {kv_format!r}; accepted: 'bshd', 'bhsd'")
+        check_count("max_sequences", max_sequences, 1, "an int of at least 1")
+        check_count("max_length", max_length, 1, "an int of at least 1")
+        self.pools = [(k, v) for k, v in pools]
+        if not self.pools:
+            raise ValueError("pools is empty; accepted: k and v of at least one layer")
+        shape, device = _shape_of_pages(self.pools, kv_format)
+        num_pages, self.page_size = shape
+        self._kv_format = kv_format
+        columns = -(-max_length // self.page_size)
+        self.max_length = columns * self.page_size
+        self._free_pages = list(range(num_pages - 1, -1, -1))
+        self._shares = [0] * num_pages  # sequences that have each page
+        self._pages: list[list[int] | None] = [None] * max_sequences
+        self._lengths = [0] * max_sequences
+        self._new = [0] * max_sequences
+        self._table = torch.zeros(max_sequences, columns, dtype=torch.int32)
+        sizes = (max_sequences * columns, max_sequences, max_sequences, max_sequences + 1)
+        self._on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        table, self.seqused_before, self.seqused_kv, self.cu_seqlens_q = torch.split(self._on_device, sizes)
+        self.page_table = table.view(max_sequences, columns)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence has."""
+        return len(self._free_pages)
+
+    @property
+    def sequences(self) -> list[int]:
+        """Numbers of the sequences that are there, ascending."""
+        return [n for n, pages in enumerate(self._pages) if pages is not None]
+
+    def length(self, sequence: int) -> int:
+        """Returns the tokens of a sequence, those of the last `step` included."""
+        self._pages_of(sequence)
+        return self._lengths[sequence]
+
+    def add(self) -> int:
+        """Returns the number of a new sequence without tokens; raises OutOfPagesError where there are max_sequences already."""
+        for sequence, pages in enumerate(self._pages):
+            if pages is None:
+                self._pages[sequence], self._lengths[sequence] = [], 0
+                return sequence
+        raise OutOfPagesError(
+            f"all {len(self._pages)} rows of the page table have a sequence; free one, or set max_sequences higher"
+        )
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Takes the pages that a sequence needs for so many tokens beyond its own, as `step` does for those that are new.
+
+        Raises OutOfPagesError where too few are free, ValueError for more than max_length tokens.
+        """
+        self._take({sequence: tokens})
+
+    def step(self, new: Mapping[int, int]) -> None:
+        """Begins a step: gives each sequence its new tokens, and copies tables and lengths to the device.
+
+        Args:
+            new: how many tokens each sequence appends in this step. Sequences that are not named have none.
+
+        Raises:
+            OutOfPagesError: too few pages are free; nothing was changed.
+            ValueError, TypeError: a sequence that is not there, or would have more than max_length tokens.
+        """
+        self._take(new)
+        self._new = [new.get(n, 0) for n in range(len(self._pages))]
+        before = list(self._lengths)
+        self._lengths = [length + count for length, count in zip(before, self._new, strict=True)]
+        lengths = torch.tensor([*before, *self._lengths, 0, *accumulate(self._new)], dtype=torch.int32)
+        made = torch.cat((self._table.flatten(), lengths))  # new for each step: a copy may still wait for the device
+        if self._on_device.is_cuda:
+            made = made.pin_memory()
+        self._on_device.copy_(made, non_blocking=True)
+
+    def append(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
+        """Writes a layer's keys and values of the step's tokens, [total, h_kv, d], by `append_kv`; later rows are left out."""
+        append_kv(
+            *self.pools[layer],
+            k_new,
+            v_new,
+            qkv_format=f"thd_2{self._kv_format}",
+            page_table=self.page_table,
+            seqused_kv=self.seqused_before,
+            cu_seqlens_q=self.cu_seqlens_q,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns what `attention` takes beside q, [total, h, d], and a layer's pools: a causal call over the step's tokens."""
+        return {
+            "qkv_format": f"thd_2{self._kv_format}",
+            "attn_mask_type": "padding_causal_bottom_right",
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_q": max(self._new),
+            "seqused_kv": self.seqused_kv,
+            "page_table": self.page_table,
+        }
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """Returns the number of a new sequence that begins as another one does, without its keys being computed again.
+
+        Whole pages are shared. The last one, where it is filled in part, is copied in all layers, so this belongs between steps,
+        when all layers have appended. The copy does not wait for the device.
+
+        Args:
+            length: tokens to begin with; None: all.
+
+        Raises:
+            OutOfPagesError: no free row, or no page for the copy; nothing was changed.
+            ValueError: a sequence that is not there, or a length that it has not.
+        """
+        pages, own = self._pages_of(sequence), self._lengths[sequence]
+        count = own if length is None else length
+        check_count("length", count, 0, f"0 to {own}, the sequence's length, or None")
+        if count > own:
+            raise ValueError(f"length is {count}; accepted: 0 to {own}, the sequence's length, or None")
+        whole, rest = divmod(count, self.page_size)
+        if rest and not self._free_pages:
+            raise OutOfPagesError(f"no page is free for a copy of the last one of sequence {sequence}; free a sequence")
+        forked = self.add()
+        for page in pages[:whole]:
+            self._give(forked, page)
+        if rest:
+            to = self._free_pages.pop()
+            self._give(forked, to)
+            for pool in self.pools:
+                for x in pool:
+                    x[to].copy_(x[pages[whole]])
+        self._lengths[forked] = count
+        return forked
+
+    def free(self, sequence: int) -> None:
+        """Gives back a sequence's row, and those of its pages that no other sequence shares."""
+        for page in self._pages_of(sequence):
+            self._shares[page] -= 1
+            if self._shares[page] == 0:
+                self._free_pages.append(page)
+        self._pages[sequence], self._lengths[sequence] = None, 0
+
+    def _pages_of(self, sequence: int) -> list[int]:
+        known = isinstance(sequence, int) and 0 <= sequence < len(self._pages)
+        pages = self._pages[sequence] if known else None
+        if pages is None:
+            raise ValueError(f"sequence is {describe(sequence)}; accepted: one that add() or fork() gave, now {self.sequences}")
+        return pages
+
+    def _give(self, sequence: int, page: int) -> None:
+        """Makes a page the next one of a sequence."""
+        pages = self._pages_of(sequence)
+        self._table[sequence, len(pages)] = page
+        self._shares[page] += 1
+        pages.append(page)
+
+    def _take(self, new: Mapping[int, int]) -> None:
+        """Takes the pages that sequences need for so many more tokens: for all of them, or none."""
+        needed = {}
+        for sequence, count in new.items():
+            pages = self._pages_of(sequence)
+            check_count(f"the new tokens of sequence {sequence}", count, 0, "an int of at least 0")
+            length = self._lengths[sequence] + count
+            if length > self.max_length:
+                raise ValueError(
+                    f"sequence {sequence} would have {length} tokens; accepted: at most {self.max_length}, what a row of the page "
+                    "table holds; set max_length higher"
+                )
+            needed[sequence] = max(0, -(-length // self.page_size) - len(pages))
+        if sum(needed.values()) > len(self._free_pages):
+            raise OutOfPagesError(
+                f"{sum(needed.values())} pages of {self.page_size} tokens are needed and {len(self._free_pages)} of "
+                f"{len(self._shares)} are free; free a sequence, or make larger pools"
+            )
+        for sequence, count in needed.items():
+            for _ in range(count):
+                self._give(sequence, self._free_pages.pop())
+
+
+def _shape_of_pages(pools: Sequence[tuple[Tensor, Tensor]], kv_format: str) -> tuple[tuple[int, int], torch.device]:
+    """Returns (pages, tokens of a page), and the device; raises where pools differ in them."""
+    found: tuple[tuple[int, int], torch.device] | None = None
+    for layer, pool in enumerate(pools):
+        for kind, x in zip("kv", pool, strict=True):
+            name = f"{kind} of pools[{layer}]"
+            check_tensor(name, x, DTYPES, None)
+            if x.dim() != 4 or 0 in x.shape or (x.stride(-1) != 1 and x.shape[-1] != 1):
+                raise ValueError(f"{name} is {describe(x)}; accepted: the dims of {kv_format}, none empty, the last contiguous")
+            own = (x.shape[0], x.shape[kv_format.index("s")]), x.device
+            found = found or own
+            if own != found:
+                raise ValueError(
+                    f"{name} has {own[0][0]} pages of {own[0][1]} tokens on {own[1]}, and the first pool {found[0][0]} of "
+                    f"{found[0][1]} on {found[1]}; accepted: the same in all layers, for k and v"
+                )
+    assert found is not None
+    return found

@@ -1,0 +1,127 @@
+"""Attention of sequences that share a prefix: its keys are read once for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch import options
+from flexattn.dispatch.spec import parse_format
+from flexattn.functional import attention, merge_attention
+from flexattn.validation import check_count, describe
+
+_SHARED = ("backend", "batch_invariant", "softcap", "softmax_scale")  # arguments of both calls
+_OF_OWN_KEYS = ("max_seqlen_kv", "max_seqlen_q", "softmax_offset", "softmax_type")  # a sink must be counted once
+_MASKS = ("padding", "padding_causal_bottom_right")
+
+
+def attention_with_prefix(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_length: int,
+    prefix_row: int = 0,
+    return_lse: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Returns `attention(q, k_cache, v_cache, **arguments)` where all sequences begin with the same pages, read once for all.
+
+    Two calls of `attention` and `merge_attention`: the queries of all sequences as one sequence over the prefix, and those of each
+    over its own keys behind it. In one call each sequence reads the prefix for itself. The method is that of Hydragen (Juravsky et
+    al., 2024, https://arxiv.org/abs/2402.05099) and of FlashInfer's cascade attention
+    (https://flashinfer.ai/2024/02/02/cascade-inference.html). Both results are rounded to q's dtype before they are merged.
+
+    No value is read from the device, so the caller sees to it that each sequence with queries has the prefix's pages in its first
+    columns and all of its queries behind them; with FLEXATTN_CHECK=1 what does not raises.
+
+    Args:
+        q: [total, h, d], queries of all sequences.
+        k_cache, v_cache: pools of pages, as for `attention`.
+        prefix_length: tokens of the prefix, a multiple of the page size below what a row of the page table holds.
+        prefix_row: the row of the page table whose first columns are the prefix's; those of rows without queries may be others.
+        return_lse: whether lse, fp32 [h, total], is returned too.
+        arguments: of `attention`, as `PagedKVCache.arguments()` gives them: qkv_format ("thd_2bshd" or "thd_2bhsd"), attn_mask_type
+            ("padding_causal_bottom_right" or "padding"), cu_seqlens_q, page_table, seqused_kv (with the prefix), max_seqlen_q,
+            max_seqlen_kv, softmax_scale, softcap, softmax_type, softmax_offset, backend, batch_invariant.
+
+    Raises:
+        ValueError, TypeError: other arguments, whose meaning would depend on where a key is, as a window's or a mod's; and what
+            `attention` raises.
+    """
+    table, seqused_kv = arguments.pop("page_table", None), arguments.pop("seqused_kv", None)
+    cu_seqlens_q, mask = arguments.pop("cu_seqlens_q", None), arguments.pop("attn_mask_type", None)
+    qkv_format = arguments.pop("qkv_format", None)
+    for name, t in (("page_table", table), ("seqused_kv", seqused_kv), ("cu_seqlens_q", cu_seqlens_q)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is {describe(t)}; accepted: an int32 tensor, as `attention` takes it")
+    if qkv_format not in ("thd_2bshd", "thd_2bhsd"):
+        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: 'thd_2bshd', 'thd_2bhsd', packed queries and keys in pages")
+    if mask not in _MASKS:
+        raise ValueError(f"attn_mask_type is {mask!r}; accepted: {', '.join(_MASKS)}, as all queries are to see all of the prefix")
+    unknown = sorted(arguments.keys() - {*_SHARED, *_OF_OWN_KEYS})
+    if unknown:
+        accepted = ", ".join(sorted((*_SHARED, *_OF_OWN_KEYS)))
+        raise ValueError(
+            f"{', '.join(unknown)} given; accepted beside lengths and pages: {accepted}; use attention() for the others"
+        )
+    page_size = k_cache.shape[parse_format(qkv_format)[1].index("s")]
+    columns, most = prefix_length // page_size, (table.shape[1] - 1) * page_size
+    check_count("prefix_length", prefix_length, 1, f"a multiple of the page size, {page_size}, up to {most}")
+    if prefix_length % page_size or prefix_length > most:
+        raise ValueError(f"prefix_length is {prefix_length}; accepted: a multiple of the page size, {page_size}, up to {most}")
+    check_count("prefix_row", prefix_row, 0, f"0 to {table.shape[0] - 1}")
+    if prefix_row >= table.shape[0]:
+        raise ValueError(f"prefix_row is {prefix_row}; accepted: 0 to {table.shape[0] - 1}, a row of page_table")
+    if options.check_values() and not torch.compiler.is_compiling():
+        queries = cu_seqlens_q.diff()
+        behind = seqused_kv - prefix_length - (queries if mask != "padding" else 0)
+        _check_values(table[:, :columns], prefix_row, queries.tolist(), behind.tolist())
+    shared = {name: arguments[name] for name in _SHARED if name in arguments} | {"qkv_format": qkv_format, "return_lse": True}
+    of_prefix = attention(
+        q,
+        k_cache,
+        v_cache,
+        attn_mask_type="padding",
+        cu_seqlens_q=torch.stack((cu_seqlens_q[0], cu_seqlens_q[-1])),
+        max_seqlen_q=q.shape[0],
+        page_table=table[prefix_row : prefix_row + 1, :columns],
+        seqused_kv=torch.full_like(seqused_kv[:1], prefix_length),
+        **shared,
+    )
+    own = {name: arguments[name] for name in _OF_OWN_KEYS if name in arguments}
+    if own.get("max_seqlen_kv") is not None:
+        own["max_seqlen_kv"] = max(own["max_seqlen_kv"] - prefix_length, 0)
+    of_own_keys = attention(
+        q,
+        k_cache,
+        v_cache,
+        attn_mask_type=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        page_table=table[:, columns:],
+        seqused_kv=(seqused_kv - prefix_length).clamp(min=0),
+        **own,
+        **shared,
+    )
+    out, lse = merge_attention(*of_prefix, *of_own_keys, qkv_format="thd")
+    return (out, lse) if return_lse else out
+
+
+def _check_values(shared: Tensor, prefix_row: int, queries: list[int], behind: list[int]) -> None:
+    """Raises ValueError for a sequence with queries that has other pages than the prefix's, or queries within it.
+
+    behind: keys of each sequence that neither the prefix nor its queries have.
+    """
+    differs = (shared != shared[prefix_row]).any(1).tolist()
+    for i, (count, keys) in enumerate(zip(queries, behind, strict=True)):
+        if count > 0 and differs[i]:
+            raise ValueError(
+                f"page_table[{i}] does not begin as page_table[{prefix_row}], the prefix's row; accepted: the same pages"
+            )
+        if count > 0 and keys < 0:
+            raise ValueError(
+                f"seqused_kv[{i}] has {-keys} tokens too few for {count} queries behind the prefix; accepted: sequences all of "
+                "whose queries are behind it"
+            )
