@@ -70,7 +70,7 @@ class PagedKVCache:
         self._lengths = [0] * max_sequences
         self._new = [0] * max_sequences
         self._table = torch.zeros(max_sequences, columns, dtype=torch.int32)
-        sizes = (max_sequences * columns, max_sequences, max_sequences, max_sequences + 1)
+        sizes = [max_sequences * columns, max_sequences, max_sequences, max_sequences + 1]
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         table, self.seqused_before, self.seqused_kv, self.cu_seqlens_q = torch.split(self._on_device, sizes)
         self.page_table = table.view(max_sequences, columns)
