@@ -113,7 +113,7 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
             f"the graphs take fp16 and bf16, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v, or use backend='triton'"
         )
     largest = 256 if is_backward else 512
-    if reason := head_dim_error(spec, f"the {direction} takes", 8, largest, "larger ones run on backend='eager'"):
+    if reason := head_dim_error(spec, f"the {direction} takes", 8, (largest, largest), "larger ones run on backend='eager'"):
         return reason
     if spec.num_heads > MOST_HEADS:
         return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SUPPORT_IS_FINAL = True
 _PROCESSORS = 132  # multiprocessors of a GPU that is only asked about: an H200's
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = (576, 512)
+"""The largest head dims of q and k, and of v: Gemma 4's 512, and 576 with 512, absorbed latent attention (MLA)."""
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
@@ -40,7 +42,7 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
-    if reason := head_dim_error(spec, "the kernels take", 8, 256, _beyond_256(spec)):
+    if reason := head_dim_error(spec, "the kernels take", 8, WIDEST, _beyond_widest(spec)):
         return reason
     return device_error(spec.device_type, spec.capability)
 
@@ -54,14 +56,15 @@ def _varies_with_the_batch(spec: AttentionSpec) -> str | None:
     return None
 
 
-def _beyond_256(spec: AttentionSpec) -> str:
+def _beyond_widest(spec: AttentionSpec) -> str:
     """Returns what to do about a head dim that padding does not bring within the kernels' reach."""
-    parts = "; or give v in parts of up to 256 columns, a call each" if spec.head_dim_qk <= 256 else ""
-    return f"larger ones run on backend='eager', and 16-bit forwards up to 512 on backend='cudnn' too{parts}"
+    widest_qk, widest_v = WIDEST
+    parts = f"; or give v in parts of up to {widest_v} columns, a call each" if spec.head_dim_qk <= widest_qk else ""
+    return f"larger ones run on backend='eager'{parts}"
 
 
 def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    if reason := head_dim_error(spec, "in FP8 the kernels take", 16, 256, "larger ones run on backend='eager'"):
+    if reason := head_dim_error(spec, "in FP8 the kernels take", 16, (256, 256), "larger ones run on backend='eager'"):
         return reason
     if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
         return (

@@ -51,7 +51,7 @@ SHORT = 1024
 # 8.6, 8.9 and 12.0 have 99 KiB of shared memory for a program, 8.0 has 163, 9.0 and 10.0 have 227.
 Table = dict[tuple[int, int], tuple[Row, ...]]
 
-_SMALL = (Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),)
+_SMALL = (Row(1088, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),)
 
 FORWARD: Table = {
     (INTERPRETER, 2): _SMALL,

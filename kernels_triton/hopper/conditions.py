@@ -117,6 +117,8 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
         return "it is written for Hopper, sm_90"
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
+    if max(x.q.shape[-1], x.v.shape[-1]) > 256:
+        return "it takes head dims up to 256"
     if x.descales_kv:
         return "it takes k and v in q's dtype, and they are in FP8"
     if x.softmax_scale == 0:

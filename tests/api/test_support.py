@@ -41,7 +41,7 @@ BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
 NEG_INF = float("-inf")
 
 NO_FP64 = "the kernels take fp16, bf16 and fp32, not float64"
-NO_HEAD_DIM = "the kernels take multiples of 8 up to 256"
+NO_HEAD_DIM = "the kernels take multiples of 8 up to"
 
 LENGTHS = {"lengths_q": (37, 20), "lengths_kv": (29, 43)}  # one sequence has more keys than queries, the other fewer
 EQUAL_LENGTHS = {"lengths_q": (37, 37), "lengths_kv": (45, 45)}  # as a dense format without padding needs them
@@ -147,7 +147,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "head dims 192 and 128 (d_qk != d_v)": head_dims(192, 128),
         "head dims 40 and 72 (d_qk != d_v)": head_dims(40, 72),
         "head dim 12 (no multiple of 8)": head_dims(12, 12, triton=NO_HEAD_DIM),
-        "head dim 264 (more than 256)": head_dims(264, 264, triton=NO_HEAD_DIM),
+        "head dim 264 (more than 256)": head_dims(264, 264),
+        "head dim 512": head_dims(512, 512),
+        "head dims 576 and 512 (d_qk != d_v)": head_dims(576, 512),
+        "head dim 520": head_dims(520, 520, triton=NO_HEAD_DIM),
     },
     "Scores": {
         **{f"pre_scale_bias {dims}": bias("pre", dims) for dims in BIAS_DIMS},

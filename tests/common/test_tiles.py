@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 
+from flexattn.dispatch.triton_backend import WIDEST
 from flexattn.kernels_triton.ahead_of_time.compile_report import (
     SHARED_MEMORY_LIMIT,
     CompileReport,
@@ -225,11 +226,11 @@ def test_the_defect_of_ptxas_is_seen() -> None:
 
 
 def test_head_dims_are_split_into_powers_of_two() -> None:
-    for head_dim in range(8, 257, 8):
+    for head_dim in range(8, 577, 8):
         first, second = split_head_dim(head_dim)
         assert first + second >= head_dim
         assert first > second
-        assert all(part in (0, 16, 32, 64, 128, 256) for part in (first, second))
+        assert all(part in (0, 16, 32, 64, 128, 256, 512) for part in (first, second))
     assert [split_head_dim(d) for d in (8, 16, 40, 64, 72, 80, 96, 112, 160, 192, 256)] == [
         *[(16, 0), (16, 0), (32, 16), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0)]
     ]
@@ -237,10 +238,10 @@ def test_head_dims_are_split_into_powers_of_two() -> None:
 
 @pytest.mark.parametrize("table", [configs.FORWARD, configs.DQ, configs.DKDV, configs.BIAS_GRADIENT])
 def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
-    widths = {sum(split_head_dim(d)) for d in range(8, 257, 8)}
+    widths_qk, widths_v = ({sum(split_head_dim(d)) for d in range(8, widest + 1, 8)} for widest in WIDEST)
     for capability in (configs.INTERPRETER, 80, 86, 87, 89, 90, 100, 103, 120, 121):
         for element_size in (2, 4) if capability and capability < 89 else (1, 2, 4):
-            for total in {a + b for a in widths for b in widths}:
+            for total in {a + b for a in widths_qk for b in widths_v}:
                 for is_loaded, is_open, length in itertools.product((False, True), (False, True), (1, configs.SHORT + 1)):
                     tile = select_tile(table, capability, element_size, total, is_loaded=is_loaded, is_open=is_open, length=length)
                     assert all(n >= 16 and n & (n - 1) == 0 for n in tile[:2])

@@ -11,7 +11,7 @@ from flexattn.dispatch import cudnn_backend, eager_backend, triton_backend
 from flexattn.dispatch.select import BackendError, select
 from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Fp8
 
-DIMS = (4, 12, 16, 250, 256, 257, 264, 300, 505, 512, 513, 1024)
+DIMS = (4, 12, 16, 250, 256, 257, 264, 300, 505, 512, 513, 520, 569, 576, 577, 1024)
 
 
 def spec_of(dim_qk: int, dim_v: int, **changes: Any) -> AttentionSpec:
@@ -44,32 +44,40 @@ def spec_of(dim_qk: int, dim_v: int, **changes: Any) -> AttentionSpec:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim_of", ["q and k", "v"])
 @pytest.mark.parametrize("backend", ["triton", "cudnn"])
-def test_padding_is_advised_where_it_helps(backend: str, dim: int, direction: Direction) -> None:
+def test_padding_is_advised_where_it_helps(backend: str, dim_of: str, dim: int, direction: Direction) -> None:
     unsupported = {"triton": triton_backend.unsupported, "cudnn": cudnn_backend.rule_error}[backend]
-    reason = unsupported(spec_of(dim, 64), direction)
-    padded = unsupported(spec_of(-(-dim // 8) * 8, 64), direction)
+
+    def spec(dim: int) -> AttentionSpec:
+        return spec_of(dim, 64) if dim_of == "q and k" else spec_of(64, dim)
+
+    reason = unsupported(spec(dim), direction)
+    padded = unsupported(spec(-(-dim // 8) * 8), direction)
     if reason is None:
         assert dim % 8 == 0
-    else:
-        assert reason.startswith(f"the head dim of q and k is {dim}; ")
-        assert ("pad it with zeros" in reason) == (padded is None)
-        assert ("larger ones run on backend='eager'" in reason) == (padded is not None)
-        assert eager_backend.unsupported(spec_of(dim, 64), direction) is None
-    parts = "; or give v in parts of up to 256 columns, a call each" if backend == "triton" and padded is not None else ""
-    assert unsupported(spec_of(64, dim), direction) == (reason and reason.replace("q and k", "v") + parts)
+        return
+    assert reason.startswith(f"the head dim of {dim_of} is {dim}; ")
+    assert ("pad it with zeros" in reason) == (padded is None)
+    assert ("larger ones run on backend='eager'" in reason) == (padded is not None)
+    assert ("give v in parts of up to 512 columns" in reason) == (backend == "triton" and dim_of == "v" and padded is not None)
+    assert eager_backend.unsupported(spec(dim), direction) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_said_of_cudnn_is_so(dtype: torch.dtype) -> None:
-    """The sentence of the Triton kernels: 16-bit forwards up to 512 run on cuDNN too, and no others."""
-    said = triton_backend.unsupported(spec_of(512, 512), "forward")
-    assert said is not None
-    assert "16-bit forwards up to 512 on backend='cudnn' too" in said
-    is_16_bit = dtype != torch.float32
-    assert (cudnn_backend.rule_error(spec_of(512, 512, dtype=dtype), "forward") is None) == is_16_bit
-    assert cudnn_backend.rule_error(spec_of(520, 520, dtype=dtype), "forward") is not None
-    assert cudnn_backend.rule_error(spec_of(512, 512, dtype=dtype), "backward") is not None
+@pytest.mark.parametrize(
+    ("backend", "direction", "dims"),
+    [
+        ("triton", "forward", (576, 512)),
+        ("triton", "backward", (576, 512)),
+        ("cudnn", "forward", (512, 512)),
+        ("cudnn", "backward", (256, 256)),
+    ],
+)
+def test_the_widest_head_dims_run(backend: str, direction: Direction, dims: tuple[int, int]) -> None:
+    unsupported = {"triton": triton_backend.unsupported, "cudnn": cudnn_backend.rule_error}[backend]
+    assert unsupported(spec_of(*dims), direction) is None
+    assert unsupported(spec_of(dims[0] + 8, 64), direction) is not None
+    assert unsupported(spec_of(64, dims[1] + 8), direction) is not None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -88,12 +96,12 @@ def test_fp8_is_told_to_pad_where_that_helps(dim: int, can_pad: bool, direction:
 def test_a_fallback_gives_no_reason_for_a_backend_that_cannot(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_backend, "device_error", lambda *_: "cuDNN is not here")
     select.cache_clear()
-    decision = select(spec_of(512, 512), direction, "auto")
+    decision = select(spec_of(640, 512), direction, "auto")
     select.cache_clear()
     assert decision.backend == "eager"
     assert decision.why == "the first that can run it in the order triton, cudnn, eager for cuda"
     assert decision.warning is not None
     assert "larger ones run on backend='eager'" in decision.warning
     with pytest.raises(BackendError, match="eager: can run it; ask for it with backend='eager'"):
-        select(spec_of(512, 512), direction, "triton")
+        select(spec_of(640, 512), direction, "triton")
     select.cache_clear()

@@ -32,8 +32,8 @@ TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a soft
 LEVEL = 2.0**-18  # relative error of lse where scores are beyond 2**13: log2(e) is multiplied in and out
 
 EAGER = Where("eager", "cpu", (*HALF, torch.float32, torch.float64), (16, 8, 24, 40, 1, 3, 64, 72, 128), (60, 130), 3)
-INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64, 72), (24, 50), 2)
-ON_GPU = Where("triton", "cuda", (*HALF, *HALF, torch.float32), (64, 128, 128, 8, 40, 72, 96, 192, 256), (150, 300), 3)
+INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64, 72, 320), (24, 50), 2)
+ON_GPU = Where("triton", "cuda", (*HALF, *HALF, torch.float32), (64, 128, 128, 8, 40, 72, 96, 192, 256, 320, 512), (150, 300), 3)
 
 
 def place(backend: str, device: str, without: list[str]) -> Where:

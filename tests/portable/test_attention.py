@@ -103,7 +103,10 @@ def test_causal_window(mask: str, device: str) -> None:
     check({"attn_mask_type": mask, "window_size": (17, -1)}, device, lengths_q=lengths(130, 130), lengths_kv=lengths(101, 101))
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (16, 40), (24, 96), (64, 64), (80, 72), (192, 128), (128, 192), (256, 256)], ids=str)
+DIMS = ((8, 8), (16, 40), (24, 96), (64, 64), (80, 72), (192, 128), (128, 192), (256, 256), (264, 320), (512, 512), (576, 512))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int], device: str) -> None:
     for dtype in DTYPES[:2]:
         check(
@@ -219,9 +222,10 @@ def test_dropout(p: float, device: str) -> None:
     check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(40, 67), lengths_kv=lengths(50, 67))
 
 
-@pytest.mark.sample
+@pytest.mark.sample("dims", "dtype")
+@pytest.mark.parametrize("dims", [(40, 24), (264, 512), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_everything_together(dtype: torch.dtype, device: str) -> None:
+def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
     (sq,), (skv,) = lengths(66), lengths(50)
     generator = torch.Generator().manual_seed(5)
     call = {
@@ -248,8 +252,8 @@ def test_everything_together(dtype: torch.dtype, device: str) -> None:
         lengths_kv=[skv // 3, 4, skv],
         num_heads=6,
         num_heads_kv=2,
-        head_dim_qk=40,
-        head_dim_v=24,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
         dtype=dtype,
     )
 

@@ -80,6 +80,15 @@ def test_features(name: str, heads_kv: int, splits: int | None) -> None:
     check(inputs, splits, CALLS[name], group_of(3, heads_kv))
 
 
+@pytest.mark.parametrize("splits", [None, 3])
+def test_latent_attention(splits: int | None) -> None:
+    """Absorbed MLA: one key head of 576, of which v is the first 512."""
+    given = make_inputs(
+        "bshd", lengths_q=[3, 3], lengths_kv=[45, 45], num_heads=HEADS, num_heads_kv=1, head_dim_qk=576, head_dim_v=512
+    )
+    check(given._replace(v=given.k[..., :512]), splits, {"attn_mask_type": "causal_bottom_right", "window_size": (30, 0)}, 8)
+
+
 @pytest.mark.sample("fmt")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths_q", [(2, 0, 1), (5, 3, 18), (1, 1, 1)], ids=str)
@@ -107,7 +116,7 @@ def test_calls_that_keep_heads_apart() -> None:
 
 
 @pytest.mark.sample("capability", "kept_in")
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_compiled(kept_in: torch.dtype, capability: int, dim: int) -> None:
