@@ -60,6 +60,7 @@ FORWARD: Table = {
         Row(128, Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
         Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        Row(1088, Tile(64, 16, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (86, 2): (
         Row(128, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), open=Tile(128, 64, 8, 2)),
@@ -67,6 +68,7 @@ FORWARD: Table = {
         Row(320, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         Row(384, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
         Row(512, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+        Row(1088, Tile(32, 16, 8, 2), Tile(16, 32, 8, 1)),
     ),
     (90, 2): (
         Row(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
@@ -74,16 +76,19 @@ FORWARD: Table = {
         Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), short=Tile(128, 32, 8, 3)),
         Row(384, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
         Row(512, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
+        Row(1088, Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)),
     ),
     (100, 2): (
         Row(128, Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),
         Row(256, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
         Row(512, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+        Row(1088, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (80, 4): (
         Row(128, Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
         Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
         Row(512, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        Row(1088, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -94,26 +99,31 @@ DQ: Table = {
         Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
         Row(256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         Row(512, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(1088, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
     ),
     (86, 2): (
         Row(128, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
         Row(256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         Row(512, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        Row(1088, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
     ),
     (90, 2): (
         Row(192, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
         Row(256, Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), open=Tile(128, 64, 8, 3), short=Tile(64, 32, 4, 3)),
         Row(512, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+        Row(1088, Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
     ),
     (100, 2): (
         Row(128, Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
         Row(256, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         Row(512, Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+        Row(1088, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ),
     (80, 4): (
         Row(128, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
         Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
         Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        Row(1088, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -124,11 +134,13 @@ DKDV: Table = {
         Row(128, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
         Row(256, Tile(32, 64, 4, 2), Tile(32, 64, 8, 1)),
         Row(512, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(1088, Tile(16, 32, 8, 1, apart=True), Tile(16, 32, 8, 1, apart=True)),
     ),
     (86, 2): (
         Row(128, Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
         Row(256, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1)),
         Row(512, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(1088, Tile(16, 16, 8, 1, apart=True), Tile(16, 16, 8, 1, apart=True)),
     ),
     (90, 2): (
         Row(128, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), open=Tile(64, 64, 4, 3)),
@@ -136,6 +148,7 @@ DKDV: Table = {
         Row(256, Tile(32, 64, 4, 3), Tile(32, 64, 4, 3)),
         Row(320, Tile(32, 128, 8, 3), Tile(32, 128, 8, 2, apart=True)),
         Row(512, Tile(32, 128, 8, 2, apart=True), Tile(32, 128, 8, 2, apart=True), open=Tile(64, 128, 8, 1, apart=True)),
+        Row(1088, Tile(16, 64, 8, 2, apart=True), Tile(16, 32, 8, 1, apart=True)),
     ),
     # d 256: dk, dv and two tiles of scores are more than tensor memory has; tiles of 32 keys are multiplied in registers
     (100, 2): (
@@ -143,11 +156,13 @@ DKDV: Table = {
         Row(256, Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
         Row(384, Tile(32, 64, 8, 2), Tile(32, 64, 8, 1)),
         Row(512, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+        Row(1088, Tile(16, 32, 8, 1, apart=True), Tile(16, 32, 8, 1, apart=True)),
     ),
     (80, 4): (
         Row(128, Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
         Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
         Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        Row(1088, Tile(16, 16, 8, 1, apart=True), Tile(16, 16, 8, 1, apart=True)),
     ),
 }
 
@@ -209,10 +224,12 @@ BIAS_GRADIENT: Table = {
     (80, 2): (
         Row(256, Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
         Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        Row(1088, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     ),
     (80, 4): (
         Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
         Row(512, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        Row(1088, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     ),
     (INTERPRETER, 1): _SMALL,
     (89, 1): (Row(512, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),),
