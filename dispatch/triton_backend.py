@@ -26,7 +26,7 @@ SUPPORT_IS_FINAL = True
 _PROCESSORS = 132  # multiprocessors of a GPU that is only asked about: an H200's
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = (576, 512)
-"""The largest head dims of q and k, and of v: Gemma 4's 512, and 576 with 512, absorbed latent attention (MLA)."""
+"""The largest head dims of q and k, and of v, in 16 bits: Gemma 4's 512, and 576 with 512, absorbed latent attention (MLA)."""
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
@@ -42,7 +42,14 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
         return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
-    if reason := head_dim_error(spec, "the kernels take", 8, WIDEST, _beyond_widest(spec)):
+    if spec.dtype is torch.float32:
+        reason = head_dim_error(spec, "in fp32 the kernels take", 8, (256, 256), _beyond(spec, "larger ones run in 16 bits, or"))
+    elif spec.kv_dtype is not None:
+        beyond = _beyond(spec, "larger ones run with keys in 16 bits, or")
+        reason = head_dim_error(spec, "with keys in FP8 the kernels take", 8, (256, 256), beyond)
+    else:
+        reason = head_dim_error(spec, "the kernels take", 8, WIDEST, _beyond(spec, "larger ones run"))
+    if reason:
         return reason
     return device_error(spec.device_type, spec.capability)
 
@@ -56,11 +63,15 @@ def _varies_with_the_batch(spec: AttentionSpec) -> str | None:
     return None
 
 
-def _beyond_widest(spec: AttentionSpec) -> str:
+def _beyond(spec: AttentionSpec, larger_ones: str) -> str:
     """Returns what to do about a head dim that padding does not bring within the kernels' reach."""
     widest_qk, widest_v = WIDEST
-    parts = f"; or give v in parts of up to {widest_v} columns, a call each" if spec.head_dim_qk <= widest_qk else ""
-    return f"larger ones run on backend='eager'{parts}"
+    parts = (
+        f"; or give v in parts of up to {widest_v} columns, a call each"
+        if spec.head_dim_qk <= widest_qk and spec.head_dim_v > widest_v
+        else ""
+    )
+    return f"{larger_ones} on backend='eager'{parts}"
 
 
 def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:

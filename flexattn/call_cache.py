@@ -129,6 +129,8 @@ def look_up(
             parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         if together & 15:
             parts.append(_low_bits(addresses))
+        if addresses[1] == addresses[2]:
+            parts.append("v lies in k")  # which kernels load but once
         if len(set(ids)) < len(ids):
             parts.append(_same(ids))
         whole = tuple(parts)

@@ -25,7 +25,17 @@ from flexattn.kernels_triton.common.arguments import (
     Scales,
     Scores,
 )
-from flexattn.kernels_triton.common.tiles import NEVER, SPLIT_MOST, SPLIT_PIECE, Table, cdiv, select_tile, split_head_dim
+from flexattn.kernels_triton.common.tiles import (
+    FORWARD,
+    LATENT,
+    NEVER,
+    SPLIT_MOST,
+    SPLIT_PIECE,
+    Table,
+    cdiv,
+    select_tile,
+    split_head_dim,
+)
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of
 
 _MOST_ROWS = 256  # the most rows of any tile
@@ -151,6 +161,7 @@ class Meta(NamedTuple):
 
     IS_GROUPED: bool  # several query heads share a key head
     GROUP: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
+    IS_LATENT: bool  # a forward takes v from the tile of k
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
     HAS_BLOCK_SCALES: bool
@@ -279,8 +290,9 @@ class Problem:
 
     @property
     def is_loaded(self) -> bool:
-        """True where other tiles lie beside those of scores: a bias, random numbers, captures."""
-        return self.bias is not None or self.dropout_p > 0 or (self.mods is not None and self.mods.reads_tiles)
+        """True where other tiles lie beside those of scores: a bias, random numbers, captures, keys in FP8 as 16 bits."""
+        reads_tiles = self.mods is not None and self.mods.reads_tiles
+        return self.bias is not None or self.dropout_p > 0 or reads_tiles or bool(self.descales_kv)
 
     @property
     def is_modified(self) -> bool:
@@ -311,6 +323,17 @@ class Problem:
         """d_qk + d_v as the tiles hold them: registers and shared memory grow with it."""
         return sum(self._parts(self.q)) + sum(self._parts(self.v))
 
+    @property
+    def is_latent(self) -> bool:
+        """True where v is the first columns of k, in the same memory, as absorbed latent attention (MLA) has them.
+
+        Only of head dims above 256, and where v's columns are those of k's first part: then one tile serves both products.
+        """
+        k, v = self.k, self.v
+        if k.shape[-1] <= 256 or k.is_meta or k.data_ptr() != v.data_ptr() or k.stride() != v.stride():
+            return False
+        return (self._parts(k)[0], 0) == self._parts(v)
+
     def _parts(self, x: Tensor) -> tuple[int, int]:
         # an FP8 matrix instruction multiplies 32 at a time
         return split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
@@ -322,7 +345,7 @@ class Problem:
             table,
             capability,
             self.q.element_size(),
-            self.head_dims,
+            LATENT if table is FORWARD and self.is_latent else self.head_dims,
             is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=NEVER if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
@@ -346,6 +369,7 @@ class Problem:
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
             GROUP=1,
+            IS_LATENT=False,
             IS_FP8=self.is_fp8,
             IS_KV_FP8=bool(self.descales_kv),
             HAS_BLOCK_SCALES=self.has_block_scales,

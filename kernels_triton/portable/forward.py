@@ -175,9 +175,11 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 product = fp8_product(p, block.v_t, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 acc1 = acc1 * correction[:, None] + product * descale_v
         else:
-            v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-            if META.IS_KV_FP8:
-                v0 = v0.to(block.q0.dtype)
+            v0 = k0
+            if not META.IS_LATENT:
+                v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+                if META.IS_KV_FP8:
+                    v0 = v0.to(block.q0.dtype)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
@@ -412,7 +414,7 @@ def attention_forward(
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None
     parts_out = out if parts is None else parts.rows(lse)
-    meta = x.meta(tile, (parts_out,))._replace(GROUP=group)
+    meta = x.meta(tile, (parts_out,))._replace(GROUP=group, IS_LATENT=x.is_latent)
     largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None
     args = Arguments(
         inputs=x.inputs(meta),

@@ -331,6 +331,17 @@ def test_one_tensor_thrice_is_another_call_than_three(more: dict[str, Any], keys
     assert keys[0] == keys[4] != keys[1]
 
 
+def test_v_in_k_is_another_call(keys: list[Any]) -> None:
+    """Kernels may load once what is k and v; the strides are those of values elsewhere."""
+    cache, other = (randn(2, 5, 1, 24).mul(by).to(torch.float16) for by in (1, -1))
+    call = {"q": randn(2, 5, 4, 24).to(torch.float16), "k": cache}
+    inside, apart = call | {"v": cache[..., :16]}, call | {"v": other[..., :16]}
+    got = [flexattn.attention(**inside) for _ in range(3)] + [flexattn.attention(**apart) for _ in range(3)]
+    assert torch.equal(got[3], -got[0])
+    assert torch.equal(got[5], -got[2])
+    assert keys[0] == keys[2] != keys[3] == keys[5]
+
+
 def test_captured_tensors_and_numbers_are_those_of_the_call() -> None:
     def biased(slopes: Tensor, by: float) -> Callable[..., Tensor]:
         return lambda score, b, h, i, j: score * by + slopes[h] * (i - j)

@@ -78,6 +78,8 @@ def heads(num_heads: int, num_heads_kv: int) -> Row:
 
 def head_dims(qk: int, v: int, **refusals: str) -> Row:
     inputs = {"lengths_q": (37,), "lengths_kv": (29,), "strided": True, "num_heads": 2, "num_heads_kv": 1}
+    if max(qk, v) > 256:
+        inputs["dtype"] = torch.bfloat16
     return Row({**inputs, "head_dim_qk": qk, "head_dim_v": v}, {"attn_mask_type": "causal"}, refusals=refusals)
 
 

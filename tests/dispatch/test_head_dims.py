@@ -80,6 +80,22 @@ def test_the_widest_head_dims_run(backend: str, direction: Direction, dims: tupl
     assert unsupported(spec_of(64, dims[1] + 8), direction) is not None
 
 
+def test_fp32_ends_at_256() -> None:
+    assert triton_backend.unsupported(spec_of(256, 256, dtype=torch.float32), "backward") is None
+    reason = triton_backend.unsupported(spec_of(512, 512, dtype=torch.float32), "backward")
+    assert reason is not None
+    assert reason.startswith("the head dim of q and k is 512; in fp32 the kernels take multiples of 8 up to 256")
+    assert reason.endswith("larger ones run in 16 bits, or on backend='eager'")
+
+
+def test_keys_in_fp8_end_at_256() -> None:
+    assert triton_backend.unsupported(spec_of(256, 256, kv_dtype=torch.float8_e4m3fn), "forward") is None
+    reason = triton_backend.unsupported(spec_of(512, 512, kv_dtype=torch.float8_e4m3fn), "forward")
+    assert reason is not None
+    assert reason.startswith("the head dim of q and k is 512; with keys in FP8 the kernels take multiples of 8 up to 256")
+    assert reason.endswith("larger ones run with keys in 16 bits, or on backend='eager'")
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("dim", "can_pad"), [(40, True), (250, True), (257, False), (264, False), (512, False)])
 def test_fp8_is_told_to_pad_where_that_helps(dim: int, can_pad: bool, direction: Direction) -> None:

@@ -108,7 +108,7 @@ DIMS = ((8, 8), (16, 40), (24, 96), (64, 64), (80, 72), (192, 128), (128, 192), 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int], device: str) -> None:
-    for dtype in DTYPES[:2]:
+    for dtype in DTYPES[:2] if max(dims) <= 256 else DTYPES[1:]:
         check(
             {"attn_mask_type": "causal"},
             device,
@@ -226,6 +226,8 @@ def test_dropout(p: float, device: str) -> None:
 @pytest.mark.parametrize("dims", [(40, 24), (264, 512), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
+    if dtype is torch.float32 and max(dims) > 256:
+        pytest.skip("in fp32 the kernels end at head dim 256")
     (sq,), (skv,) = lengths(66), lengths(50)
     generator = torch.Generator().manual_seed(5)
     call = {

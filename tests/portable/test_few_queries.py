@@ -81,12 +81,15 @@ def test_features(name: str, heads_kv: int, splits: int | None) -> None:
 
 
 @pytest.mark.parametrize("splits", [None, 3])
-def test_latent_attention(splits: int | None) -> None:
-    """Absorbed MLA: one key head of 576, of which v is the first 512."""
+@pytest.mark.parametrize("place", ["in k", "apart"])
+def test_latent_attention(place: str, splits: int | None) -> None:
+    """Absorbed MLA: one key head of 576, of which v is the first 512 columns; and other values with the same strides."""
     given = make_inputs(
         "bshd", lengths_q=[3, 3], lengths_kv=[45, 45], num_heads=HEADS, num_heads_kv=1, head_dim_qk=576, head_dim_v=512
     )
-    check(given._replace(v=given.k[..., :512]), splits, {"attn_mask_type": "causal_bottom_right", "window_size": (30, 0)}, 8)
+    rows = given.k if place == "in k" else given.k.flip(1)
+    call = {"attn_mask_type": "causal_bottom_right", "window_size": (30, 0)}
+    check(given._replace(v=rows[..., :512]), splits, call, 8)
 
 
 @pytest.mark.sample("fmt")
@@ -123,6 +126,8 @@ def test_compiled(kept_in: torch.dtype, capability: int, dim: int) -> None:
     """Decoding over pages, with lengths and splits."""
     if kept_in is torch.float8_e4m3fn and capability < 89:
         pytest.skip("the compiler knows float8_e4m3fn from compute capability 8.9 on")
+    if kept_in.itemsize == 1 and dim > 256:
+        pytest.skip("keys in FP8 end at head dim 256")
     q = torch.zeros(8, 1, 32, dim, dtype=torch.bfloat16)
     k = torch.zeros(8 * 512, 8, 8, dim, dtype=kept_in)
     table, used = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
@@ -131,5 +136,6 @@ def test_compiled(kept_in: torch.dtype, capability: int, dim: int) -> None:
     with pretended_device(capability, 132), recorded_launches() as launches:
         attention_forward(problem, torch.zeros_like(q), torch.zeros(8, 32, 1))
     (report,) = compile_sound([request_for(launches[0], capability)])
-    assert report.spill_store_bytes <= (64 if (capability, dim) == (100, 128) else 0)  # as paged rows lie 64 bits apart
+    assert report.loop_spill_share == 0 or (capability, dim) == (100, 128)  # as paged rows lie 64 bits apart
+    assert report.spill_store_bytes <= 64
     assert not report.warnings
