@@ -103,11 +103,27 @@ class Step(NamedTuple):
     v: Tensor
     where: dict[str, Any]  # arguments of attention()
 
-    def double(self) -> Step:
-        """The same in fp64, an FP8 cache with its scales in it."""
-        scales = [self.where.get(name, torch.ones(1)) for name in ("descale_k", "descale_v")]
-        k, v = (t.double() * scale.double().to(t.device)[..., None] for t, scale in zip((self.k, self.v), scales, strict=True))
-        return Step(self.q.double(), k, v, {n: t for n, t in self.where.items() if not n.startswith("descale")})
+
+def exact(dense: Step, cell: Cell) -> Tensor:
+    """Returns out in fp64 by the eager backend; sequences of several lengths one by one, as each needs its own keys alone."""
+    from flexattn import attention
+
+    where = {name: t for name, t in dense.where.items() if not name.startswith("descale")}
+    one, scales = torch.ones(1, device=dense.q.device), (dense.where.get("descale_k"), dense.where.get("descale_v"))
+
+    def attend(q: Tensor, rows: slice, longest: int, **more: Any) -> Any:
+        caches = ((t[rows, :longest], one if scale is None else scale) for t, scale in zip((dense.k, dense.v), scales, strict=True))
+        k, v = (t.double() * scale.double()[:, None] for t, scale in caches)
+        return attention(q.double(), k, v, **where | more, backend="eager")
+
+    if len(set(cell.keys)) == 1:
+        return attend(dense.q, slice(None), max(cell.keys))
+    parts = []
+    for b, (q, length) in enumerate(zip(dense.q.split(cell.queries), cell.keys, strict=True)):
+        own = {"cu_seqlens_q": torch.tensor((0, len(q)), dtype=torch.int32, device=q.device)}
+        own["seqused_kv"] = where["seqused_kv"][b : b + 1]
+        parts.append(attend(q, slice(b, b + 1), length, **own))
+    return torch.cat(parts)
 
 
 def _options(cell: Cell, lengths: Tensor) -> dict[str, Any]:
@@ -259,12 +275,10 @@ def time_replays(graph: torch.cuda.CUDAGraph, flush: Tensor, calls: int = CALLS)
 
 def measure(name: str, cell: Cell, flush: Tensor) -> list[dict[str, Any]]:
     """Returns a row for each implementation of the cell."""
-    from flexattn import BackendError, attention
+    from flexattn import BackendError
 
     paged, dense = make_steps(cell)
-    exact = dense.double()
-    wanted = attention(exact.q, exact.k, exact.v, **exact.where, backend="eager")
-    del exact
+    wanted = exact(dense, cell)
     rows: list[dict[str, Any]] = []
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for implementation, call in implementations(cell, paged, dense).items():
