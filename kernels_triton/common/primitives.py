@@ -124,9 +124,18 @@ def queries_of_tile(first_row, META: tl.constexpr):
 def heads_of_tile(h, META: tl.constexpr):
     # The head of each row of a forward's tile, or of all.
     if META.GROUP > 1:
-        return h + tl.arange(0, META.BLOCK_M) % META.GROUP
+        return h + _head_in_tile(META)
     else:
         return h
+
+
+@triton.jit
+def _head_in_tile(META: tl.constexpr):
+    # Rows of no head repeat the last head's: the same numbers, written to the same places.
+    head = tl.arange(0, META.BLOCK_M) % META.GROUP
+    if META.HEADS < META.GROUP:
+        head = tl.minimum(head, META.HEADS - 1)
+    return head
 
 
 @triton.jit
@@ -134,7 +143,7 @@ def offsets_of_tile(x, META: tl.constexpr):
     # Where the rows of a forward's tile lie from its first query and head.
     if META.GROUP > 1:
         rows = tl.arange(0, META.BLOCK_M).to(tl.int64)
-        return (rows // META.GROUP * x.stride_s + rows % META.GROUP * x.stride_h) * META.ALIGN
+        return (rows // META.GROUP * x.stride_s + _head_in_tile(META).to(tl.int64) * x.stride_h) * META.ALIGN
     else:
         return row_steps(x.stride_s, META.BLOCK_M, META)[1]
 

@@ -160,7 +160,8 @@ class Meta(NamedTuple):
     """
 
     IS_GROUPED: bool  # several query heads share a key head
-    GROUP: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
+    HEADS: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
+    GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
     IS_LATENT: bool  # a forward takes v from the tile of k
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
@@ -368,6 +369,7 @@ class Problem:
         return Meta(
             **self.features._asdict(),
             IS_GROUPED=self.group_size > 1,
+            HEADS=1,
             GROUP=1,
             IS_LATENT=False,
             IS_FP8=self.is_fp8,

@@ -13,6 +13,11 @@ from typing import Any, Literal, NamedTuple
 from flexattn.kernels_triton.runtime.launch import INTERPRETER, Tile
 
 
+def slots_of_heads(heads: int) -> int:
+    """Returns how many rows of a tile a query of so many heads takes: the power of two from their number on."""
+    return 1 << (heads - 1).bit_length()
+
+
 def cdiv(x: int, y: int) -> int:
     """Returns x / y, rounded up; on the host, where triton.cdiv takes ten times as long."""
     return -(-x // y)

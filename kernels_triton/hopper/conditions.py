@@ -17,9 +17,11 @@ from flexattn.kernels_triton.common.tiles import (
     HopperFusedTile,
     HopperTile,
     Kind,
+    cdiv,
     select_hopper_backward_tile,
     select_hopper_fused_tile,
     select_hopper_tile,
+    slots_of_heads,
 )
 from flexattn.kernels_triton.hopper.descriptors import DTYPES, descriptor_error
 from flexattn.kernels_triton.hopper.operands import ROWS
@@ -44,23 +46,28 @@ def mask_class(problem: Problem) -> tuple[Kind, float]:
     return ("open", 1.0) if x.window_right is None else ("causal", 0.5)
 
 
-def _heads_that_share(problem: Problem) -> int:
-    """Returns how many query heads of one key head a warpgroup's rows may be at most: a power of two."""
-    return min(problem.group_size & -problem.group_size, ROWS.value)
+def _shares(problem: Problem) -> list[int]:
+    """Returns how many query heads of one key head may share a warpgroup's rows: a power of two that divides them, or all."""
+    size = problem.group_size
+    power = min(size & -size, ROWS.value)
+    return [power, size] if slots_of_heads(size) <= ROWS.value else [power]
 
 
 def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
-    """Returns how many query heads of one key head share a tile: a power of 2, above 1 where queries leave half of it empty."""
+    """Returns how many query heads of one key head share a tile: above 1 where queries leave half of it empty."""
     x = problem
     if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
         return 1
-    return _heads_that_share(x)
+    # The fewest tiles, and of as many those whose keys are loaded for more heads.
+    return min(
+        _shares(x), key=lambda heads: (cdiv(x.longest_q * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads)
+    )
 
 
 def rows_of_a_tile(problem: Problem) -> int:
     """Returns how many rows, at most, hold all queries of the heads of a tile."""
     x = problem
-    return x.longest_q if x.block_mask is not None else x.longest_q * _heads_that_share(x)
+    return x.longest_q if x.block_mask is not None else x.longest_q * slots_of_heads(_shares(x)[-1])
 
 
 def forward_tile(problem: Problem) -> HopperTile:

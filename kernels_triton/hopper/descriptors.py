@@ -29,6 +29,7 @@ def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> Tenso
 
     x: [b, s, h, d] or [total, h, d].
     The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
+    Heads behind x's last are not there: zeros.
     """
     stride_s = x.stride(-3) if x.shape[-3] > 1 else 16
     stride_h = x.stride(-2) if x.shape[-2] > 1 else 16
@@ -36,7 +37,10 @@ def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> Tenso
         stride_h = x.stride(0)
     block = [1, 1, rows, heads, width]
     layout = gl.NVMMASharedLayout.get_default_for(block, (DTYPES | FP8_DTYPES)[x.dtype])
-    shape = [_FAR, _FAR, _RAGGED.value, _FAR, x.shape[-1]]
+    all_heads = _FAR
+    if heads > 1:
+        all_heads = x.shape[-2] + (x.shape[0] - 1) * (batch_steps(x) or (0, 0))[1] if x.dim() == 4 else x.shape[-2]
+    shape = [_FAR, _FAR, _RAGGED.value, all_heads, x.shape[-1]]
     return TensorDescriptor(x, shape, [_WRAP - stride_s, stride_s, stride_s, stride_h, 1], block, layout)
 
 

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Head, Lengths, Pages, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Head, Lengths, Pages, Rows, Scores
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -24,13 +24,16 @@ from flexattn.kernels_triton.common.primitives import (
     head_of,
     log_of_sum,
     logits,
+    row_pointer,
     scaled_row_max,
 )
 from flexattn.kernels_triton.common.problem import Problem, with_features
+from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.split_kv import Parts, combine_splits, number_of_splits, part_row
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
+    slots_of_heads,
     split_head_dim,
 )
 from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
@@ -89,7 +92,8 @@ class ForwardMeta(NamedTuple):
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_MAX_LOGIT: bool
-    GROUP: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
+    HEADS: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
+    GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
     IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them
     BLOCK_M: int
     BLOCK_N: int
@@ -111,6 +115,7 @@ class ForwardMeta(NamedTuple):
     # Numbers that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, and with a
     # block mask what `cut_key_lists` and `_unmasked_blocks` find
     NUMBERS: int
+    ALIGN: int  # strides of `Results.out` are multiples of it
 
 
 class Descriptors(NamedTuple):
@@ -133,6 +138,7 @@ class Results(NamedTuple):
     lse_ptr: Any
     max_logit_ptr: Any  # or None; [h], -inf before
     parts_ptr: Any  # with IS_SPLIT, where out goes; lse is then of the parts too
+    out: Rows | None  # where HEADS is no power of two, as a copy would write other heads too
 
 
 class Arguments(NamedTuple):
@@ -167,7 +173,7 @@ class Buffers(NamedTuple):
 
 class WorkTile(NamedTuple):
     first_row: Any
-    h: Any  # the first of GROUP heads
+    h: Any  # the first of HEADS heads
     b: Any
     split: Any
 
@@ -218,7 +224,7 @@ class Carry(NamedTuple):
 
 @gluon.jit
 def _num_work_tiles(args: Arguments, META: gl.constexpr):
-    amount = num_work_tiles(args.work, args.work.num_heads // META.GROUP, args.lengths_q.batch, META)
+    amount = num_work_tiles(args.work, args.work.num_heads // META.HEADS, args.lengths_q.batch, META)
     if META.IS_SPLIT:
         amount = amount * args.num_splits
     return amount
@@ -231,8 +237,8 @@ def _work_tile(t, amount, args: Arguments, META: gl.constexpr):
         split = t % args.num_splits
         t = t // args.num_splits
         amount = amount // args.num_splits
-    first_row, h, b = work_tile(t, amount, args.work, args.work.num_heads // META.GROUP, args.lengths_q.batch, META)
-    return WorkTile(first_row=first_row // META.GROUP, h=h * META.GROUP, b=b, split=split)
+    first_row, h, b = work_tile(t, amount, args.work, args.work.num_heads // META.HEADS, args.lengths_q.batch, META)
+    return WorkTile(first_row=first_row // META.GROUP, h=h * META.HEADS, b=b, split=split)
 
 
 @gluon.jit
@@ -460,6 +466,16 @@ def _store_out(part, COLUMN: gl.constexpr, token, length, row, head, descriptor,
 
 
 @gluon.jit
+def _store_rows_of_heads(acc, is_query, tokens, b, heads, out: Rows, META: gl.constexpr):
+    # out from registers, each row with a token and a head of its own
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    pointers = row_pointer(out, b, heads, tokens, META)
+    pointers = gl.convert_layout(pointers, ROW)[:, None] + gl.arange(0, META.V0, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(pointers, acc.to(out.ptr.dtype.element_ty), mask=gl.convert_layout(is_query, ROW)[:, None])
+
+
+@gluon.jit
 def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     barriers = buffers.barriers
     batch = args.lengths_q.batch
@@ -506,7 +522,11 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         if GROUP > 1:
             in_tile = gl.arange(0, ROWS, layout=ROW_LAYOUT)
             rows = m_start + in_tile // GROUP
-            h_of_rows = h + in_tile % GROUP
+            own_head = in_tile % GROUP
+            if META.HEADS < GROUP:  # rows of no head are as those past the sequence's end
+                rows = gl.where(own_head < META.HEADS, rows, len_q)
+                own_head = gl.minimum(own_head, META.HEADS - 1)
+            h_of_rows = h + own_head
             h_of_scores = h_of_rows[:, None]
         head = head_of(args.scores, b, h_of_scores, len_q, len_kv, band.shift, MODS, META)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
@@ -599,6 +619,8 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             is_query = gl.convert_layout(rows < len_q, gl.SliceLayout(1, OUT))[:, None]
             part_columns = gl.arange(0, V0, layout=gl.SliceLayout(0, OUT))[None, :]
             gl.store(args.results.parts_ptr + part_rows + part_columns, acc, mask=is_query)
+        elif META.HEADS < GROUP:
+            _store_rows_of_heads(acc, rows < len_q, start_q + rows, b, h_of_rows, args.results.out, META)
         else:
             token, out_head = start_q + b * args.steps.out.tokens, h + b * args.steps.out.heads
             out_tile = buffers.tiles.out.index(CONSUMER)
@@ -666,17 +688,18 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
         )
 
 
-def _whole_blocks_of_window(problem: Problem, tile: HopperTile, group: int) -> float:
+def _whole_blocks_of_window(problem: Problem, tile: HopperTile, slots: int) -> float:
     """Number of blocks of keys, at most, that all queries of a warpgroup see whole."""
     x = problem
     if x.window_left is None or x.window_right is None:
         return math.inf
-    return (x.window_left + x.window_right + 2 - ROWS.value // group) // tile.block_n
+    return (x.window_left + x.window_right + 2 - ROWS.value // slots) // tile.block_n
 
 
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
     """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
-    tiles = -(-problem.longest_q // (tile.block_m // group)) * problem.batch * problem.num_heads // group
+    queries = tile.block_m // slots_of_heads(group)
+    tiles = -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
     return tiles, num_processors(problem.device)
 
 
@@ -691,7 +714,7 @@ def hopper_forward(
 ) -> None:
     """Launches the forward, of calls that `forward_unsupported` does not name.
 
-    group: query heads of a tile; None: `heads_of_a_tile`.
+    group: query heads of a tile, which divide those of a key head; None: `heads_of_a_tile`.
     splits: parts of the keys; None: `number_of_splits`.
     """
     x = problem
@@ -700,18 +723,22 @@ def hopper_forward(
     has_lengths = x.has_lengths
     is_banded = x.window_left is not None or x.window_right is not None
     group = heads_of_a_tile(x, tile) if group is None else group
-    is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, group) < 2
-    has_idle = has_lengths or x.longest_q * group <= tile.block_m - ROWS.value
-    queries = tile.block_m // group
+    slots = slots_of_heads(group)
+    is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, slots) < 2
+    has_idle = has_lengths or x.longest_q * slots <= tile.block_m - ROWS.value
+    queries = tile.block_m // slots
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
     parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded) if splits > 1 else None
+    launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
+    out_meta = x.meta(launch_tile, (out,)) if group < slots and parts is None else None
     meta = ForwardMeta(
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
         HAS_MAX_LOGIT=max_logit is not None,
         **x.features._asdict(),
-        GROUP=group,
+        HEADS=group,
+        GROUP=slots,
         IS_SPLIT=parts is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -731,23 +758,25 @@ def hopper_forward(
         UNMASKED_LOOP=(is_banded and not is_narrow) or x.block_mask is not None,
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
+        ALIGN=1 if out_meta is None else out_meta.ALIGN,
     )
-    own_rows, keys = ROWS.value // group, meta.PAGE_ROWS or tile.block_n
+    own_rows, keys = ROWS.value // slots, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = Arguments(
         descriptors=Descriptors(
-            q=pair_descriptor(x.q, own_rows, (qk0, qk1), group),
+            q=pair_descriptor(x.q, own_rows, (qk0, qk1), slots),
             k=pair_descriptor(x.k, keys, (qk0, qk1)),
             v=ragged_descriptor(x.v, keys, tile.head_dim_v),
-            out=ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, group),
+            out=ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, slots),
         ),
         steps=Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
         results=Results(
             lse_ptr=lse if parts is None else parts.lse,
             max_logit_ptr=max_logit,
             parts_ptr=None if parts is None else parts.out,
+            out=None if out_meta is None else rows_of(out, out_meta),
         ),
         work=work,
         num_splits=None if parts is None else splits,
@@ -764,7 +793,7 @@ def hopper_forward(
         _attn_fwd_hopper_kernel,
         min(processors, tiles * splits),
         out.device,
-        Tile(tile.block_m, tile.block_n, 4, tile.num_stages),
+        launch_tile,
         (arguments, x.mods, meta),
     )
     if parts is not None:

@@ -59,7 +59,7 @@ from flexattn.kernels_triton.common.split_kv import (
     range_of_split,
     share_of_split,
 )
-from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS
+from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
 
 
@@ -211,7 +211,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     blocks = tl.cdiv(lengths_q.max_seqlen, QUERIES)
     groups = num_heads
     if GROUP > 1:
-        groups = num_heads // GROUP
+        groups = num_heads // META.HEADS
     pid = tl.program_id(0)
     split = 0
     if num_splits is not None:
@@ -225,7 +225,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     h = pid // blocks % groups
     b = pid // blocks // groups
     if GROUP > 1:
-        h = h * GROUP  # the first of the tile's
+        h = h * META.HEADS  # the first of the tile's
     heads = heads_of_tile(h, META)
     place = (h * batch + b) * blocks + block  # where each block of queries leaves its part
     if num_splits is not None:
@@ -241,7 +241,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
         slot_q = padding.slot
         out_step, row_offsets = row_steps(out.stride_s, BLOCK_M, META)
-        for own in range(GROUP):
+        for own in range(META.HEADS):
             own_h = h + own
             own_out = row_pointer(out, b, own_h, start_q, META)
             own_lse = (
@@ -372,20 +372,23 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -> int:
-    """Returns how many query heads of one key head share a tile, a power of 2: above 1 where queries leave half of it empty.
+    """Returns how many query heads of one key head share a tile: above 1 where queries leave half of it empty.
 
-    Then the keys are loaded once for all of them, which few queries wait for. What is one number for a tile keeps its heads apart.
+    All of them where the tile has rows for them, else a power of two that divides them. Then the keys are loaded once for all that
+    share, which few queries wait for. What is one number for a tile keeps its heads apart.
     """
     x = problem
     if 2 * x.longest_q > tile.block_m or x.is_fp8 or x.dropout_p > 0 or x.block_mask is not None or has_max_logit:
         return 1
     room = tile.block_m // x.longest_q
+    if slots_of_heads(x.group_size) <= room:
+        return x.group_size
     return min(x.group_size & -x.group_size, 1 << (room.bit_length() - 1))
 
 
 def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
     """Returns (tiles of so many heads, programs that the device runs at once), for `number_of_splits`."""
-    tiles = -(-problem.longest_q // (tile.block_m // group)) * (problem.num_heads // group) * problem.batch
+    tiles = -(-problem.longest_q // (tile.block_m // slots_of_heads(group))) * (problem.num_heads // group) * problem.batch
     return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
 
 
@@ -414,7 +417,7 @@ def attention_forward(
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None
     parts_out = out if parts is None else parts.rows(lse)
-    meta = x.meta(tile, (parts_out,))._replace(GROUP=group, IS_LATENT=x.is_latent)
+    meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots_of_heads(group), IS_LATENT=x.is_latent)
     largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None
     args = Arguments(
         inputs=x.inputs(meta),

@@ -145,6 +145,20 @@ def _features(device: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             {"qkv_format": "sbhd", "padding": True, "lengths_q": [60, 12], "lengths_kv": [300, 200], "head_dim_qk": 192}
             | {"num_heads": 12, "num_heads_kv": 2},
         ),
+        "group of 6, few queries": (
+            {"attn_mask_type": "padding_causal_bottom_right", "window_size": (90, 0), "softmax_type": "learnable"}
+            | {"softmax_offset": torch.cat([offsets, offsets[:4]]), **dropped(device)},
+            {"qkv_format": "thd", "gap": 3, "lengths_q": [9, 0, 3, 1], "lengths_kv": [150, 40, 70, 300]}
+            | {"num_heads": 12, "num_heads_kv": 2},
+        ),
+        "group of 7, bhsd": (
+            {"attn_mask_type": "causal_bottom_right", "bias_type": "alibi", "alibi_slopes": torch.cat([slopes, slopes[:6]])},
+            {"qkv_format": "bhsd", "lengths_q": [2] * 3, "lengths_kv": [300] * 3, "num_heads": 14, "num_heads_kv": 2},
+        ),
+        "group of 5, many splits": (
+            {"attn_mask_type": "causal_bottom_right"},
+            {"lengths_q": [3] * 2, "lengths_kv": [1500] * 2, "num_heads": 5, "num_heads_kv": 1, "head_dim_qk": 64},
+        ),
         "bias": (
             {"bias_type": "post_scale_bias", "bias": bias},
             {"qkv_format": "bhsd", "lengths_q": [16] * 2, "lengths_kv": [200] * 2, **heads, "head_dim_qk": 64, "head_dim_v": 64},
@@ -163,7 +177,7 @@ def make_case(name: str, device: str) -> tuple[AttentionSpec, Operands]:
 
 
 FEATURES = list(_features("cpu"))
-GROUPS = dict(zip(FEATURES, (4, 8, 2, 4, 1), strict=True))
+GROUPS = dict(zip(FEATURES, (4, 8, 2, 6, 7, 5, 4, 1), strict=True))
 
 
 @without_gpu

@@ -54,7 +54,7 @@ def group_of(longest: int, heads_kv: int) -> int:
     return min(HEADS // heads_kv, 1 << ((32 // longest).bit_length() - 1)) if 2 * longest <= 32 else 1
 
 
-def check(inputs: Any, splits: int | None, call: dict[str, Any], group: int) -> None:
+def check(inputs: Any, splits: int | None, call: dict[str, Any], group: int, heads: int = HEADS) -> None:
     given = dict(call)
     if "mods" in given:
         given["mods"] = trace_mods(*given["mods"])
@@ -63,7 +63,7 @@ def check(inputs: Any, splits: int | None, call: dict[str, Any], group: int) -> 
     assert heads_of_a_tile(problem, problem.tile(FORWARD)) == group
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
     rows = {"bshd": out, "sbhd": out.transpose(0, 1), "bhsd": out.transpose(1, 2), "thd": out}[spec.q_format]
-    shape = (HEADS, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, HEADS, problem.q.shape[1])
+    shape = (heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, heads, problem.q.shape[1])
     lse = torch.full(shape, float("nan"))
     attention_forward(problem, rows, lse, splits=splits)
     exact, budget = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
@@ -78,6 +78,19 @@ def check(inputs: Any, splits: int | None, call: dict[str, Any], group: int) -> 
 def test_features(name: str, heads_kv: int, splits: int | None) -> None:
     inputs = make_inputs("bshd", lengths_q=[3, 3], lengths_kv=[45, 45], num_heads=HEADS, num_heads_kv=heads_kv)
     check(inputs, splits, CALLS[name], group_of(3, heads_kv))
+
+
+@pytest.mark.sample("fmt", "splits", "heads_of_a_key_head")
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("heads_of_a_key_head", [3, 5, 6, 7])
+@pytest.mark.parametrize("fmt", ["bshd", "bhsd", "thd"])
+def test_groups_of_any_size(fmt: str, heads_of_a_key_head: int, splits: int | None) -> None:
+    """Rows of a tile that are no head's: nothing of theirs is in the results, between two key heads or after the last."""
+    heads = 2 * heads_of_a_key_head
+    inputs = make_inputs(fmt, lengths_q=[3, 2], lengths_kv=[45, 9], padding=True, num_heads=heads, num_heads_kv=2)
+    call = {"attn_mask_type": "padding_causal_bottom_right", "bias_type": "alibi", "softmax_type": "learnable"}
+    call |= {"alibi_slopes": torch.linspace(0.1, 1, heads), "softmax_offset": torch.linspace(-2, 2, heads)}
+    check(inputs, splits, call, heads_of_a_key_head, heads)
 
 
 @pytest.mark.parametrize("splits", [None, 3])
