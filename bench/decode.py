@@ -28,7 +28,7 @@ FLUSH_BYTES = 2**28  # written before each replay: empties L2
 ROUNDS, CALLS = 5, 8  # turns of each implementation, and replays in each
 WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 GARBAGE = 2147480000  # in the entries of the page table that no length reaches
-MEAN = 2048  # of the log-normal lengths
+MEAN_KEYS = 2048  # where lengths are log-normal
 LATENT = 512  # columns of a latent cache that are v
 DTYPE = torch.bfloat16
 
@@ -56,7 +56,7 @@ def decodes(batch: int, keys: int, queries: int = 1, **more: Any) -> Cell:
 
 def _log_normal(batch: int) -> tuple[int, ...]:
     lengths = torch.empty(batch).log_normal_(0.0, 1.0, generator=torch.Generator().manual_seed(0))
-    return tuple((lengths * (MEAN / lengths.mean())).long().clamp(min=1).tolist())
+    return tuple((lengths * (MEAN_KEYS / lengths.mean())).long().clamp(min=1).tolist())
 
 
 PREFILLS, DECODES = ((2048,) * 2, (2048,) * 2), ((1,) * 128, (2048,) * 128)

@@ -50,11 +50,11 @@ def answer(**fields: Any) -> tuple[Any, ...]:
 def test_on_a_gpu() -> None:
     assert answer() == (False, None, True, F16, False, [False, True, True])
     assert answer(fp8=True) == (False, None, True, FP8, False, [False, True, True])
-    wide = answer(head_dim_qk=264, head_dim_v=264)
+    wide = answer(head_dim_qk=640, head_dim_v=512)
     assert wide == (False, None, False, None, True, [False, False, True])
-    reasons = explain_attention_backend(AttentionParams(head_dim_qk=264))
+    reasons = explain_attention_backend(AttentionParams(head_dim_qk=640))
     assert ("cudnn", "backward", "no cuDNN here") in reasons.rejected
-    assert any("head dim of q and k is 264" in reason for name, _, reason in reasons.rejected if name == "triton")
+    assert any("head dim of q and k is 640" in reason for name, _, reason in reasons.rejected if name == "triton")
     assert "attention runs unfused\n  not triton (forward): the head dim" in str(reasons)
 
 
@@ -178,7 +178,7 @@ def test_is_fused_attn_available() -> None:
     config = types.SimpleNamespace(num_heads=16, head_dim_qk=64, attn_bias_type="alibi", dropout_p=0.1, attn_mask_type="causal")
     assert is_fused_attn_available(config, torch.bfloat16)
     assert is_fused_attn_available(AttentionParams(), torch.float16, qkv_layout="sbh3d", is_training=False)
-    assert not is_fused_attn_available(types.SimpleNamespace(head_dim_qk=264), torch.bfloat16)
+    assert not is_fused_attn_available(types.SimpleNamespace(head_dim_qk=640), torch.bfloat16)
     for config in (AttentionParams(core_attention_bias_type="nothing"), types.SimpleNamespace(attn_bias_type="nothing")):
         with pytest.raises(ValueError, match="core_attention_bias_type is 'nothing'"):
             is_fused_attn_available(config, torch.bfloat16)
@@ -186,6 +186,6 @@ def test_is_fused_attn_available() -> None:
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    params = AttentionParams(qkv_layout="thd_thd_thd", attn_mask_type="padding_causal", head_dim_qk=512, head_dim_v=512)
+    params = AttentionParams(qkv_layout="thd_thd_thd", attn_mask_type="padding_causal", head_dim_qk=640, head_dim_v=512)
     page = (ROOT / "docs" / "te.md").read_text("utf-8")
     assert f"```text\n{explain_attention_backend(params)}\n```" in page
