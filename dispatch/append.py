@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import triton_backend
+from flexattn.dispatch.quantization import LARGEST, SMALLEST_SCALE
 from flexattn.dispatch.spec import as_bshd
 
 
 class Appended(NamedTuple):
-    """New keys and values, and where they go; formats are those of the new rows and of the caches."""
+    """New keys and values, and where they go; formats are those of the new rows and of the caches.
+
+    Descales, of caches in FP8, are float32: those that are given [], [h_kv] or [b, h_kv], those of tokens, which are written, a
+    cache's dims without the last.
+    """
 
     k_new: Tensor
     v_new: Tensor
@@ -21,6 +26,10 @@ class Appended(NamedTuple):
     cu_seqlens_q: Tensor | None
     seqused_q: Tensor | None
     formats: tuple[str, str]
+    descale_k: Tensor | None = None
+    descale_v: Tensor | None = None
+    token_descales_k: Tensor | None = None
+    token_descales_v: Tensor | None = None
 
 
 def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
@@ -28,34 +37,77 @@ def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     new_format, cache_format = x.formats
     caches = as_bshd(k_cache, cache_format), as_bshd(v_cache, cache_format)
     new = as_bshd(x.k_new, new_format), as_bshd(x.v_new, new_format)
-    device = k_cache.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if triton_backend.device_error(device.type, capability) is None:
+    descales = [
+        _descale(given, written, cache, (x.seqused_kv.shape[0], cache_format))
+        for given, written, cache in zip(
+            (x.descale_k, x.descale_v), (x.token_descales_k, x.token_descales_v), (k_cache, v_cache), strict=True
+        )
+    ]
+    if _has_kernel(k_cache):
         from flexattn.kernels_triton.portable.append import NewTokens
         from flexattn.kernels_triton.portable.append import append as append_rows
 
-        append_rows(*caches, NewTokens(*new, x.cu_seqlens_q, x.seqused_q), x.seqused_kv, x.page_table)
+        new_tokens = NewTokens(*new, x.cu_seqlens_q, x.seqused_q, *descales)
+        append_rows(*caches, new_tokens, x.seqused_kv, x.page_table)
         return
     if new[0].numel() == 0 or 0 in caches[0].shape or x.seqused_kv.numel() == 0:
         return
-    places, row, fits = _places(caches[0], new[0], x)
-    for cache, rows in zip(caches, new, strict=True):
+    sequence, places, row, fits = _places(caches[0], new[0], x)
+    for cache, rows, descale in zip(caches, new, descales, strict=True):
         values = rows.flatten(0, 1) if rows.dim() == 4 else rows
-        _put(cache, (places, row), values.to(cache.dtype), fits)
+        if cache.dtype in LARGEST and values.dtype is not cache.dtype:
+            values = values.float()
+            if descale is None:
+                scale = values.new_ones(())
+            elif descale.dim() == 2:
+                scale = descale[sequence, :, None]
+            else:
+                scale = _own_descale(values, cache.dtype)
+                _put(descale, (places, row), scale[..., 0], fits)
+            largest = LARGEST[cache.dtype]
+            values = (values / scale).clamp(-largest, largest)
+        values = values.to(cache.dtype)
+        if cache.dtype in LARGEST:  # which torch does not index
+            cache, values = cache.view(torch.uint8), values.view(torch.uint8)
+        _put(cache, (places, row), values, fits)
 
 
-def _places(cache: Tensor, new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns for each new token its page, or its sequence in a dense cache, its row there, and whether it fits."""
+def _has_kernel(cache: Tensor) -> bool:
+    """Returns whether a kernel appends to a cache; to one in FP8 from compute capability 8.9 on, where conversions are exact."""
+    device = cache.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if triton_backend.device_error(device.type, capability) is not None:
+        return False
+    return capability is None or cache.dtype not in LARGEST or capability >= (8, 9)
+
+
+def _descale(given: Tensor | None, written: Tensor | None, cache: Tensor, of: tuple[int, str]) -> Tensor | None:
+    """Returns a descale as a view: [b, h] of one that is given, [b | pages, s, h] of what is to be written."""
+    batch, fmt = of
+    if written is not None:
+        return as_bshd(written[..., None], fmt)[..., 0]
+    return None if given is None else given.expand(batch, cache.shape[fmt.index("h")])
+
+
+def _own_descale(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns for rows [tokens, h, d] what they are divided by, [tokens, h, 1], so that the largest becomes the dtype's."""
+    amax = torch.where(values.isfinite(), values.abs(), 0.0).amax(-1, keepdim=True)
+    descale = amax / LARGEST[dtype]
+    return torch.where(descale >= SMALLEST_SCALE, descale, 1.0)
+
+
+def _places(cache: Tensor, new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns for each new token its sequence, its page, or in a dense cache that sequence, its row there, and whether it fits."""
     sequence, i, fits = _tokens(new, x)
     used = x.seqused_kv.long()[sequence]
     row = used + i
     fits &= used >= 0
     if x.page_table is None:
-        return sequence, row, fits & (row < cache.shape[1])
+        return sequence, sequence, row, fits & (row < cache.shape[1])
     columns, page_size = x.page_table.shape[1], cache.shape[1]
     fits &= row < columns * page_size
     page = x.page_table[sequence, (row // page_size).clamp(0, columns - 1)].long()
-    return page, row % page_size, fits & (page >= 0) & (page < cache.shape[0])
+    return sequence, page, row % page_size, fits & (page >= 0) & (page < cache.shape[0])
 
 
 def _tokens(new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +132,7 @@ def _tokens(new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _put(cache: Tensor, at: tuple[Tensor, Tensor], values: Tensor, fits: Tensor) -> None:
-    """Writes values [tokens, h, d] where they fit. The others repeat the first that does, so that no shape follows the lengths."""
+    """Writes values [tokens, h, ...] where they fit. The others repeat the first that does: no shape follows the lengths."""
     first = fits.int().argmax()
     source = torch.where(fits, torch.arange(len(fits), device=fits.device), first)
     page, row = (torch.where(fits, place, 0)[source] for place in at)

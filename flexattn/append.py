@@ -11,13 +11,14 @@ from torch import Tensor
 from flexattn.dispatch import options
 from flexattn.dispatch.append import Appended, append
 from flexattn.dispatch.spec import parse_format
-from flexattn.lengths import check_cumulative
-from flexattn.validation import DTYPES, check_tensor, describe
+from flexattn.lengths import check_cumulative, check_length_tensor, check_one_batch, check_page_ids, check_page_table
+from flexattn.validation import DTYPES, FP8_DTYPES, check_tensor, describe
 
 _library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? page_table, Tensor seqused_kv, "
-    "Tensor? cu_seqlens_q, Tensor? seqused_q, str qkv_format) -> ()"
+    "Tensor? cu_seqlens_q, Tensor? seqused_q, str qkv_format, Tensor? descale_k=None, Tensor? descale_v=None, "
+    "Tensor(c!)? token_descales_k=None, Tensor(d!)? token_descales_v=None) -> ()"
 )
 _operator = torch.ops.flexattn.append_kv.default
 
@@ -33,6 +34,8 @@ def append_kv(
     qkv_format: str = "bshd",
     cu_seqlens_q: Tensor | None = None,
     seqused_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
 ) -> None:
     """Writes new keys and values behind those of each sequence in a cache, in place, which `attention` then reads.
 
@@ -48,6 +51,10 @@ def append_kv(
     written, and neither is anything else; with FLEXATTN_CHECK=1 they raise, at the cost of a transfer from the device. Where two
     sequences append to one page's row, either may remain.
 
+    A cache in FP8 gets new rows divided by its descales, in float32, and rounded to the nearest number of its dtype. What is beyond
+    the largest one, infinities included, becomes that (448 in E4M3, 57344 in E5M2: Micikevicius et al., "FP8 Formats for Deep
+    Learning", https://arxiv.org/abs/2209.05433); a NaN stays one.
+
     The arguments are those of `attention`, whose queries the new rows belong to; FlashAttention's `flash_attn_with_kvcache`
     (https://github.com/Dao-AILab/flash-attention) takes the same new rows as its k and v.
 
@@ -56,6 +63,7 @@ def append_kv(
             [pages, page_size, h_kv, d]; any strides with a contiguous last dim. Written to.
         k_new, v_new: [b, s_new, h_kv, d] or [total, h_kv, d], and d_v, in the first format of qkv_format, any strides with a
             contiguous last dim; of the caches' dtype, or of another floating dtype of 16 or 32 bits, from which they are rounded.
+            Rows that are in FP8 already are copied, and their tensor takes no descale.
         seqused_kv: int32 [b]: how many rows each sequence has before.
         page_table: int32 [b, columns]: rows n * page_size and on of sequence b are in page page_table[b, n]. Ids in columns that
             nothing is appended to are not read.
@@ -63,25 +71,37 @@ def append_kv(
         cu_seqlens_q: int32 [b + 1]. For thd where each sequence's new rows begin and end; for other formats, where given, their
             differences are how many of a row's tokens are appended.
         seqused_q: int32 [b]: how many of its slot, or of its row, each sequence appends; None: all.
+        descale_k, descale_v: float32, for caches in float8_e4m3fn or float8_e5m2: what their numbers are multiplied with.
+
+            - [], [h_kv] or [b, h_kv], where any dim may be 1 instead, positive and finite: given, and as `attention` takes them.
+              None is 1.
+            - The dims of k_cache without the last, as [pages, page_size, h_kv]: one for each token and head. Those of the new
+              tokens are computed, the largest finite absolute value of each head's row over the largest number of the cache's
+              dtype (1 where that is 0, or below 2**-120), and written.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together, named; a new row or a cache that requires a gradient, while
             gradients are recorded, as appending has none.
     """
     formats = parse_format(str(qkv_format))
-    x = Appended(k_new, v_new, page_table, seqused_kv, cu_seqlens_q, seqused_q, formats)
+    x = Appended(k_new, v_new, page_table, seqused_kv, cu_seqlens_q, seqused_q, formats, descale_k, descale_v)
     _check(k_cache, v_cache, x)
-    _operator(k_cache, v_cache, *x[:-1], qkv_format)
+    given, written = zip(*((None, d) if _is_by_token(d) else (d, None) for d in (descale_k, descale_v)), strict=True)
+    _operator(k_cache, v_cache, *x[:6], qkv_format, *given, *written)
+
+
+def _is_by_token(descale: Tensor | None) -> bool:
+    return descale is not None and descale.dim() == 3
 
 
 def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     new_format, cache_format = x.formats
-    if cache_format == "thd" or (x.page_table is not None and cache_format == "sbhd"):
-        room = (
-            "'bshd' or 'bhsd' for pages" if x.page_table is not None else "'bshd', 'bhsd' or 'sbhd', with room behind each sequence"
+    if cache_format == "thd":
+        raise ValueError(
+            "qkv_format has 'thd' for the caches; accepted: 'bshd', 'bhsd' or, without pages, 'sbhd', with room behind each "
+            f"sequence, as in '{new_format}_2bshd'"
         )
-        raise ValueError(f"qkv_format has {cache_format!r} for the caches; accepted: {room}, as in '{new_format}_2bshd'")
-    check_tensor("k_cache", k_cache, DTYPES, None)
+    check_tensor("k_cache", k_cache, (*DTYPES, *FP8_DTYPES), None)
     device = k_cache.device
     for name, t in (("v_cache", v_cache), ("k_new", x.k_new), ("v_new", x.v_new)):
         check_tensor(name, t, (k_cache.dtype,) if name == "v_cache" else _sources_of(k_cache.dtype), device)
@@ -99,7 +119,30 @@ def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
                 f"{name}.detach()"
             )
     _check_sizes((k_cache, v_cache), x)
-    _check_lengths(k_cache, x)
+    batch = _check_lengths(k_cache, x)
+    for name, cache, new, descale in (("k", k_cache, x.k_new, x.descale_k), ("v", v_cache, x.v_new, x.descale_v)):
+        if descale is not None:
+            _check_descale(name, cache, new, descale, (batch, cache_format))
+
+
+def _check_descale(name: str, cache: Tensor, new: Tensor, descale: Tensor, of: tuple[int, str]) -> None:
+    """Raises where the descale of "k" or "v" does not fit; `of` is the batch size and the cache's format."""
+    batch, fmt = of
+    for source, dtype in ((f"{name}_cache", cache.dtype), (f"{name}_new", new.dtype)):
+        if (dtype in FP8_DTYPES) == (source == f"{name}_new"):
+            accepted = "None, or a cache in FP8" if source == f"{name}_cache" else "None, as such rows are copied, or 16 or 32 bits"
+            raise ValueError(f"descale_{name} is given with {source} in {dtype}; accepted: {accepted}")
+    check_tensor(f"descale_{name}", descale, (torch.float32,), cache.device)
+    heads, of_tokens = cache.shape[fmt.index("h")], tuple(cache.shape[:-1])
+    sizes = (1,) * (2 - descale.dim()) + tuple(descale.shape)
+    given = len(sizes) == 2 and all(size in (1, most) for size, most in zip(sizes, (batch, heads), strict=True))
+    if not given and tuple(descale.shape) != of_tokens:
+        raise ValueError(
+            f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h] or [b, h] = {[batch, heads]}, where any may be 1 "
+            f"instead, or the cache's dims but the last, {list(of_tokens)}, where one for each token and head is written"
+        )
+    if torch.is_grad_enabled() and descale.requires_grad:
+        raise ValueError(f"descale_{name} requires a gradient, and appending has none; accepted: descale_{name}.detach()")
 
 
 def _sources_of(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -128,22 +171,13 @@ def _check_sizes(caches: tuple[Tensor, Tensor], x: Appended) -> None:
             )
 
 
-def _sequences_of(name: str, t: Any, more: int, device: torch.device) -> int:
-    """Returns the number of sequences that a tensor of lengths, which has `more` entries than that, is of."""
-    check_tensor(name, t, (torch.int32,), device)
-    if t.dim() != 1 or t.shape[0] < more or not t.is_contiguous():
-        raise ValueError(f"{name} is {describe(t)}; accepted: a contiguous tensor of shape [batch{' + 1' if more else ''}]")
-    return t.shape[0] - more  # type: ignore[no-any-return]
-
-
-def _check_lengths(k_cache: Tensor, x: Appended) -> None:
-    """Raises where lengths are missing or of wrong types, or tell of other batch sizes."""
+def _check_lengths(k_cache: Tensor, x: Appended) -> int:
+    """Returns the batch size; raises where lengths are missing or of wrong types, or tell of other batch sizes."""
     (new_format, cache_format), device = x.formats, k_cache.device
-    batches = []
-    lengths = (("seqused_kv", x.seqused_kv, 0), ("seqused_q", x.seqused_q, 0), ("cu_seqlens_q", x.cu_seqlens_q, 1))
-    for name, t, more in lengths:
-        if t is not None or name == "seqused_kv":
-            batches.append((f"the batch of {name}", _sequences_of(name, t, more, device)))
+    check_tensor("seqused_kv", x.seqused_kv, (torch.int32,), device)
+    batches = check_length_tensor("seqused_kv", x.seqused_kv, 0, device)
+    batches += check_length_tensor("seqused_q", x.seqused_q, 0, device)
+    batches += check_length_tensor("cu_seqlens_q", x.cu_seqlens_q, 1, device)
     if new_format == "thd" and x.cu_seqlens_q is None:
         raise ValueError(
             "cu_seqlens_q is None with new rows in thd; accepted: an int32 tensor [batch + 1], where each sequence begins"
@@ -152,29 +186,22 @@ def _check_lengths(k_cache: Tensor, x: Appended) -> None:
         batches.append(("the batch of k_new", x.k_new.shape[new_format.index("b")]))
         if x.cu_seqlens_q is not None and x.seqused_q is not None:
             raise ValueError(f"cu_seqlens_q and seqused_q are given with format {new_format}; accepted: one of them")
-    table = x.page_table
-    if table is None:
+    if x.page_table is None:
         batches.append(("the batch of k_cache", k_cache.shape[cache_format.index("b")]))
-    else:
-        check_tensor("page_table", table, (torch.int32,), device)
-        if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
-            raise ValueError(
-                f"page_table is {describe(table)}; accepted: int32 [b, columns], with the entries of a row side by side"
-            )
-        if 0 in k_cache.shape or table.shape[1] == 0:
-            raise ValueError(
-                f"k_cache is {describe(k_cache)} and page_table {describe(table)}; accepted: at least one page, of one token, and "
-                "one column"
-            )
-        batches.append(("the rows of page_table", table.shape[0]))
-    source, batch = batches[0]
-    for name, size in batches[1:]:
-        if size != batch:
-            raise ValueError(f"{name} is {size} and {source} is {batch}; accepted: one batch size for all of them")
+    batches += check_page_table(x.page_table, "k_cache", k_cache, cache_format)
+    return check_one_batch(batches)
 
 
 def _check_values(k_cache: Tensor, x: Appended) -> None:
-    """Raises ValueError, under FLEXATTN_CHECK=1, for lengths and page ids by which a row would be left out; waits for them."""
+    """Raises ValueError, under FLEXATTN_CHECK=1, for lengths and page ids by which a row would be left out, and for wrong descales.
+
+    Waits for them.
+    """
+    for name, descale in (("descale_k", x.descale_k), ("descale_v", x.descale_v)):
+        if descale is not None and not bool(((descale > 0) & descale.isfinite()).all()):
+            raise ValueError(
+                f"{name} has a value that is not positive and finite; accepted: what the cache's numbers are multiplied with"
+            )
     new_format, cache_format = x.formats
     used = x.seqused_kv.tolist()
     slots = [x.k_new.shape[new_format.index("s")]] * len(used) if new_format != "thd" else []
@@ -190,36 +217,31 @@ def _check_values(k_cache: Tensor, x: Appended) -> None:
         slots = given
     counts = slots if x.seqused_q is None else x.seqused_q.tolist()
     rows = k_cache.shape[cache_format.index("s")]
-    table = None if x.page_table is None else x.page_table.tolist()
-    capacity = rows if table is None else rows * len(table[0]) if table else 0
+    capacity = rows if x.page_table is None else rows * x.page_table.shape[1]
+    spans = []
     for i, (before, count, slot) in enumerate(zip(used, counts, slots, strict=True)):
         if not 0 <= count <= slot:
             raise ValueError(f"seqused_q[{i}] is {count}; accepted: 0 to {slot}, what the sequence has in k_new")
-        if count == 0:
-            continue
-        if not 0 <= before <= capacity - count:
-            where = "the cache's rows" if table is None else "columns * page_size"
+        spans.append((before, before + count) if count else (0, 0))
+        if count and not 0 <= before <= capacity - count:
+            where = "the cache's rows" if x.page_table is None else "columns * page_size"
             raise ValueError(
                 f"seqused_kv[{i}] is {before} with {count} new rows; accepted: 0 to {capacity - count}, so that they fit {where}, "
                 f"{capacity}"
             )
-        if table is not None:
-            for n in range(before // rows, -(-(before + count) // rows)):
-                if not 0 <= table[i][n] < k_cache.shape[0]:
-                    raise ValueError(
-                        f"page_table[{i}, {n}] is {table[i][n]}, where new rows go; accepted: 0 to {k_cache.shape[0] - 1}, as "
-                        f"there are {k_cache.shape[0]} pages"
-                    )
+    if x.page_table is not None:
+        check_page_ids(x.page_table, spans, k_cache.shape[0], rows)
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, *call: Any) -> None:
-    x = Appended._make((*call[:-1], parse_format(call[-1])))
+    given = [*call[:6], parse_format(call[6]), *call[7:]]  # without those at the end that have their default
+    x = Appended(*given)
     options.check_all()
     if options.check_values():
         _check_values(k_cache, x)
     append(k_cache, v_cache, x)
-    if not torch.is_inference(k_cache):
-        torch.autograd.graph.increment_version((k_cache, v_cache))
+    written = [t for t in (k_cache, v_cache, x.token_descales_k, x.token_descales_v) if t is not None and not t.is_inference()]
+    torch.autograd.graph.increment_version(written)
 
 
 def _append_fake(*call: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.append import append_kv
-from flexattn.validation import DTYPES, check_count, check_tensor, describe
+from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_tensor, describe
 
 
 class OutOfPagesError(RuntimeError):
@@ -36,9 +36,11 @@ class PagedKVCache:
         max_sequences: rows of the page table.
         max_length: the most tokens of a sequence; up to a multiple of the page size.
         kv_format: "bshd", or "bhsd" for pools [pages, h_kv, page_size, d].
+        descales: for pools in FP8, descale_k and descale_v of each layer, float32 [] or [h_kv], as `append_kv` and `attention` take
+            them. None: 1.
 
     Attributes:
-        pools: as given.
+        pools, descales: as given.
         page_size, max_length: ints.
         page_table: int32 [max_sequences, columns] on the device, as of the last `step`. Rows of no sequence, and columns beyond a
             sequence's pages, hold what they held.
@@ -50,7 +52,13 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, pools: Sequence[tuple[Tensor, Tensor] | Tensor], *, max_sequences: int, max_length: int, kv_format: str = "bshd"
+        self,
+        pools: Sequence[tuple[Tensor, Tensor] | Tensor],
+        *,
+        max_sequences: int,
+        max_length: int,
+        kv_format: str = "bshd",
+        descales: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         if kv_format not in ("bshd", "bhsd"):
             raise ValueError(f"kv_format is {kv_format!r}; accepted: 'bshd', 'bhsd'")
@@ -60,6 +68,8 @@ class PagedKVCache:
         if not self.pools:
             raise ValueError("pools is empty; accepted: k and v of at least one layer")
         shape, device = _shape_of_pages(self.pools, kv_format)
+        self.descales = None if descales is None else [(k, v) for k, v in descales]
+        _check_descales(self.pools, self.descales, kv_format)
         num_pages, self.page_size = shape
         self._kv_format = kv_format
         columns = -(-max_length // self.page_size)
@@ -137,11 +147,22 @@ class PagedKVCache:
             page_table=self.page_table,
             seqused_kv=self.seqused_before,
             cu_seqlens_q=self.cu_seqlens_q,
+            **self._descales_of(layer),
         )
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns what `attention` takes beside q, [total, h, d], and a layer's pools: a causal call over the step's tokens."""
+    def arguments(self, layer: int | None = None) -> dict[str, Any]:
+        """Returns what `attention` takes beside q, [total, h, d], and a layer's pools: a causal call over the step's tokens.
+
+        Args:
+            layer: whose descales are among them; where the cache has none, None will do.
+
+        Raises:
+            ValueError: no layer, and a cache with descales.
+        """
+        if layer is None and self.descales is not None:
+            raise ValueError(f"layer is None, and the descales of each layer differ; accepted: 0 to {len(self.pools) - 1}")
         return {
+            **({} if layer is None else self._descales_of(layer)),
             "qkv_format": f"thd_2{self._kv_format}",
             "attn_mask_type": "padding_causal_bottom_right",
             "cu_seqlens_q": self.cu_seqlens_q,
@@ -191,6 +212,9 @@ class PagedKVCache:
                 self._free_pages.append(page)
         self._pages[sequence], self._lengths[sequence] = None, 0
 
+    def _descales_of(self, layer: int) -> dict[str, Tensor]:
+        return {} if self.descales is None else dict(zip(("descale_k", "descale_v"), self.descales[layer], strict=True))
+
     def _pages_of(self, sequence: int) -> list[int]:
         known = isinstance(sequence, int) and 0 <= sequence < len(self._pages)
         pages = self._pages[sequence] if known else None
@@ -234,7 +258,7 @@ def _shape_of_pages(pools: Sequence[tuple[Tensor, Tensor]], kv_format: str) -> t
     for layer, pool in enumerate(pools):
         for kind, x in zip("kv", pool, strict=True):
             name = f"{kind} of pools[{layer}]"
-            check_tensor(name, x, DTYPES, None)
+            check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None)
             if x.dim() != 4 or 0 in x.shape or (x.stride(-1) != 1 and x.shape[-1] != 1):
                 raise ValueError(f"{name} is {describe(x)}; accepted: the dims of {kv_format}, none empty, the last contiguous")
             own = (x.shape[0], x.shape[kv_format.index("s")]), x.device
@@ -246,3 +270,22 @@ def _shape_of_pages(pools: Sequence[tuple[Tensor, Tensor]], kv_format: str) -> t
                 )
     assert found is not None
     return found
+
+
+def _check_descales(
+    pools: Sequence[tuple[Tensor, Tensor]], descales: Sequence[tuple[Tensor, Tensor]] | None, kv_format: str
+) -> None:
+    """Raises where descales are not those of as many layers in FP8, for all sequences in common."""
+    if descales is None:
+        return
+    if len(descales) != len(pools):
+        raise ValueError(f"descales has {len(descales)} layers and pools {len(pools)}; accepted: descale_k and descale_v of each")
+    for layer, (pool, pair) in enumerate(zip(pools, descales, strict=True)):
+        for kind, x, descale in zip("kv", pool, pair, strict=True):
+            name = f"descale_{kind} of layer {layer}"
+            if x.dtype not in FP8_DTYPES:
+                raise ValueError(f"{name} is given with pools in {x.dtype}; accepted: None, or pools in FP8")
+            check_tensor(name, descale, (torch.float32,), x.device)
+            heads = x.shape[kv_format.index("h")]
+            if tuple(descale.shape) not in ((), (1,), (heads,)):
+                raise ValueError(f"{name} has shape {tuple(descale.shape)}; accepted: [] or [h_kv] = [{heads}], for all sequences")

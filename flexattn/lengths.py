@@ -39,7 +39,7 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side) -> int:
         )
     batches: list[tuple[str, int]] = []
     for end, of, side, other in (("q", "q", q, k), ("kv", "k", k, q)):
-        batches += _check_page_table(side)
+        batches += check_page_table(side.page_table, of, side.x, side.fmt)
         if side.fmt != "thd":
             if side.page_table is None:
                 batches.append((f"the batch of {of}", side.x.shape[side.fmt.index("b")]))
@@ -63,30 +63,38 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side) -> int:
                 f"page_table is given with attn_mask_type {attn_mask_type!r}; accepted: a mask type with padding in its name, and "
                 "seqused_kv, as the last page of a sequence may be in part empty"
             )
+    return check_one_batch(batches)
+
+
+def check_page_table(table: Tensor | None, name: str, x: Tensor, fmt: str) -> list[tuple[str, int]]:
+    """Returns the batch size that a page table tells, by its source; raises where it, or x, the pool of keys, does not fit.
+
+    name: of x in errors, "k" or "k_cache".
+    """
+    if table is None:
+        return []
+    if fmt not in ("bshd", "bhsd"):
+        raise ValueError(
+            f"page_table is given with {name} and {name.replace('k', 'v', 1)} in {fmt}; accepted: pages [pages, page_size, h_kv, "
+            "d] (bshd) or [pages, h_kv, page_size, d] (bhsd), as qkv_format 'thd_2bshd' says"
+        )
+    check_tensor("page_table", table, (torch.int32,), x.device)
+    if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+        raise ValueError(f"page_table is {describe(table)}; accepted: int32 [b, columns], with the entries of a row side by side")
+    if 0 in x.shape or table.shape[1] == 0:
+        raise ValueError(
+            f"{name} is {describe(x)} and page_table {describe(table)}; accepted: at least one page, of one token, and one column"
+        )
+    return [("the rows of page_table", table.shape[0])]
+
+
+def check_one_batch(batches: list[tuple[str, int]]) -> int:
+    """Returns the batch size that all of (source, batch size) agree about, or raises."""
     source, batch = batches[0]
     for name, size in batches[1:]:
         if size != batch:
             raise ValueError(f"{name} is {size} and {source} is {batch}; accepted: one batch size for all of them")
     return batch
-
-
-def _check_page_table(side: Side) -> list[tuple[str, int]]:
-    table = side.page_table
-    if table is None:
-        return []
-    if side.fmt not in ("bshd", "bhsd"):
-        raise ValueError(
-            f"page_table is given with k and v in {side.fmt}; accepted: pages [pages, page_size, h_kv, d] (bshd) or [pages, h_kv, "
-            "page_size, d] (bhsd), as qkv_format 'thd_2bshd' says"
-        )
-    check_tensor("page_table", table, (torch.int32,), side.x.device)
-    if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise ValueError(f"page_table is {describe(table)}; accepted: int32 [b, columns], with the entries of a row side by side")
-    if 0 in side.x.shape or table.shape[1] == 0:
-        raise ValueError(
-            f"k is {describe(side.x)} and page_table {describe(table)}; accepted: at least one page, of one token, and one column"
-        )
-    return [("the rows of page_table", table.shape[0])]
 
 
 def _check_given(attn_mask_type: str, end: str, side: Side, other: Side) -> None:
@@ -113,21 +121,22 @@ def _check_given(attn_mask_type: str, end: str, side: Side, other: Side) -> None
 
 
 def _check_tensors(end: str, side: Side, device: torch.device) -> list[tuple[str, int]]:
-    """Returns the batch size that each tensor of lengths tells, by what it is of the tensor."""
-    batches = []
-    for name, cu in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"cu_seqlens_{end}_padded", side.cu_seqlens_padded)):
-        if cu is not None:
-            check_tensor(name, cu, (torch.int32,), device)
-            if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
-                raise ValueError(f"{name} is {describe(cu)}; accepted: a contiguous tensor of shape [batch + 1]")
-            batches.append((f"the length of {name} less one", cu.shape[0] - 1))
-    if side.seqused is not None:
-        name = f"seqused_{end}"
-        check_tensor(name, side.seqused, (torch.int32,), device)
-        if side.seqused.dim() != 1 or not side.seqused.is_contiguous():
-            raise ValueError(f"{name} is {describe(side.seqused)}; accepted: a contiguous tensor of shape [batch]")
-        batches.append((f"the length of {name}", side.seqused.shape[0]))
-    return batches
+    """Returns the batch size that each tensor of lengths tells, by its source."""
+    return [
+        *check_length_tensor(f"cu_seqlens_{end}", side.cu_seqlens, 1, device),
+        *check_length_tensor(f"cu_seqlens_{end}_padded", side.cu_seqlens_padded, 1, device),
+        *check_length_tensor(f"seqused_{end}", side.seqused, 0, device),
+    ]
+
+
+def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.device) -> list[tuple[str, int]]:
+    """Returns the batch size that a tensor of lengths, of `more` entries than that, tells, by its source; [] for None."""
+    if t is None:
+        return []
+    check_tensor(name, t, (torch.int32,), device)
+    if t.dim() != 1 or t.shape[0] < more or not t.is_contiguous():
+        raise ValueError(f"{name} is {describe(t)}; accepted: a contiguous tensor of shape [batch{' + 1' if more else ''}]")
+    return [(f"the length of {name}{' less one' if more else ''}", t.shape[0] - more)]
 
 
 def check_pages(page_table: Tensor | None, is_fp8: bool, needs_grad: bool) -> None:
@@ -243,7 +252,8 @@ def check_values(spec: AttentionSpec, x: Operands) -> None:
     for end, side, max_seqlen in sides:
         lengths = _checked_lengths(end, side, max_seqlen)
         if side.page_table is not None:
-            _check_page_ids(side, lengths)
+            spans = [(0, length) for length in lengths]
+            check_page_ids(side.page_table, spans, side.x.shape[0], side.x.shape[side.fmt.index("s")])
 
 
 def _checked_lengths(end: str, side: Side, max_seqlen: int) -> list[int]:
@@ -270,13 +280,12 @@ def _checked_lengths(end: str, side: Side, max_seqlen: int) -> list[int]:
     return lengths
 
 
-def _check_page_ids(side: Side, lengths: list[int]) -> None:
-    assert side.page_table is not None
-    pages, page_size = side.x.shape[0], side.x.shape[side.fmt.index("s")]
-    for i, (row, length) in enumerate(zip(side.page_table.tolist(), lengths, strict=True)):
-        for n, page in enumerate(row[: -(-length // page_size)]):
-            if not 0 <= page < pages:
-                raise ValueError(f"page_table[{i}, {n}] is {page}; accepted: 0 to {pages - 1}, as there are {pages} pages")
+def check_page_ids(page_table: Tensor, spans: list[tuple[int, int]], pages: int, page_size: int) -> None:
+    """Raises unless the rows of each sequence, from a first one up to an end, are in pages that there are."""
+    for i, (row, (first, end)) in enumerate(zip(page_table.tolist(), spans, strict=True)):
+        for n in range(first // page_size, -(-end // page_size)):
+            if not 0 <= row[n] < pages:
+                raise ValueError(f"page_table[{i}, {n}] is {row[n]}; accepted: 0 to {pages - 1}, as there are {pages} pages")
 
 
 def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Pages, Pointer, Rows
+from flexattn.kernels_triton.common.arguments import Pages, Pointer, Rows, Scale
 from flexattn.kernels_triton.common.primitives import row_pointer
+from flexattn.kernels_triton.common.quantize import LARGEST, SMALLEST_SCALE
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -33,6 +35,8 @@ class Arguments(NamedTuple):
     v_cache: Rows
     k_new: Rows
     v_new: Rows
+    k_scale: Scale | None  # factors of a cache in FP8; `stride_block` steps over a token
+    v_scale: Scale | None
     tokens: Tokens
     pages: Pages | None
     seqused_kv_ptr: Pointer  # int32 [batch]: rows that each sequence has already
@@ -48,6 +52,19 @@ class AppendMeta(NamedTuple):
     ROWS: int
     ALIGN: int
     IS_RAGGED: bool
+    BY_TOKEN_K: bool  # the scales of new rows are made of them and written
+    BY_TOKEN_V: bool
+
+
+class _Places(NamedTuple):
+    """Tokens of a program: where they go, in memory and in a tensor of scales, and their sequences. Inside a kernel."""
+
+    to: Any  # elements from a head's first row
+    of: Any  # and in the new rows
+    place: Any  # page, or the sequence in a dense cache
+    row: Any
+    b: Any
+    is_row: Any
 
 
 @triton.jit
@@ -80,13 +97,37 @@ _NEVER = tl.constexpr(_MOST)
 
 
 @triton.jit
-def _copy(cache, new, to, of, h, is_row, HEAD_DIM: tl.constexpr, META: tl.constexpr):
+def _copy(cache, new, scale, places, h, HEAD_DIM: tl.constexpr, BY_TOKEN: tl.constexpr, META: tl.constexpr):
     COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    DTYPE: tl.constexpr = cache.ptr.dtype.element_ty
     columns = tl.arange(0, COLUMNS)[None, :]
-    inside = is_row[:, None] & (columns < HEAD_DIM)
-    x = tl.load(row_pointer(new, 0, h, 0, META) + of[:, None] * META.ALIGN + columns, mask=inside, other=0.0)
-    pointers = row_pointer(cache, 0, h, 0, META) + to[:, None] * META.ALIGN + columns
-    tl.store(pointers, x.to(cache.ptr.dtype.element_ty), mask=inside)
+    inside = places.is_row[:, None] & (columns < HEAD_DIM)
+    x = tl.load(row_pointer(new, 0, h, 0, META) + places.of[:, None] * META.ALIGN + columns, mask=inside, other=0.0)
+    if DTYPE.is_fp8() and x.dtype != DTYPE:
+        x = x.to(tl.float32)
+        if scale.ptr is not None:
+            x = tl.div_rn(x, _descale(x, scale, places, h, DTYPE, BY_TOKEN)[:, None])
+    pointers = row_pointer(cache, 0, h, 0, META) + places.to[:, None] * META.ALIGN + columns
+    tl.store(pointers, x.to(DTYPE), mask=inside)  # the conversion to FP8 saturates
+
+
+@triton.jit
+def _descale(x, scale, places, h, DTYPE: tl.constexpr, BY_TOKEN: tl.constexpr):
+    # The descale of each row, of its sequence, or made of the row and written.
+    pointer = scale.ptr + tl.cast(h, tl.int64) * scale.stride_h
+    if not BY_TOKEN:
+        return tl.load(pointer + tl.cast(places.b, tl.int64) * scale.stride_b, mask=places.is_row, other=1.0)
+    TOP: tl.constexpr = _E4M3 if tl.float8e4nv == DTYPE else _E5M2
+    magnitude = tl.abs(x)
+    largest = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)  # finite numbers alone count
+    descale = tl.div_rn(largest, tl.zeros_like(largest) + TOP)
+    descale = tl.where(descale >= SMALLEST_SCALE, descale, 1.0)
+    offset = tl.cast(places.place, tl.int64) * scale.stride_b + tl.cast(places.row, tl.int64) * scale.stride_block
+    tl.store(pointer + offset, descale, mask=places.is_row)
+    return descale
+
+
+_E4M3, _E5M2 = (tl.constexpr(LARGEST[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 @triton.jit
@@ -116,19 +157,26 @@ def _append_kernel(args: Arguments, META: tl.constexpr):
     of_b, of_row = b, i
     if META.IS_RAGGED:
         of_b, of_row = tl.zeros([ROWS], tl.int32), places
-    k_to, v_to = _offsets(args.k_cache, place, row), _offsets(args.v_cache, place, row)
-    k_of, v_of = _offsets(args.k_new, of_b, of_row), _offsets(args.v_new, of_b, of_row)
-    _copy(args.k_cache, args.k_new, k_to, k_of, h, is_row, META.HEAD_DIM_QK, META)
-    _copy(args.v_cache, args.v_new, v_to, v_of, h, is_row, META.HEAD_DIM_V, META)
+    k_to, k_of = _offsets(args.k_cache, place, row), _offsets(args.k_new, of_b, of_row)
+    v_to, v_of = _offsets(args.v_cache, place, row), _offsets(args.v_new, of_b, of_row)
+    of_k = _Places(to=k_to, of=k_of, place=place, row=row, b=b, is_row=is_row)
+    of_v = _Places(to=v_to, of=v_of, place=place, row=row, b=b, is_row=is_row)
+    _copy(args.k_cache, args.k_new, args.k_scale, of_k, h, META.HEAD_DIM_QK, META.BY_TOKEN_K, META)
+    _copy(args.v_cache, args.v_new, args.v_scale, of_v, h, META.HEAD_DIM_V, META.BY_TOKEN_V, META)
 
 
 class NewTokens(NamedTuple):
-    """Keys and values of tokens to append, [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim."""
+    """Keys and values of tokens to append, [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim.
+
+    Descales, fp32 in any strides, are those of a cache in FP8: [b, h], which are read, or [b | pages, s, h], which are written.
+    """
 
     k: Tensor
     v: Tensor
     cu_seqlens: Tensor | None  # int32 [batch + 1]; of [b, s, h, d] only how long each sequence is
     seqused: Tensor | None  # int32 [batch]
+    descale_k: Tensor | None = None
+    descale_v: Tensor | None = None
 
 
 def append(k_cache: Tensor, v_cache: Tensor, new: NewTokens, seqused_kv: Tensor, page_table: Tensor | None) -> None:
@@ -146,13 +194,15 @@ def append(k_cache: Tensor, v_cache: Tensor, new: NewTokens, seqused_kv: Tensor,
     total, of_a_row = (new.k.shape[0], 1) if is_ragged else (batch * new.k.shape[1], new.k.shape[1])
     head_dims = (k_cache.shape[3], v_cache.shape[3])
     align = 8 if all(stride % 8 == 0 for x in tensors for stride in _strides(x)) else 1
-    meta = AppendMeta(*head_dims, ROWS=_TILE.block_m, ALIGN=align, IS_RAGGED=is_ragged)
+    by_token = (descale is not None and descale.dim() == 3 for descale in (new.descale_k, new.descale_v))
+    meta = AppendMeta(*head_dims, _TILE.block_m, align, is_ragged, *by_token)
     pages, capacity = None, row_length
     if page_table is not None:
         pages = Pages(page_table, page_table.stride(0), row_length, k_cache.shape[0])
         capacity = row_length * page_table.shape[1]
     args = Arguments(
         *(_rows(x, align) for x in tensors),
+        *(_scale(descale) for descale in (new.descale_k, new.descale_v)),
         tokens=Tokens(new.cu_seqlens, new.seqused, batch, total, of_a_row, batch.bit_length()),
         pages=pages,
         seqused_kv_ptr=seqused_kv,
@@ -171,3 +221,10 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 def _rows(x: Tensor, align: int) -> Rows:
     stride_b, stride_s, stride_h = (stride // align for stride in _strides(x))
     return Rows(ptr=x, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
+
+
+def _scale(descale: Tensor | None) -> Scale | None:
+    if descale is None:
+        return None
+    stride_b, stride_h = descale.stride(0), descale.stride(-1)
+    return Scale(ptr=descale, stride_block=descale.stride(1) if descale.dim() == 3 else 0, stride_b=stride_b, stride_h=stride_h)

@@ -263,9 +263,9 @@ def test_one_graph_under_compile(layout: str) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "thd caches": ({"qkv_format": "thd"}, "qkv_format has 'thd' for the caches"),
-    "sbhd pages": ({"qkv_format": "thd_2sbhd"}, "qkv_format has 'sbhd' for the caches"),
+    "sbhd pages": ({"qkv_format": "thd_2sbhd"}, "page_table is given with k_cache and v_cache in sbhd"),
     "format": ({"qkv_format": "hsd"}, "qkv_format is 'hsd'"),
-    "fp8": ({"k_cache": torch.zeros(9, 4, 2, 8).to(torch.float8_e4m3fn)}, "k_cache has dtype torch.float8_e4m3fn"),
+    "fp8 beside 32 bits": ({"k_cache": torch.zeros(9, 4, 2, 8).to(torch.float8_e4m3fn)}, "v_cache has dtype torch.float32"),
     "dtypes apart": ({"v_cache": torch.zeros(9, 4, 2, 8).half()}, "v_cache has dtype torch.float16"),
     "double": ({"k_new": torch.zeros(5, 2, 8).double()}, "k_new has dtype torch.float64"),
     "no tensor": ({"v_new": None}, "v_new is None"),
@@ -275,7 +275,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "head dim": ({"v_new": torch.zeros(5, 2, 4)}, "v_new has shape .* accepted: the cache's 2 heads of 8 elements"),
     "tokens": ({"v_new": torch.zeros(4, 2, 8)}, "accepted: the same but for the last dim"),
     "no starts": ({"cu_seqlens_q": None}, "cu_seqlens_q is None with new rows in thd"),
-    "starts": ({"cu_seqlens_q": int32(0, 2, 4, 5)}, "the batch of cu_seqlens_q is 3"),
+    "starts": ({"cu_seqlens_q": int32(0, 2, 4, 5)}, "the length of cu_seqlens_q less one is 3"),
     "two lengths": (
         {"qkv_format": "bshd", "k_new": torch.zeros(2, 3, 2, 8), "v_new": torch.zeros(2, 3, 2, 8), "seqused_q": int32(1, 1)},
         "cu_seqlens_q and seqused_q are given",
@@ -320,7 +320,7 @@ def test_wrong_arguments(name: str) -> None:
         ({"cu_seqlens_q": int32(0, 2, 1)}, r"cu_seqlens_q\[2\] is 1 after"),
         (
             {"page_table": torch.tensor([[0, 9, 2, 3], [4, 5, 6, 7]], dtype=torch.int32)},
-            r"page_table\[0, 1\] is 9, where new rows go; accepted: 0 to 8",
+            r"page_table\[0, 1\] is 9; accepted: 0 to 8",
         ),
     ],
 )
