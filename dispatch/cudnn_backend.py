@@ -20,7 +20,7 @@ from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_erro
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.known_bad import known_bad, version_text
-from flexattn.dispatch.pages import with_cu_seqlens
+from flexattn.dispatch.pages import with_cu_seqlens, without_pages
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
 
@@ -121,8 +121,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "cuDNN's kernels may round a sequence otherwise in another batch; use backend='triton', or leave out batch_invariant"
     if spec.kv_dtype is not None:
         return "the graphs take q, k and v in one dtype; use backend='triton' for keys in FP8 beside other queries"
-    if spec.page_size:
-        return "the graphs here read no pages; use backend='triton', or gather k and v by k[page_table]"
+    if spec.page_size and (reason := _pages_error(spec, is_backward)):
+        return reason
     if spec.softcap:
         return "the graphs have no softcap; use backend='triton'"
     if spec.block_size is not None:
@@ -152,6 +152,18 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         or _softmax_error(spec)
         or (mods_error(spec, direction) if spec.mods is not None else None)
     )
+
+
+def _pages_error(spec: AttentionSpec, is_backward: bool) -> str | None:
+    if is_backward:
+        return "there is no backward through pages; gather k and v by k[page_table]"
+    if spec.page_size & (spec.page_size - 1):
+        return f"cuDNN takes pages of a power of two of tokens, and these have {spec.page_size}; use backend='triton'"
+    if spec.mods is not None:
+        return "score_mod and mask_mod over pages are not lowered to cuDNN's graphs; use backend='triton'"
+    if spec.dropout:
+        return "dropout over pages is not proved right on cuDNN; use backend='triton'"
+    return None
 
 
 def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
@@ -228,9 +240,21 @@ def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
     return spec.band.bottom_right and (spec.band.left is not None or spec.band.right is not None)
 
 
+def _needs_gathered_keys(x: Operands) -> bool:
+    """Returns whether the call is run with each sequence's pages copied into a dense tensor, as cuDNN must not read the pools."""
+    if x.page_table is None:
+        return False
+    from flexattn.kernels_cudnn.attention import reads_pages
+
+    return not reads_pages(x.k, x.v)
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    is_bucketed = _is_bucketed(spec, x)  # before pages are gathered, as `prepare` asks
+    if _needs_gathered_keys(x):
+        spec, x = without_pages(spec, x)
     out, lse, max_logit = empty_outputs(spec, x)
-    problem, out_view, directory = _problem(spec, x, "forward"), as_bshd(out, spec.q_format), options.plan_directory()
+    problem, out_view, directory = _problem(spec, x, "forward", is_bucketed), as_bshd(out, spec.q_format), options.plan_directory()
     with _failures():
         if spec.fp8 is not None:
             from flexattn.kernels_cudnn.fp8 import Descales, fp8_forward
@@ -335,6 +359,8 @@ def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: b
     shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
     named: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
     meta = x._replace(**named, mod_tensors=[without_mod_data(t) for t in x.mod_tensors])
+    if _needs_gathered_keys(x):
+        spec, meta = without_pages(spec, meta)
     problem = _problem(spec, meta, direction, is_bucketed)
     if problem.is_empty:
         return None
@@ -421,6 +447,7 @@ def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
         cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
         max_seqlen_q=x.max_seqlen_q,
         max_seqlen_kv=x.max_seqlen_kv,
+        page_table=x.page_table,
         is_bucketed=_is_bucketed(spec, x) if is_bucketed is None else is_bucketed,
     )
     if spec.mods is None or problem.is_empty:
@@ -431,7 +458,7 @@ def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
     return dataclasses.replace(problem, mods=found.mods, mod_inputs=inputs)
 
 
-_exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size]]] = OrderedDict()
+_exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
 _MOST_SPECS = 1024
 _shapes_lock = threading.Lock()
 
@@ -454,7 +481,7 @@ def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> b
     if spec.capability is not None and spec.capability[0] not in RAGGED_BACKWARD:
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)
-    shape = (x.q.shape, x.k.shape)
+    shape = (x.q.shape, x.k.shape, x.max_seqlen_kv if spec.page_size else 0)
     known = _exact_shapes.get(family, ())
     if shape in known:
         return False

@@ -25,11 +25,18 @@ def _gathered(pages: Tensor, table: Tensor, length: int, fmt: str) -> Tensor:
 
 
 def with_cu_seqlens(x: Operands, formats: tuple[str, str]) -> Operands:
-    """Returns an equal call, its k and v in no pages, with the lengths that are in seqused in cu_seqlens; waits for no device."""
-    if x.seqused_q is None and x.seqused_kv is None:
+    """Returns an equal call with the lengths that are in seqused in cu_seqlens, and with pages those of queries too.
+
+    Waits for no device.
+    """
+    if x.seqused_q is None and x.seqused_kv is None and x.page_table is None:
         return x
     cu_q, padded_q = _cumulative(x.q, formats[0], x.cu_seqlens_q, x.cu_seqlens_q_padded, x.seqused_q)
-    cu_kv, padded_kv = _cumulative(x.k, formats[1], x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv)
+    if x.page_table is not None and x.seqused_kv is not None:
+        lengths = x.seqused_kv.clamp(0, x.max_seqlen_kv)
+        cu_kv, padded_kv = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), None
+    else:
+        cu_kv, padded_kv = _cumulative(x.k, formats[1], x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv)
     return x._replace(
         cu_seqlens_q=cu_q,
         cu_seqlens_kv=cu_kv,

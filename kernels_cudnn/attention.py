@@ -20,6 +20,7 @@ from flexattn.kernels_cudnn.graphs import (
     FIRST_INPUT,
     Fp8,
     ModInput,
+    Pages,
     Sdpa,
     Uid,
     frame_layout,
@@ -27,7 +28,7 @@ from flexattn.kernels_cudnn.graphs import (
     frame_uids,
     is_in_memory,
 )
-from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, queries_with_keys, sides
+from flexattn.kernels_cudnn.lengths import Side, blind_queries, blind_rows, hidden_tokens, page_table, queries_with_keys, sides
 from flexattn.kernels_cudnn.mod_nodes import BLIND
 from flexattn.kernels_cudnn.plans import PLANS
 from flexattn.kernels_cudnn.problem import (
@@ -43,6 +44,7 @@ from flexattn.kernels_cudnn.problem import (
 NEG_INF = float("-inf")
 NEVER = 1e30  # the lse of a query that sees nothing: exp(score - lse) is then 0 for any score, -inf included
 READS_NO_RAGGED_PADDING = {91900}  # versions that were seen to leave it alone, on an NVIDIA H200: there nothing is copied
+READS_NO_PAGE_PADDING: set[int] = set()  # likewise of rows of pages past a sequence's keys, which hold anything
 KEY_TILE = 128  # keys in a tile of cuDNN's backward; one that is not full needs a padding mask
 
 
@@ -121,7 +123,9 @@ def forward_call(
     padding = _padding(x, side_q, side_kv)
     unread_q = padding.q if x.is_fp8 else None  # what is read there is in the maximum of out
     unread_kv = padding.kv if padding.is_read else None
-    q, k, v = _readable(x, x.q, unread_q), _readable(x, x.k, unread_kv), _readable(x, x.v, unread_kv)
+    q, k, v = _readable(x, x.q, unread_q), x.k, x.v
+    if x.page_table is None:
+        k, v = _readable(x, k, unread_kv), _readable(x, v, unread_kv)
     written, stats = _writable(x, out), _statistics(x, lse)
     buffers: dict[int, Tensor] = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: written, **(numbers or {})}
     if max_logit is None:
@@ -239,11 +243,20 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
     sides_of = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
     sides_of |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
     starts: dict[Uid, tuple[Side, int]] = {}
+    pages = None
+    if x.page_table is not None:
+        table = buffers[Uid.PAGES_K] = buffers[Uid.PAGES_V] = page_table(x)
+        pages = Pages(x.k.shape[0], x.k.shape[1], table.shape[1])
     for uid, (side, length) in sides_of.items():
         tensor = buffers.get(uid)
         if tensor is None:
             continue
-        strides[f"strides_{uid.name.lower()}"] = token_strides(tensor, length, x.is_ragged)
+        is_pool = pages is not None and uid in (Uid.K, Uid.V)
+        strides[f"strides_{uid.name.lower()}"] = token_strides(
+            tensor, tensor.shape[1] if is_pool else length, x.is_ragged and not is_pool
+        )
+        if is_pool:
+            continue
         starts[Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(tensor))
     starts[Uid.STARTS_STATS] = (side_q, x.num_heads if side_q.is_packed else x.num_heads * side_q.tokens)
     if x.is_ragged:
@@ -278,6 +291,7 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         mods=x.mods,
         mod_inputs=tuple(_known_of(given) for given in x.mod_inputs),
         fp8=_fp8_dtypes(buffers) if x.is_fp8 else None,
+        pages=pages,
         **strides,
     )
     if x.mods is not None:
@@ -345,6 +359,8 @@ def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
     q, is_read = hidden_tokens(side_q, x.batch), not x.is_ragged or x.is_fp8 or _reads_ragged_padding()
     if side_kv is side_q:
         return Padding(q, q, q, is_read)
+    if x.page_table is not None:  # nobody copies pools to hide what lies past a sequence's keys: `reads_pages` tells who needs it
+        return Padding(q, None, blind_queries(x, side_q, side_kv), is_read)
     asked_for = side_kv._replace(lengths=side_kv.lengths * (side_q.lengths > 0))  # cuDNN may skip a sequence without queries
     return Padding(q, hidden_tokens(asked_for, x.batch), blind_queries(x, side_q, side_kv), is_read)
 
@@ -352,6 +368,16 @@ def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
 @functools.cache
 def _reads_ragged_padding() -> bool:
     return cudnn.backend_version() not in READS_NO_RAGGED_PADDING
+
+
+def reads_pages(k: Tensor, v: Tensor) -> bool:
+    """Returns whether cuDNN may read pools of pages as they lie: aligned, by a version that leaves alone what is past the keys."""
+    return _reads_no_page_padding() and has_alignment(k) and has_alignment(v)
+
+
+@functools.cache
+def _reads_no_page_padding() -> bool:
+    return cudnn.backend_version() in READS_NO_PAGE_PADDING
 
 
 def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:

@@ -85,6 +85,9 @@ class Uid(enum.IntEnum):
     AMAX_DQ = 55
     AMAX_DK = 56
     AMAX_DV = 57
+    # Inputs of a plan whose keys lie in pages, int32 [b, columns]: the pages of each sequence, the same for k and v.
+    PAGES_K = 60
+    PAGES_V = 61
 
 
 FIRST_INPUT = 1000  # the uid of the first input of the mods; the others follow
@@ -107,6 +110,14 @@ class Fp8(NamedTuple):
     gradients: torch.dtype | None = None  # backward, FP8
 
 
+class Pages(NamedTuple):
+    """Pools of pages that K and V are, [num_pages, page_size, h_kv, d] in the strides of K and V, and the table's columns."""
+
+    num_pages: int
+    page_size: int
+    columns: int
+
+
 class Sdpa(NamedTuple):
     """Everything that a plan is compiled for. Scale, seeds, lengths and offsets are run-time values and are not here."""
 
@@ -127,7 +138,7 @@ class Sdpa(NamedTuple):
     strides_dq: Strides | None = None
     strides_dk: Strides | None = None
     strides_dv: Strides | None = None
-    is_ragged: bool = False  # sequences begin where STARTS_* say, and STATS is [tokens, h]
+    is_ragged: bool = False  # sequences begin where STARTS_* say, but for K and V in pages, and STATS is [tokens, h]
     has_lengths: bool = False  # sequences have the lengths that LENGTHS_* give; always where they are ragged
     tokens_q: int = 0  # ragged backward: no more tokens than this in all sequences together
     tokens_kv: int = 0
@@ -145,6 +156,7 @@ class Sdpa(NamedTuple):
     mods: Mods | None = None  # then band and lengths are pointwise nodes too
     mod_inputs: tuple[ModInput, ...] = ()
     fp8: Fp8 | None = None
+    pages: Pages | None = None  # forward; then with lengths
 
 
 class Target(NamedTuple):
@@ -305,6 +317,12 @@ def _fp8_words(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
+    if x.pages is not None:
+        return (
+            _tokens(graph, x, Uid.Q, x.num_heads, x.len_q, x.head_dim_qk, x.strides_q),
+            _pool(graph, x, Uid.K, x.head_dim_qk, x.strides_k),
+            _pool(graph, x, Uid.V, x.head_dim_v, x.strides_v),
+        )
     return (
         _tokens(graph, x, Uid.Q, x.num_heads, x.len_q, x.head_dim_qk, x.strides_q),
         _tokens(graph, x, Uid.K, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_k),
@@ -326,6 +344,11 @@ def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[s
             arguments["use_padding_mask"] = True
         for name, uid in (("seq_len_q", Uid.LENGTHS_Q), ("seq_len_kv", Uid.LENGTHS_KV)):
             arguments[name] = _tensor(graph, uid, (x.batch, 1, 1, 1), (1, 1, 1, 1), torch.int32)
+    if x.pages is not None:
+        for name, uid in (("paged_attention_k_table", Uid.PAGES_K), ("paged_attention_v_table", Uid.PAGES_V)):
+            columns = x.pages.columns
+            arguments[name] = _tensor(graph, uid, (x.batch, 1, columns, 1), (columns, columns, 1, 1), torch.int32)
+        arguments["paged_attention_max_seq_len_kv"] = x.len_kv
     if x.bias_shape is not None:
         arguments["bias"] = _tensor(graph, Uid.BIAS, x.bias_shape, (*x.bias_strides, 1), x.bias_dtype)
     if x.has_sink:
@@ -401,6 +424,11 @@ def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: in
     if x.is_ragged:
         tensor.set_ragged_offset(_starts(graph, x, Uid[f"STARTS_{uid.name}"]))
     return tensor
+
+
+def _pool(graph: Any, x: Sdpa, uid: Uid, head_dim: int, strides: Strides) -> Any:
+    assert x.pages is not None
+    return _tensor(graph, uid, (x.pages.num_pages, x.num_heads_kv, x.pages.page_size, head_dim), (*strides, 1), x.dtype)
 
 
 def _output(graph: Any, x: Sdpa, tensor: Any, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> None:

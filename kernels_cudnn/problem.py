@@ -46,6 +46,7 @@ class Problem:
     mods: Mods | None = None  # score_mod and mask_mod
     # What they read, in their order: numbers as 0-d tensors on the CPU, else [b | 1, h | 1, sq | 1, skv | 1] of `sizes`.
     mod_inputs: tuple[Tensor, ...] = ()
+    page_table: Tensor | None = None  # int32 [b, columns]: k and v are pools [pages, page_size, h_kv, d]; then with both cu_seqlens
     is_bucketed: bool = False  # a dense problem that runs on a plan for rounded-up sizes, as [total, h, d] always does
 
     @functools.cached_property
@@ -62,7 +63,7 @@ class Problem:
 
     @functools.cached_property
     def longest_kv(self) -> int:
-        return self.max_seqlen_kv if self.k.dim() == 3 else self.k.shape[1]
+        return self.max_seqlen_kv if self.k.dim() == 3 or self.page_table is not None else self.k.shape[1]
 
     @property
     def is_fp8(self) -> bool:
@@ -75,7 +76,10 @@ class Problem:
 
     @functools.cached_property
     def is_ragged(self) -> bool:
-        """Returns whether each sequence begins at an offset of its own; the plan is then one for rounded-up sizes."""
+        """Returns whether each sequence begins at an offset of its own; the plan is then one for rounded-up sizes.
+
+        Keys in pages are found by the table all the same.
+        """
         return self.is_bucketed or self.q.dim() == 3 or self.k.dim() == 3
 
     @property

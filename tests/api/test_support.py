@@ -13,7 +13,7 @@ import flexattn
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.known_bad import known_bad
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, with_classes
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, parse_format, with_classes
 from flexattn.functional import bind_call
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import make_spec
@@ -29,6 +29,7 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.conftest import ROOT
+from tests.support.pages import make_pool
 
 BACKENDS = ("triton", "eager", "cudnn")
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
@@ -41,6 +42,7 @@ BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
 NEG_INF = float("-inf")
 
 NO_FP64 = "the kernels take fp16, bf16 and fp32, not float64"
+NO_GRADIENT = "page_table is given and a gradient is asked for"
 NO_HEAD_DIM = "the kernels take multiples of 8 up to"
 
 LENGTHS = {"lengths_q": (37, 20), "lengths_kv": (29, 43)}  # one sequence has more keys than queries, the other fewer
@@ -61,6 +63,8 @@ class Row(NamedTuple):
     slopes: str = ""  # and those of alibi_slopes, "h" or "bh"
     dlse: bool = False  # whether a gradient comes in through lse too
     refusals: dict[str, str] = NOTHING  # backend -> why it cannot; cudnn's are its own rules, for a GPU that it is for
+    pages: int = 0  # tokens of a page, where k and v are given in pages; they have no backward
+    cached: bool = False  # whether lengths are in seqused, those of keys that stay in a cache
     cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
 
 
@@ -110,6 +114,13 @@ ROWS: dict[str, dict[str, Row]] = {
         "mixed: q thd, k and v bshd": Row({**PADDED, "qkv_format": "thd_2bshd"}),
         "mixed: q sbhd, k and v bhsd": Row({**STRIDED, "qkv_format": "sbhd_2bhsd"}),
         "strided views": Row({**PACKED, "strided": True}),
+    },
+    "Caches": {
+        "seqused_q and seqused_kv": Row(cached=True),
+        "page_table": Row(pages=16),
+        "page_table, bhsd": Row({**PADDED, "qkv_format": "bhsd"}, pages=8),
+        "page_table, q thd": Row({**PADDED, "qkv_format": "thd_2bshd"}, pages=16),
+        "page_table, pages of 12 tokens": Row(pages=12),
     },
     "Dtypes": {
         "float16": Row({**PADDED, "dtype": torch.float16}),
@@ -206,7 +217,7 @@ def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
 def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
     """The row as `attention` would bring it to cuDNN on an H200."""
     arguments = make_case(row_for("cudnn", row), "cpu").arguments
-    arguments["q"].requires_grad_()
+    arguments["q"].requires_grad_(not row.pages)
     x, settings = bind_call(**arguments, return_lse=True)
     spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
     return spec, x
@@ -214,6 +225,8 @@ def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]
 
 def refusal(backend: str, row: Row, direction: Direction) -> str | None:
     """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
+    if row.pages and direction == "backward":
+        return NO_GRADIENT
     if backend != "cudnn":
         return row.refusals.get(backend)
     spec, _ = cudnn_call(row, direction)
@@ -291,7 +304,30 @@ def make_case(row: Row, device: str) -> Case:
     if mods:
         oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
     spec, operands = make_call(inputs, **oracle)
-    return Case(inputs._asdict() | call, inputs, spec, operands, make_dout(inputs), make_dlse(inputs) if row.dlse else None)
+    return Case(
+        inputs._asdict() | kept_keys(row, inputs, scaled) | call,
+        inputs,
+        spec,
+        operands,
+        make_dout(inputs),
+        make_dlse(inputs) if row.dlse else None,
+    )
+
+
+def kept_keys(row: Row, inputs: Inputs, lengths: dict[str, list[int]]) -> dict[str, Any]:
+    """Arguments of a call like that of `inputs`, with lengths in seqused, and with pages where the row has them."""
+    used = {name: torch.tensor(lengths[f"lengths_{name}"], dtype=torch.int32, device=inputs.q.device) for name in ("q", "kv")}
+    changes: dict[str, Any] = {}
+    if row.pages or row.cached:
+        changes = {"cu_seqlens_kv": None, "seqused_kv": used["kv"], "max_seqlen_kv": None}
+        if "thd" not in inputs.qkv_format:
+            changes |= {"cu_seqlens_q": None, "seqused_q": used["q"]}
+    if row.pages:
+        kv_format = parse_format(inputs.qkv_format)[1]
+        k, v = (as_bshd(t, kv_format) for t in (inputs.k, inputs.v))
+        pool = make_pool(k, v, lengths["lengths_kv"], row.pages, kv_format)
+        changes |= {"k": pool.k, "v": pool.v, "page_table": pool.page_table}
+    return changes
 
 
 def no_cudnn_here() -> str | None:
@@ -316,7 +352,8 @@ def skip_other_dropout(backend: str, row: Row) -> None:
 
 def expect_refusal(case: Case, backend: str, direction: Direction, reason: str) -> None:
     run = case.attention if direction == "forward" else case.gradients
-    with pytest.raises(flexattn.BackendError, match=re.escape(reason)):
+    error = ValueError if reason == NO_GRADIENT else flexattn.BackendError
+    with pytest.raises(error, match=re.escape(reason)):
         run(backend)
 
 

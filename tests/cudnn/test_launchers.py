@@ -32,7 +32,7 @@ from tests.api import test_slots
 from tests.api.test_support import ROWS, Case, Row, make_case, on_h200, row_for
 from tests.support import cudnn_emulator
 
-CASES = {f"{section}: {name}": row for section, rows in ROWS.items() for name, row in rows.items()}
+CASES = {f"{section}: {name}": row for section, rows in ROWS.items() for name, row in rows.items() if not (row.pages or row.cached)}
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["reads all", "reads no ragged padding"])
@@ -43,6 +43,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: request.param)
     monkeypatch.setattr(cudnn_emulator, "reads_ragged_padding", request.param)
+    monkeypatch.setattr(attention, "_reads_no_page_padding", lambda: not request.param)
+    monkeypatch.setattr(cudnn_emulator, "reads_page_padding", request.param)
     for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
         kept.clear()
     yield plans
