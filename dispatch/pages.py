@@ -16,7 +16,8 @@ def without_pages(spec: AttentionSpec, x: Operands) -> tuple[AttentionSpec, Oper
     if x.page_table is not None:
         table = x.page_table[:, : -(-x.max_seqlen_kv // spec.page_size)].clamp(0, x.k.shape[0] - 1).long()
         k, v = (_gathered(t, table, x.max_seqlen_kv, spec.kv_format) for t in (x.k, x.v))
-        x, spec = x._replace(k=k, v=v, page_table=None), spec._replace(page_size=0)
+        descales = [_gathered(d, table, x.max_seqlen_kv, spec.kv_format) if d.dim() == 4 else d for d in x.descales]
+        x, spec = x._replace(k=k, v=v, page_table=None, descales=descales), spec._replace(page_size=0)
     return spec, with_cu_seqlens(x, (spec.q_format, spec.kv_format))
 
 

@@ -90,7 +90,11 @@ def dequantize(spec: AttentionSpec, x: Operands, dtype: torch.dtype) -> Operands
     """The call with data * descale, in `dtype`, for what of q, k and v is in FP8."""
     if spec.kv_dtype is not None:
         lengths = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
-        k, v = (dequantize_one(t, d, spec.kv_format, *lengths, 0, dtype) for t, d in zip((x.k, x.v), x.descales, strict=True))
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        k, v = (
+            (t.to(wide) * d.to(wide)).to(dtype) if d.dim() == 4 else dequantize_one(t, d, spec.kv_format, *lengths, 0, dtype)
+            for t, d in zip((x.k, x.v), x.descales, strict=True)
+        )
         return x._replace(k=k, v=v)
     if spec.fp8 is None:
         return x

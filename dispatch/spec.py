@@ -247,6 +247,7 @@ class AttentionSpec(NamedTuple):
     results: Results = Results()  # where out, dq, dk and dv lie otherwise than q, k and v
     batch_invariant: bool = False  # the bits of a sequence's out and lse depend on nothing else of the call
     kv_dtype: torch.dtype | None = None  # FP8, of keys and values beside q in `dtype`; None: they are in `dtype` too
+    has_token_descales: bool = False  # keys or values in FP8 beside such q have a descale for each token and head
     page_size: int = 0  # keys of a page, where k and v are pages that a table names; 0: they are not
 
     @property
@@ -294,6 +295,7 @@ class Operands(NamedTuple):
     mod_tensors: Sequence[Tensor] = ()  # what the mods capture, in the order of Program.captures
     mod_numbers: Sequence[float] = ()
     block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
+    # Keys in FP8 beside other queries may have one for each token and head: k's dims, the last of them 1.
     descales: Sequence[Tensor] = ()  # for q, k, v and dout, as far as in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
     copies16: Sequence[Tensor] = ()  # for a backward in FP8, as they came: dout where it is given in FP8, and q and k if kept
 

@@ -38,6 +38,11 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
             "the kernels read keys in float8_e4m3fn from compute capability 8.9 (Ada) on, and this is "
             f"{spec.capability[0]}.{spec.capability[1]}; keep them in float8_e5m2, or in 16 bits"
         )
+    if spec.has_token_descales:
+        return (
+            "the kernels take descales of k and v for each sequence and head at most, and these are for each token; give them so, "
+            "or use backend='eager', which copies the keys"
+        )
     if spec.fp8 is not None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:

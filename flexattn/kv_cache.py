@@ -36,8 +36,8 @@ class PagedKVCache:
         max_sequences: rows of the page table.
         max_length: the most tokens of a sequence; up to a multiple of the page size.
         kv_format: "bshd", or "bhsd" for pools [pages, h_kv, page_size, d].
-        descales: for pools in FP8, descale_k and descale_v of each layer, float32 [] or [h_kv], as `append_kv` and `attention` take
-            them. None: 1.
+        descales: for pools in FP8, descale_k and descale_v of each layer, float32, as `append_kv` and `attention` take them: []
+            or [h_kv], or the dims of the pool without the last, which `append` then writes. None: 1.
 
     Attributes:
         pools, descales: as given.
@@ -198,9 +198,10 @@ class PagedKVCache:
         if rest:
             to = self._free_pages.pop()
             self._give(forked, to)
-            for pool in self.pools:
-                for x in pool:
-                    x[to].copy_(x[pages[whole]])
+            for pair in (*self.pools, *(self.descales or ())):
+                for x in pair:
+                    if x.dim() > 1:  # a descale of fewer dims is none of tokens
+                        x[to].copy_(x[pages[whole]])
         self._lengths[forked] = count
         return forked
 
@@ -287,5 +288,8 @@ def _check_descales(
                 raise ValueError(f"{name} is given with pools in {x.dtype}; accepted: None, or pools in FP8")
             check_tensor(name, descale, (torch.float32,), x.device)
             heads = x.shape[kv_format.index("h")]
-            if tuple(descale.shape) not in ((), (1,), (heads,)):
-                raise ValueError(f"{name} has shape {tuple(descale.shape)}; accepted: [] or [h_kv] = [{heads}], for all sequences")
+            if tuple(descale.shape) not in ((), (1,), (heads,), tuple(x.shape[:-1])):
+                raise ValueError(
+                    f"{name} has shape {tuple(descale.shape)}; accepted: [] or [h_kv] = [{heads}], for all sequences, or "
+                    f"{list(x.shape[:-1])}, one for each token and head"
+                )

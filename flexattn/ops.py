@@ -175,6 +175,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         results=results_of(settings),
         batch_invariant=settings.batch_invariant,
         kv_dtype=None if x.k.dtype == x.q.dtype else x.k.dtype,
+        has_token_descales=x.k.dtype != x.q.dtype and any(descale.dim() == 4 for descale in x.descales),
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
     )
 
@@ -245,7 +246,7 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     """Runs the forward on the backend that is selected: the implementation of the forward operator."""
     if spec.padding and options.check_values():
         check_values(spec, x)
-    if spec.fp8 is not None and options.check_values():
+    if (spec.fp8 is not None or spec.kv_dtype is not None) and options.check_values():
         check_descale_values(x)
     if spec.needs_grad and spec.of_backward() is not spec:
         select(spec.of_backward(), "backward", request, runtime_failures.of_call(x))

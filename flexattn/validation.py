@@ -311,6 +311,8 @@ def check_fp8(
 ) -> tuple[Tensor, ...]:
     """Returns the descales of what is in FP8 of q, k and v, as [b | 1, h | 1, blocks | 1]: all three, those of k and v, or none.
 
+    Those of each token and head of keys and values in FP8 beside other queries come as the dims of k, the last of them 1.
+
     lengths: of q and of k and v, what the call plans for, and max_seqlen as it was given: blocks may be as many as either has.
     """
     checked = []
@@ -329,13 +331,17 @@ def check_fp8(
             checked.append(as_scales(None, q.device))
             continue
         check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
+        is_of_tokens = k.dtype != q.dtype and tuple(descale.shape) == tuple(x.shape[:-1])
         heads = x.shape[fmt.index("h")]
         blocks = [num_blocks(n, block_rows) if block_rows else 1 for n in map(as_index, length) if n is not None]
         sizes = _scale_sizes(descale)
-        if len(sizes) != 3 or any(
-            size not in full and size != 1 for size, full in zip(sizes, ([batch], [heads], blocks), strict=True)
-        ):
+        fits = len(sizes) == 3 and all(
+            size in full or size == 1 for size, full in zip(sizes, ([batch], [heads], blocks), strict=True)
+        )
+        if not fits and not is_of_tokens:
             hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
+            if k.dtype != q.dtype:
+                hint = f", or {list(x.shape[:-1])}, one for each token and head"
             raise ValueError(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
                 f"{[batch, heads, blocks[0]]}, where any may be 1 instead{hint}"
@@ -344,7 +350,7 @@ def check_fp8(
             raise ValueError(
                 f"descale_{name} requires a gradient; accepted: a descale that does not (detach it), as none is differentiable"
             )
-        checked.append(as_scales(descale, q.device))
+        checked.append(descale[..., None] if is_of_tokens else as_scales(descale, q.device))
     return tuple(checked)
 
 
@@ -364,10 +370,14 @@ def check_descale_values(x: Operands) -> None:
 
     Reads one flag of each in one transfer, and waits for it.
     """
-    descales = x.descales[:3]
-    is_right = [(descale > 0) & descale.isfinite() for descale in descales]
+    names = "qkv" if x.k.dtype == x.q.dtype else "kv"
+    # Those of tokens are left out: where there is no token they may be anything.
+    of_blocks = {name: descale for name, descale in zip(names, x.descales, strict=False) if descale.dim() == 3}
+    if not of_blocks:
+        return
+    is_right = [(descale > 0) & descale.isfinite() for descale in of_blocks.values()]
     are_all = torch.stack([right.all() for right in is_right]).tolist()
-    for name, descale, right, is_all in zip("qkv", descales, is_right, are_all, strict=True):
+    for (name, descale), right, is_all in zip(of_blocks.items(), is_right, are_all, strict=True):
         if not is_all:
             b, h, block = (~right).nonzero()[0].tolist()
             raise ValueError(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import PagedKVCache, append_kv, attention
+from flexattn import BackendError, PagedKVCache, append_kv, attention
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable import append as kernels
@@ -199,9 +199,53 @@ def test_what_attention_reads(kind: str, fp8: torch.dtype) -> None:
         check_close("out", attention(q, *caches, page_table=table, backend=backend, **call, **names), exact, eager)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "dense", "one head"])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dtype) -> None:
+    """Descales that append_kv wrote; NaN in those, and in the rows, of tokens that are not there."""
+    batch, tokens, heads = 3, 21, 1 if layout == "one head" else HEADS_KV
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(batch, tokens, heads, DIM, generator=generator) * 10.0 ** torch.randn(batch, tokens, 1, 1) for _ in "kv")
+    used = torch.tensor([21, 0, 13], dtype=torch.int32)
+    call: dict[str, Any] = {"qkv_format": "bshd_2bhsd" if layout == "bhsd" else "bshd"}
+    shape = (batch, 24, heads)
+    if layout != "dense":
+        call["page_table"] = torch.randperm(9, generator=generator).view(3, 3).int()
+        shape = (9, heads, 8) if layout == "bhsd" else (9, 8, heads)
+    caches = [torch.full((*shape, DIM), float("nan")).to(fp8) for _ in "kv"]
+    names = {name: torch.full(shape, float("nan")) for name in ("descale_k", "descale_v")}
+    append_kv(*caches, k, v, seqused_kv=torch.zeros_like(used), seqused_q=used, **call, **names)
+    q = torch.randn(batch, 2, HEADS, DIM, generator=generator)
+    call |= {"attn_mask_type": "padding_causal_bottom_right", "seqused_kv": used}
+    wide = []
+    for x in (k, v):
+        scale = x.abs().amax(-1, keepdim=True) / TOP[fp8]
+        wide.append((x / scale).to(fp8).double() * scale.double())
+    dense = {"attn_mask_type": "padding_causal_bottom_right", "seqused_kv": used, "backend": "eager"}
+    exact, eager = attention(q.double(), *wide, **dense), attention(q, *(x.float() for x in wide), **dense)
+    check_close("out", attention(q, *caches, **call, **names), exact, eager)
+    with pytest.raises(BackendError, match="the kernels take descales of k and v for each sequence and head at most"):
+        attention(q, *caches, backend="triton", **call, **names)
+    if layout == "bshd" and fp8 is E4M3:
+        compiled = torch.compile(lambda *x: attention(*x, **call, **names), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(q, *caches), attention(q, *caches, **call, **names))
+
+
+def test_descales_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 3, HEADS, DIM), torch.randn(2, 9, HEADS_KV, DIM).to(E4M3)
+    monkeypatch.setenv("FLEXATTN_CHECK", "1")
+    attention(q, k, k, descale_k=torch.ones(HEADS_KV), descale_v=torch.ones(2, 9, HEADS_KV))
+    with pytest.raises(ValueError, match=r"descale_v is -0.5 at \[0, 1, 0\]"):
+        attention(q, k, k, descale_v=torch.tensor([1.0, -0.5]))
+    with pytest.raises(
+        ValueError, match=r"descale_k has shape \(2, 8, 2\); accepted: .* or \[2, 9, 2\], one for each token and head"
+    ):
+        attention(q, k, k, descale_k=torch.ones(2, 8, HEADS_KV))
+
+
 def serving(kind: str) -> tuple[PagedKVCache, dict[int, Tensor]]:
     pools = [torch.zeros(2, 12, 4, HEADS_KV, DIM).to(E4M3) for _ in range(2)]
-    shape = {"one": (), "head": (HEADS_KV,)}[kind]
+    shape = {"one": (), "head": (HEADS_KV,), "token": (12, 4, HEADS_KV)}[kind]
     descales = [
         tuple(torch.rand(shape, generator=torch.Generator().manual_seed(n)) * 0.02 + 0.005 for n in pair)
         for pair in ((0, 1), (2, 3))
@@ -209,7 +253,7 @@ def serving(kind: str) -> tuple[PagedKVCache, dict[int, Tensor]]:
     return PagedKVCache(pools, max_sequences=4, max_length=20, descales=descales), {}
 
 
-@pytest.mark.parametrize("kind", ["one", "head"])
+@pytest.mark.parametrize("kind", ["one", "head", "token"])
 def test_sequences_that_join_fork_and_leave(kind: str) -> None:
     """PagedKVCache in FP8 against the same numbers in dense tensors, in each layer."""
     cache, dense = serving(kind)
@@ -230,7 +274,10 @@ def test_sequences_that_join_fork_and_leave(kind: str) -> None:
             for n in sorted(new):
                 wide = []
                 for x, scale in zip(dense[n][layer], cache.descales[layer], strict=True):
-                    scale = scale.expand(HEADS_KV)[:, None]
+                    if kind == "token":
+                        scale = x.abs().amax(-1, keepdim=True) / 448.0
+                    else:
+                        scale = scale.expand(HEADS_KV)[:, None]
                     wide.append(((x / scale).clamp(-448.0, 448.0).to(E4M3).double() * scale.double())[None])
                 rows = q[at : at + new[n]][None].double()
                 wanted = attention(rows, *wide, attn_mask_type="causal_bottom_right", backend="eager")
@@ -289,6 +336,23 @@ def test_one_graph_under_compile() -> None:
     for found, wanted in zip(*runs, strict=True):
         same(found, wanted)
     assert not torch.equal(runs[0][0].view(torch.uint8), k.view(torch.uint8))
+
+
+WRONG_DESCALES: dict[str, tuple[Any, str]] = {
+    "layers": ([], "descales has 0 layers and pools 1"),
+    "sequences": ([(torch.ones(4, 2), torch.ones(2))], r"descale_k of layer 0 has shape \(4, 2\); accepted: .* or \[3, 5, 2\]"),
+    "dtype": ([(torch.ones(2).half(), torch.ones(2))], "descale_k of layer 0 has dtype torch.float16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_DESCALES)
+def test_wrong_descales_of_a_cache(name: str) -> None:
+    descales, text = WRONG_DESCALES[name]
+    pools = [torch.zeros(2, 3, 5, 2, 8)]
+    with pytest.raises((ValueError, TypeError), match=text):
+        PagedKVCache([x.to(E4M3) for x in pools], max_sequences=4, max_length=8, descales=descales)
+    with pytest.raises(ValueError, match="descale_k of layer 0 is given with pools"):
+        PagedKVCache(pools, max_sequences=4, max_length=8, descales=[(torch.ones(()), torch.ones(()))])
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
