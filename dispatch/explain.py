@@ -127,4 +127,5 @@ def _splits(kernels: Choice) -> list[str]:
     if kernels.splits is None or not kernels.splits.why:
         return []
     count = kernels.splits.count
-    return [f"keys {'not split' if count == 1 else f'in {count} splits'}: {kernels.splits.why}"]
+    how = {0: "split by their lengths", 1: "not split"}.get(count, f"in {count} splits")
+    return [f"keys {how}: {kernels.splits.why}"]

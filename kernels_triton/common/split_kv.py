@@ -17,28 +17,46 @@ from torch import Tensor
 from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.primitives import LN2, LOG2E, VisibleRange, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.tiles import SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
+from flexattn.kernels_triton.common.tiles import HOPPER_BYTES, PLAN_QUERIES, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(16, 128, 4, 1)  # splits at a time
 
 
+BY_LENGTHS = 0
+"""Instead of a number of KV splits: as many of each work tile as `split_plan` makes of the lengths."""
+
+
 class Splits(NamedTuple):
-    """The number of KV splits, and why: "" for more queries than are ever split."""
+    """The number of KV splits, or BY_LENGTHS, and why: "" for more queries than are ever split."""
 
     count: int
     why: str
 
 
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
-    """Returns the number of KV splits for `tiles` tiles of queries, on a device that runs `programs` programs at once."""
+    """Returns the number of KV splits for `tiles` tiles of queries, on a device that runs `programs` programs at once.
+
+    BY_LENGTHS where only the device knows what would be a good number.
+    """
     if problem.is_batch_invariant:  # two at least, as a part is rounded otherwise than a whole
         return max(2, cdiv(problem.longest_kv, problem.piece))
     keys = most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
         return 1
+    if _is_split_by_lengths(problem):
+        return BY_LENGTHS
     return max(1, min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST))
+
+
+def _is_split_by_lengths(problem: Problem) -> bool:
+    # A plan takes a launch: the parts of few queries, whose keys are many and of several lengths, are worth it.
+    x = problem
+    has_lengths = x.batch > 1 and (x.cu_seqlens_kv is not None or x.seqused_kv is not None)
+    if not has_lengths or x.block_mask is not None or x.longest_q > PLAN_QUERIES:
+        return False
+    return x.num_keys * x.num_heads_kv * (x.k.shape[-1] + x.v.shape[-1]) * x.k.element_size() >= HOPPER_BYTES
 
 
 def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
@@ -52,6 +70,8 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
         return Splits(count, "there are no queries")
     if keys < SPLIT_FROM:
         return Splits(count, f"SPLIT_FROM is {SPLIT_FROM}, and a tile sees at most {keys} keys")
+    if count == BY_LENGTHS:
+        return Splits(count, f"{programs} programs share evenly what {tiles} tiles of up to {keys} keys see")
     return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")
 
 
@@ -102,6 +122,20 @@ def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.con
         first, last = share_of_split(tl.cdiv(visible.end - visible.begin, STEP), split, num_splits)
         last = visible.begin + last * STEP
         begin = visible.begin + first * STEP
+    return _cut_range(visible, begin, last)
+
+
+@triton.jit
+def range_of_blocks(visible, first, end, STEP: tl.constexpr):
+    # Blocks of a `primitives.VisibleRange`, from `first` up to `end`, which may be past its own.
+    rounded_end = visible.begin + tl.cdiv(visible.end - visible.begin, STEP) * STEP
+    begin = tl.minimum(visible.begin + first * STEP, rounded_end)
+    return _cut_range(visible, begin, tl.minimum(visible.begin + end * STEP, rounded_end))
+
+
+@triton.jit
+def _cut_range(visible, begin, last):
+    # From `begin` up to `last`, both blocks' beginnings or the last block's end.
     full_begin = tl.minimum(tl.maximum(visible.full_begin, begin), last)
     full_end = tl.minimum(tl.maximum(visible.full_end, full_begin), last)
     return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=tl.minimum(visible.end, last))
@@ -115,12 +149,13 @@ def part_row(split, batch, num_heads, num_tokens_q, META: tl.constexpr):
 
 
 class PartPointers(NamedTuple):
-    """`Parts` as the kernel that combines them reads them."""
+    """`Parts` as the kernels that combine them read them."""
 
     ptr: WidePointer
     lse_ptr: Pointer
-    num_rows: int
+    num_rows: int  # from one part to the next
     num_splits: int
+    num_all: int  # parts that there are, of this row and of others
 
 
 class CombineArguments(NamedTuple):
@@ -144,32 +179,28 @@ class CombineMeta(NamedTuple):
 
 
 @triton.jit
-def _log_weight(lse, scaled_max, splits, parts, row, META: tl.constexpr):
+def _log_weight(lse, scaled_max, rows, parts, META: tl.constexpr):
     # The weight of splits with such an lse, relative to `scaled_max`
     relative = lse - scaled_max
     if META.IS_UNBOUNDED:  # for padding neither number is written
-        pointers = parts.lse_ptr + (parts.num_splits + splits).to(tl.int64) * parts.num_rows + row
-        relative += tl.load(pointers, mask=lse > float("-inf"), other=0.0)
+        lost = parts.lse_ptr + tl.cast(parts.num_all, tl.int64) * parts.num_rows
+        relative += tl.load(lost + rows, mask=lse > float("-inf"), other=0.0)
     return relative
 
 
-@kernel
-def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
+@triton.jit
+def sum_of_parts(parts, row, META: tl.constexpr):
+    # (out, lse) of the parts of a query, of which the first is in this row
     AT_ONCE: tl.constexpr = META.AT_ONCE
     COLUMNS: tl.constexpr = META.COLUMNS
-    parts = args.parts
     num_rows = parts.num_rows
     num_splits = parts.num_splits
-    row = tl.program_id(0)
-    token = row % args.num_tokens_q
-    h = row // args.num_tokens_q % args.num_heads
-    b = row // args.num_tokens_q // args.num_heads  # 0 of packed sequences
     splits = tl.arange(0, META.MOST)
-    lse_pointers = parts.lse_ptr + splits.to(tl.int64) * num_rows + row
-    lse_of_splits = tl.load(lse_pointers, mask=splits < num_splits, other=float("-inf"))
+    rows = splits.to(tl.int64) * num_rows + row
+    lse_of_splits = tl.load(parts.lse_ptr + rows, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
     scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # where a row sees nothing, exp2(-inf - 0) is 0
-    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, splits, parts, row, META) * LOG2E), 0)
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, rows, parts, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
@@ -178,13 +209,24 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
         is_split = some < num_splits
         rows = some.to(tl.int64) * num_rows + row
         lse_of_some = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, some, parts, row, META) * LOG2E)
+        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, rows, parts, META) * LOG2E)
         inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
         part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)
+    return out / total, largest + tl.log2(total) * LN2
+
+
+@kernel
+def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
+    row = tl.program_id(0)
+    token = row % args.num_tokens_q
+    h = row // args.num_tokens_q % args.num_heads
+    b = row // args.num_tokens_q // args.num_heads  # 0 of packed sequences
+    out, lse = sum_of_parts(args.parts, row, META)
+    columns = tl.arange(0, META.COLUMNS)
     pointer = row_pointer(args.out, b, h, token, META)
-    tl.store(pointer + columns, (out / total).to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
-    tl.store(args.lse_ptr + row, largest + tl.log2(total) * LN2)
+    tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
+    tl.store(args.lse_ptr + row, lse)
 
 
 def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
@@ -193,7 +235,7 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
     head_dim = out.shape[-1]
     meta = problem.meta(_TILE, (out,))
     args = CombineArguments(
-        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits),
+        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits, num_all=num_splits),
         num_heads=problem.num_heads,
         num_tokens_q=problem.q.shape[-3],
         out=rows(out, meta),

@@ -340,6 +340,8 @@ SPLIT_MOST = 128
 """Splits of a tile, at most: the lse of all of them are in registers at once."""
 SPLIT_PIECE = 2048
 """Keys of a split of a batch-invariant call, at least: a multiple of every tile's keys."""
+PLAN_QUERIES = 16
+"""Of the longest sequence, at most, where the keys are split by the lengths that the device finds (`split_plan.py`)."""
 SPLIT_PROGRAMS = 2
 """Programs of the portable kernel for each multiprocessor; those of sm_90 have one."""
 

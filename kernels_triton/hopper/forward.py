@@ -29,8 +29,18 @@ from flexattn.kernels_triton.common.primitives import (
 )
 from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import Parts, combine_splits, number_of_splits, part_row
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_splits, number_of_splits, part_row
+from flexattn.kernels_triton.common.split_plan import (
+    Plan,
+    PlannedTile,
+    combine_pieces,
+    entry_at,
+    first_row_of_part,
+    make_plan,
+    piece_at,
+    share_of_program,
+)
+from flexattn.kernels_triton.common.tile_schedule import has_padding, zero_padding
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
     slots_of_heads,
@@ -94,7 +104,8 @@ class ForwardMeta(NamedTuple):
     HAS_MAX_LOGIT: bool
     HEADS: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
     GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
-    IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them
+    IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them, or with
+    IS_PLANNED: bool  # as `split_plan` has them
     BLOCK_M: int
     BLOCK_N: int
     PAGE_ROWS: int  # keys that one copy brings of a page; 0: they lie in no pages
@@ -112,8 +123,8 @@ class ForwardMeta(NamedTuple):
     Q_STAGES: int
     UNMASKED_LOOP: bool  # a loop without masks, for blocks of keys that all queries see, among others that may be cut
     HAS_CUT_LOOP: bool  # a loop with masks, for blocks that may be cut, as are most in a narrow window
-    # Numbers that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, and with a
-    # block mask what `cut_key_lists` and `_unmasked_blocks` find
+    # Numbers that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, with a plan
+    # (end of the split, part), and with a block mask what `cut_key_lists` and `_unmasked_blocks` find
     NUMBERS: int
     ALIGN: int  # strides of `Results.out` are multiples of it
 
@@ -146,6 +157,7 @@ class Arguments(NamedTuple):
     results: Results
     work: Work
     num_splits: int | None
+    plan: Plan | None  # instead of `work` and `num_splits`
     lengths_q: Lengths
     lengths_kv: Lengths
     pages: Pages | None
@@ -175,7 +187,9 @@ class WorkTile(NamedTuple):
     first_row: Any
     h: Any  # the first of HEADS heads
     b: Any
-    split: Any
+    split: Any  # its number; with a plan its first block of keys
+    split_end: Any  # with a plan, the end of its blocks, and the number of its part
+    part: Any
 
 
 class Span(NamedTuple):
@@ -238,7 +252,23 @@ def _work_tile(t, amount, args: Arguments, META: gl.constexpr):
         t = t // args.num_splits
         amount = amount // args.num_splits
     first_row, h, b = work_tile(t, amount, args.work, args.work.num_heads // META.HEADS, args.lengths_q.batch, META)
-    return WorkTile(first_row=first_row // META.GROUP, h=h * META.HEADS, b=b, split=split)
+    return WorkTile(first_row=first_row // META.GROUP, h=h * META.HEADS, b=b, split=split, split_end=0, part=0)
+
+
+@gluon.jit
+def _planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
+    # (work tile at block t of all blocks of keys, its entry in the plan)
+    plan = args.plan
+    piece = piece_at(plan, gl.program_id(0), t, end, entry)
+    tile = WorkTile(
+        first_row=piece.entry % plan.blocks * (META.BLOCK_M // META.GROUP),
+        h=piece.head * META.HEADS,
+        b=piece.entry // plan.blocks,
+        split=piece.first,
+        split_end=piece.end,
+        part=piece.entry * plan.groups + piece.head + piece.program,
+    )
+    return tile, piece.entry
 
 
 @gluon.jit
@@ -249,7 +279,11 @@ def _blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, ME
     else:
         QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
         num_blocks, block_range = blocks_of_keys(tile.first_row, tile.b, tile.h, band, args.lists, META, QUERIES)
-    if META.IS_SPLIT:
+    if META.IS_PLANNED:
+        end = gl.minimum(tile.split_end, num_blocks)  # of no blocks the plan has one
+        first = gl.minimum(tile.split, end)
+        num_blocks, block_range = end - first, block_range + first
+    elif META.IS_SPLIT:
         num_blocks, block_range = blocks_of_split(tile.split, args.num_splits, num_blocks, block_range, META)
     return num_blocks, block_range
 
@@ -259,19 +293,32 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     of, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
-    amount = _num_work_tiles(args, META)
     n_block = 0  # counts the blocks of all work tiles
     n_tile = 0
     t = gl.program_id(0)
+    entry = 0
+    if META.IS_PLANNED:  # t counts the blocks of keys of all work tiles
+        share, total = share_of_program(args.plan)
+        t = t * share
+        amount = gl.minimum(t + share, total)
+        entry = entry_at(args.plan, t)
+    else:
+        amount = _num_work_tiles(args, META)
     while t < amount:
-        drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
-        tile = _work_tile(t, amount, args, META)
+        if META.IS_PLANNED:
+            tile, entry = _planned_tile(t, amount, entry, args, META)
+            following = t + tile.split_end - tile.split
+        else:
+            drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
+            tile = _work_tile(t, amount, args, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
         band = band_of_sequence(args.band, len_q, len_kv)
         numbers = (tile.first_row, tile.h, tile.b, tile.split)
         if META.HAS_LENGTHS:
             numbers = numbers + (sequence.start_q, len_q, len_kv)
+        if META.IS_PLANNED:
+            numbers = numbers + (tile.split_end, tile.part)
         cut = ()
         if META.BLOCK_SIZE_Q > 0:
             cut = cut_key_lists(tile.first_row, tile.b, tile.h, band, args.lists, META)
@@ -300,7 +347,10 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                 origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
                 load_rows(of.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
-        t = drawn + gl.num_programs(0)
+        if META.IS_PLANNED:
+            t = following
+        else:
+            t = drawn + gl.num_programs(0)
         n_tile += 1
     broadcast_end(n_tile, barriers, META)
 
@@ -497,7 +547,10 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
     while numbers[0] >= 0:
-        tile = WorkTile(first_row=numbers[0], h=numbers[1], b=numbers[2], split=numbers[3])
+        split_end, part = 0, 0
+        if META.IS_PLANNED:
+            split_end, part = numbers[7:9]
+        tile = WorkTile(first_row=numbers[0], h=numbers[1], b=numbers[2], split=numbers[3], split_end=split_end, part=part)
         h, b = tile.h, tile.b
         if META.HAS_LENGTHS:
             start_q, len_q, len_kv = numbers[4:7]
@@ -600,13 +653,19 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                     row_sum = row_sum * correction + gl.exp2(sink - scaled_max)
                 acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUT))[:, None]
         lse_row = (h_of_rows if META.IS_RAGGED_Q else b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + start_q
-        if META.IS_SPLIT:
+        if META.IS_PLANNED:  # to which `rows` are added
+            own_row = CONSUMER * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+            lse_row = first_row_of_part(args.plan, tile.part) + own_row - rows
+        elif META.IS_SPLIT:
             lse_row = lse_row + part_row(tile.split, batch, num_heads, num_tokens_q, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
         if META.IS_UNBOUNDED:
             factor = exponent_factor(row_max)
             lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, 0.0), row_sum_or_1)
-            if META.IS_SPLIT:
+            if META.IS_PLANNED:
+                lost_row = lse_row + first_row_of_part(args.plan, args.plan.num_parts)
+                gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
+            elif META.IS_SPLIT:
                 lost_row = lse_row + part_row(args.num_splits, batch, num_heads, num_tokens_q, META)
                 gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
             gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
@@ -715,7 +774,7 @@ def hopper_forward(
     """Launches the forward, of calls that `forward_unsupported` does not name.
 
     group: query heads of a tile, which divide those of a key head; None: `heads_of_a_tile`.
-    splits: parts of the keys; None: `number_of_splits`.
+    splits: parts of the keys, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     tile = tile or forward_tile(x)
@@ -729,7 +788,13 @@ def hopper_forward(
     queries = tile.block_m // slots
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded) if splits > 1 else None
+    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n)
+    plan, parts = None, None
+    if splits == BY_LENGTHS:
+        plan = make_plan(x, planned, processors)
+        parts = plan.empty_parts(lse, tile.head_dim_v, x.is_unbounded)
+    elif splits > 1:
+        parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     out_meta = x.meta(launch_tile, (out,)) if group < slots and parts is None else None
     meta = ForwardMeta(
@@ -740,6 +805,7 @@ def hopper_forward(
         HEADS=group,
         GROUP=slots,
         IS_SPLIT=parts is not None,
+        IS_PLANNED=plan is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         PAGE_ROWS=rows_of_a_copy(x, tile.block_n),
@@ -757,11 +823,11 @@ def hopper_forward(
         Q_STAGES=tile.q_stages,
         UNMASKED_LOOP=(is_banded and not is_narrow) or x.block_mask is not None,
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
-        NUMBERS=4 + 3 * has_lengths + 6 * (x.block_mask is not None),
+        NUMBERS=4 + 3 * has_lengths + 2 * (plan is not None) + 6 * (x.block_mask is not None),
         ALIGN=1 if out_meta is None else out_meta.ALIGN,
     )
     own_rows, keys = ROWS.value // slots, meta.PAGE_ROWS or tile.block_n
-    work = forward_work(x, queries, group)
+    work = forward_work(x, queries, group, is_planned=plan is not None)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = Arguments(
@@ -779,7 +845,8 @@ def hopper_forward(
             out=None if out_meta is None else rows_of(out, out_meta),
         ),
         work=work,
-        num_splits=None if parts is None else splits,
+        num_splits=splits if splits > 1 else None,
+        plan=plan,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,
         pages=x.pages,
@@ -791,12 +858,14 @@ def hopper_forward(
     )
     launch(
         _attn_fwd_hopper_kernel,
-        min(processors, tiles * splits),
+        processors if plan is not None else min(processors, tiles * splits),
         out.device,
         launch_tile,
         (arguments, x.mods, meta),
     )
-    if parts is not None:
+    if plan is not None and parts is not None:
+        combine_pieces(x, plan, planned, parts, (out, lse))
+    elif parts is not None:
         combine_splits(x, parts, out, lse)
-    if has_lengths:
+    if has_lengths and (plan is None or has_padding(x, "q")):
         zero_padding(x, out, "q", lse)

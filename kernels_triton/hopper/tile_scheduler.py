@@ -42,10 +42,12 @@ def query_heads_per_l2_section(problem: Problem) -> int:
     return _heads_in_l2(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
 
 
-def forward_work(problem: Problem, queries: int, group: int = 1) -> Work:
-    """Returns the work tiles of a persistent forward: `queries` of each of `group` heads."""
+def forward_work(problem: Problem, queries: int, group: int = 1, *, is_planned: bool = False) -> Work:
+    """Returns the work tiles of a persistent forward: `queries` of each of `group` heads; without a table where a plan has them."""
     x = problem
-    if not x.has_lengths:
+    if is_planned:
+        table = None
+    elif not x.has_lengths:
         table = torch.zeros(1, dtype=torch.int32, device=x.device)
     else:
         table = tile_schedule(x, queries, "q", by_sequence=False)

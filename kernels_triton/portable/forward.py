@@ -52,13 +52,24 @@ from flexattn.kernels_triton.common.primitives import (
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.quantize import transposed
 from flexattn.kernels_triton.common.split_kv import (
+    BY_LENGTHS,
     Parts,
     combine_splits,
     number_of_splits,
     part_row,
+    range_of_blocks,
     range_of_split,
     share_of_split,
 )
+from flexattn.kernels_triton.common.split_plan import (
+    Plan,
+    PlannedTile,
+    combine_pieces,
+    first_row_of_part,
+    make_plan,
+    piece_of_part,
+)
+from flexattn.kernels_triton.common.tile_schedule import has_padding, zero_padding
 from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
 
@@ -69,7 +80,8 @@ class Arguments(NamedTuple):
     out: Rows
     lse_ptr: Pointer
     max_logit_ptr: Pointer  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
-    num_splits: int | None  # parts of the keys, with out and lse as `split_kv.Parts`; None: out and lse are the results
+    num_splits: int | None  # parts of the keys, with out and lse as `split_kv.Parts`; None: out and lse are the results, but
+    plan: Plan | None  # with a plan those of `split_plan`
     v_t: Channels | None  # in FP8
 
 
@@ -213,7 +225,8 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     if GROUP > 1:
         groups = num_heads // META.HEADS
     pid = tl.program_id(0)
-    split = 0
+    plan = args.plan
+    split = None
     if num_splits is not None:
         split = pid % num_splits
         pid = pid // num_splits
@@ -224,12 +237,22 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     block = blocks - 1 - pid % blocks  # under a causal band the last block has the most to do: start with it
     h = pid // blocks % groups
     b = pid // blocks // groups
+    if plan.before_ptr is not None:
+        piece = piece_of_part(plan, pid)
+        if piece.first >= piece.end:
+            return
+        split = piece.first
+        block = piece.entry % blocks
+        h = piece.head
+        b = piece.entry // blocks
     if GROUP > 1:
         h = h * META.HEADS  # the first of the tile's
     heads = heads_of_tile(h, META)
     place = (h * batch + b) * blocks + block  # where each block of queries leaves its part
     if num_splits is not None:
         place = place * num_splits + split
+    if plan.before_ptr is not None:
+        place = h * (plan.entries + plan.programs) + piece.entry + piece.program
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
     start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
     first_row = block * QUERIES
@@ -237,7 +260,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     lse_base = lse_ptr + tl.cast(heads if META.IS_RAGGED_Q else b * num_heads + heads, tl.int64) * lengths_q.num_tokens + start_q
 
     slot_q = len_q
-    if META.HAS_LENGTHS:
+    if META.HAS_LENGTHS and plan.before_ptr is None:
         padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
         slot_q = padding.slot
         out_step, row_offsets = row_steps(out.stride_s, BLOCK_M, META)
@@ -285,6 +308,8 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         v_t = transposed_head(args.v_t, b, h_kv, packed_start(lengths_kv, b, start_kv), META.IS_RAGGED_KV)
 
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
+    if plan.before_ptr is not None:
+        visible = range_of_blocks(visible, piece.first, piece.end, META.BLOCK_N)
     if num_splits is not None and META.BLOCK_SIZE_Q == 0:
         visible = range_of_split(visible, split, num_splits, META.BLOCK_N, META.PIECE)
     begin = visible.begin
@@ -335,7 +360,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     OFFSET: tl.constexpr = FP8_OFFSET if META.IS_FP8 else 0.0
     if META.HAS_SINK:
         sink = load_sink(inputs.softmax_offset_ptr, heads, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
-        if num_splits is not None:
+        if split is not None:
             sink = tl.where(split == 0, sink, float("-inf"))
         new_max = tl.maximum(row_max, sink)
         if META.IS_UNBOUNDED:
@@ -353,16 +378,23 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     rescale = rescale / row_sum
     if META.IS_KV_FP8 or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
         rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
+    lse_rows = lse_base + rows
+    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
+    if plan.before_ptr is not None:
+        lse_rows = lse_ptr + first_row_of_part(plan, pid) + (rows - first_row) * GROUP + (heads - h)
+        out_pointer = row_pointer(out, pid, 0, 0, META)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
         lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, OFFSET), row_sum)
-        if num_splits is not None:
-            lost_base = lse_base + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
-            tl.store(lost_base + rows, lost, mask=rows < len_q)
+        if split is not None:
+            if num_splits is not None:
+                lost_rows = lse_rows + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
+            else:
+                lost_rows = lse_rows + first_row_of_part(plan, plan.num_parts)
+            tl.store(lost_rows, lost, mask=rows < len_q)
     else:
         lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
-    tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
-    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
+    tl.store(lse_rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
     out_offsets = offsets_of_tile(out, META)
     out0 = tl.where(is_real[:, None], sums.acc0 * rescale[:, None], 0.0)
     store_tile(out_pointer, out0, out_offsets, first_row * GROUP, slot_q * GROUP, 0, V0, META.HEAD_DIM_V)
@@ -402,7 +434,7 @@ def attention_forward(
 ) -> None:
     """Writes out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
 
-    splits: parts of the keys; None: `number_of_splits`.
+    splits: parts of the keys, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     if x.batch == 0:  # no program to write the padding
@@ -415,21 +447,40 @@ def attention_forward(
     group = heads_of_a_tile(x, tile, max_logit is not None)
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
-    parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded) if splits > 1 else None
-    parts_out = out if parts is None else parts.rows(lse)
-    meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots_of_heads(group), IS_LATENT=x.is_latent)
-    largest = max_logit.new_empty((x.num_heads, tiles // x.num_heads * splits)) if max_logit is not None else None
+    slots = slots_of_heads(group)
+    planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n)
+    plan, parts, parts_out, programs = None, None, out, tiles * splits
+    if splits == BY_LENGTHS:
+        plan = make_plan(x, planned, room)
+        programs = plan.num_parts
+        parts = plan.empty_parts(lse, out.shape[-1], x.is_unbounded)
+        parts_out = parts.out.view(programs, -1, slots, out.shape[-1])
+    elif splits > 1:
+        parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded)
+        parts_out = parts.rows(lse)
+    meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent)
+    largest = None
+    if max_logit is not None:
+        places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs
+        largest = max_logit.new_empty((x.num_heads, places))
+        if plan is not None:  # not every place is some piece's
+            largest.fill_(float("-inf"))
     args = Arguments(
         inputs=x.inputs(meta),
         lists=x.lists("kv"),
         out=rows(parts_out, meta),
         lse_ptr=lse if parts is None else parts.lse,
         max_logit_ptr=largest,
-        num_splits=None if parts is None else splits,
+        num_splits=splits if splits > 1 else None,
+        plan=plan,
         v_t=transposed(x, "v"),
     )
-    launch(_attn_fwd_kernel, tiles * splits, out.device, tile, (args, x.mods, meta))
-    if parts is not None:
+    launch(_attn_fwd_kernel, programs, out.device, tile, (args, x.mods, meta))
+    if plan is not None and parts is not None:
+        combine_pieces(x, plan, planned, parts, (out, lse))
+        if has_padding(x, "q"):
+            zero_padding(x, out, "q", lse)
+    elif parts is not None:
         combine_splits(x, parts, out, lse)
     if max_logit is not None and largest is not None:
         torch.amax(largest, 1, out=max_logit)
