@@ -196,11 +196,11 @@ def sum_of_parts(parts, row, META: tl.constexpr):
     num_rows = parts.num_rows
     num_splits = parts.num_splits
     splits = tl.arange(0, META.MOST)
-    rows = splits.to(tl.int64) * num_rows + row
-    lse_of_splits = tl.load(parts.lse_ptr + rows, mask=splits < num_splits, other=float("-inf"))
+    all_rows = splits.to(tl.int64) * num_rows + row
+    lse_of_splits = tl.load(parts.lse_ptr + all_rows, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
     scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # where a row sees nothing, exp2(-inf - 0) is 0
-    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, rows, parts, META) * LOG2E), 0)
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, all_rows, parts, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)

@@ -2,10 +2,11 @@
 
 Where sequences have lengths of their own, one number of splits for all leaves programs idle behind the longest. So a kernel counts
 the blocks of keys that each work tile sees, and programs share all of these evenly, one tile after the other (stream-K: Osama,
-Merrill, Cecka, Garland, Owens, 2023, arXiv 2301.03598): a program has whole tiles and at most two pieces of others. There is nothing
-to read on the host, and no more parts than tiles and programs together. Work tiles are in the order of sequence, block of queries,
-head; those of all heads of a block are an entry of the plan. Each piece has a part of its own: the tile's number plus the program's,
-both of which only grow. A tile's parts follow one another and are added in that order: results repeat to the bit.
+Merrill, Cecka, Garland, Owens, 2023, arXiv 2301.03598): a program has whole tiles and at most two pieces of others. Nothing is read
+on the host, and there are no more parts than tiles and programs together. Work tiles are in the order of sequence, block of
+queries, head; those of all heads of a block are an entry of the plan. Each piece has a part of its own: the tile's number plus the
+program's, neither of which is ever less than the last piece's. A tile's parts follow one another and are added in that order:
+results repeat to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.primitives import load_sequence, row_pointer
+from flexattn.kernels_triton.common.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.split_kv import PartPointers, Parts, sum_of_parts
 from flexattn.kernels_triton.common.tiles import SPLIT_KEYS, cdiv, slots_of_heads
@@ -234,10 +235,28 @@ class PiecesMeta(NamedTuple):
     AT_ONCE: int
     IS_UNBOUNDED: bool
     ALIGN: int
+    WIDE_STRIDES: bool
     IS_RAGGED_Q: bool
+    HAS_PADDING: bool
     HEADS: int
     GROUP: int
     QUERIES: int
+
+
+@triton.jit
+def _store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
+    # 0 in out and -inf in lse, in one head's rows without a token of one sequence
+    lengths = args.lengths_q
+    ROWS: tl.constexpr = META.AT_ONCE
+    front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED_Q)
+    step, offsets = row_steps(args.out.stride_s, ROWS, META)
+    base = row_pointer(args.out, b, h, start, META)
+    for n in tl.static_range(2 if META.IS_RAGGED_Q else 1):
+        first, end = (length, slot) if n == 0 else (-start, front)
+        store_zeros(base, step, offsets, first, end, META.HEAD_DIM, META.COLUMNS, 0)
+        for first_hidden in range(first, end, ROWS):
+            hidden = first_hidden + tl.arange(0, ROWS)
+            tl.store(lse_ptr + hidden, tl.full([ROWS], float("-inf"), tl.float32), mask=hidden < end)
 
 
 @kernel
@@ -251,6 +270,10 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
     h = tl.program_id(0) // longest % num_heads
     b = tl.program_id(0) // longest // num_heads
     start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
+    lse_ptr = args.lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * lengths.num_tokens + start
+    if META.HAS_PADDING:  # noqa: SIM102  # a constant, beside a number of the device
+        if row == 0:
+            _store_padding(args, b, h, start, length, lse_ptr, META)
     if row < length:
         share, _total = share_of_program(plan)
         entry = b * plan.blocks + row // META.QUERIES
@@ -269,21 +292,18 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
         columns = tl.arange(0, META.COLUMNS)
         pointer = row_pointer(args.out, b, h, start + row, META)
         tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
-        own_head = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64)
-        tl.store(args.lse_ptr + own_head * lengths.num_tokens + start + row, lse)
+        tl.store(lse_ptr + row, lse)
 
 
 def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts, results: tuple[Tensor, Tensor]) -> None:
-    """Writes out, laid out as q with v's head dim, and lse from the parts, in every row of a token."""
+    """Writes out, laid out as q with v's head dim, and lse from the parts; 0 and -inf in rows that no sequence has a token in."""
     x, (out, lse) = problem, results
     head_dim = out.shape[-1]
     meta = x.meta(_COMBINE_TILE, (out,))
     args = PiecesArguments(
         plan=plan,
         lengths_q=x.lengths_q,
-        parts=PartPointers(
-            ptr=parts.out, lse_ptr=parts.lse, num_rows=plan.part_rows, num_splits=0, num_all=plan.num_parts
-        ),
+        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=plan.part_rows, num_splits=0, num_all=plan.num_parts),
         num_heads=x.num_heads,
         out=rows(out, meta),
         lse_ptr=lse,
@@ -296,7 +316,9 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
         AT_ONCE=_COMBINE_TILE.block_m,
         IS_UNBOUNDED=meta.IS_UNBOUNDED,
         ALIGN=meta.ALIGN,
+        WIDE_STRIDES=meta.WIDE_STRIDES,
         IS_RAGGED_Q=meta.IS_RAGGED_Q,
+        HAS_PADDING=x.cu_seqlens_q is not None or x.seqused_q is not None,
         HEADS=tile.heads,
         GROUP=slots_of_heads(tile.heads),
         QUERIES=tile.queries,

@@ -150,12 +150,6 @@ def _padding_kernel(args: PaddingArguments, META: tl.constexpr):
                 tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
 
 
-def has_padding(problem: Problem, side: Literal["q", "kv"]) -> bool:
-    """Returns whether there may be rows that no sequence has a token in."""
-    x = side_of(problem, side).lengths
-    return x.cu_seqlens_ptr is not None or x.seqused_ptr is not None
-
-
 def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: Tensor | None = None) -> None:
     """out = 0, and lse = -inf, in the rows that no sequence has a token in.
 

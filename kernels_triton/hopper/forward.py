@@ -40,7 +40,7 @@ from flexattn.kernels_triton.common.split_plan import (
     piece_at,
     share_of_program,
 )
-from flexattn.kernels_triton.common.tile_schedule import has_padding, zero_padding
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
     slots_of_heads,
@@ -867,5 +867,5 @@ def hopper_forward(
         combine_pieces(x, plan, planned, parts, (out, lse))
     elif parts is not None:
         combine_splits(x, parts, out, lse)
-    if has_lengths and (plan is None or has_padding(x, "q")):
+    if has_lengths and plan is None:
         zero_padding(x, out, "q", lse)

@@ -69,7 +69,6 @@ from flexattn.kernels_triton.common.split_plan import (
     make_plan,
     piece_of_part,
 )
-from flexattn.kernels_triton.common.tile_schedule import has_padding, zero_padding
 from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
 
@@ -478,8 +477,6 @@ def attention_forward(
     launch(_attn_fwd_kernel, programs, out.device, tile, (args, x.mods, meta))
     if plan is not None and parts is not None:
         combine_pieces(x, plan, planned, parts, (out, lse))
-        if has_padding(x, "q"):
-            zero_padding(x, out, "q", lse)
     elif parts is not None:
         combine_splits(x, parts, out, lse)
     if max_logit is not None and largest is not None:
