@@ -377,23 +377,23 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     rescale = rescale / row_sum
     if META.IS_KV_FP8 or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
         rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
-    lse_rows = lse_base + rows
-    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
-    if plan.before_ptr is not None:
-        lse_rows = lse_ptr + first_row_of_part(plan, pid) + (rows - first_row) * GROUP + (heads - h)
-        out_pointer = row_pointer(out, pid, 0, 0, META)
+    if plan.before_ptr is not None:  # to which `rows` are added
+        lse_base = lse_ptr + first_row_of_part(plan, pid) + (rows - first_row) * GROUP + (heads - h) - rows
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
         lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, OFFSET), row_sum)
         if split is not None:
-            if num_splits is not None:
-                lost_rows = lse_rows + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
+            if plan.before_ptr is not None:
+                lost_base = lse_base + first_row_of_part(plan, plan.num_parts)
             else:
-                lost_rows = lse_rows + first_row_of_part(plan, plan.num_parts)
-            tl.store(lost_rows, lost, mask=rows < len_q)
+                lost_base = lse_base + part_row(num_splits, batch, num_heads, lengths_q.num_tokens, META)
+            tl.store(lost_base + rows, lost, mask=rows < len_q)
     else:
         lse = (row_max - OFFSET + tl.log2(row_sum)) * LN2
-    tl.store(lse_rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
+    tl.store(lse_base + rows, tl.where(is_real, lse, float("-inf")), mask=rows < slot_q)
+    out_pointer = row_pointer(out, b, h, start_q + first_row, META)
+    if plan.before_ptr is not None:
+        out_pointer = row_pointer(out, pid, 0, 0, META)
     out_offsets = offsets_of_tile(out, META)
     out0 = tl.where(is_real[:, None], sums.acc0 * rescale[:, None], 0.0)
     store_tile(out_pointer, out0, out_offsets, first_row * GROUP, slot_q * GROUP, 0, V0, META.HEAD_DIM_V)
