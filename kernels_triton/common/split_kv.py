@@ -155,7 +155,6 @@ class PartPointers(NamedTuple):
     lse_ptr: Pointer
     num_rows: int  # from one part to the next
     num_splits: int
-    num_all: int  # parts that there are, of this row and of others
 
 
 class CombineArguments(NamedTuple):
@@ -179,28 +178,29 @@ class CombineMeta(NamedTuple):
 
 
 @triton.jit
-def _log_weight(lse, scaled_max, rows, parts, META: tl.constexpr):
+def _log_weight(lse, scaled_max, lost_ptr, rows, META: tl.constexpr):
     # The weight of splits with such an lse, relative to `scaled_max`
     relative = lse - scaled_max
     if META.IS_UNBOUNDED:  # for padding neither number is written
-        lost = parts.lse_ptr + tl.cast(parts.num_all, tl.int64) * parts.num_rows
-        relative += tl.load(lost + rows, mask=lse > float("-inf"), other=0.0)
+        relative += tl.load(lost_ptr + rows, mask=lse > float("-inf"), other=0.0)
     return relative
 
 
 @triton.jit
-def sum_of_parts(parts, row, META: tl.constexpr):
-    # (out, lse) of the parts of a query, of which the first is in this row
+def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
+    # (out, lse) of the parts of a query, of which the first is in this row, of so many rows of all parts
     AT_ONCE: tl.constexpr = META.AT_ONCE
     COLUMNS: tl.constexpr = META.COLUMNS
     num_rows = parts.num_rows
     num_splits = parts.num_splits
     splits = tl.arange(0, META.MOST)
-    all_rows = splits.to(tl.int64) * num_rows + row
-    lse_of_splits = tl.load(parts.lse_ptr + all_rows, mask=splits < num_splits, other=float("-inf"))
+    lse_pointers = parts.lse_ptr + splits.to(tl.int64) * num_rows + row
+    lost_ptr = parts.lse_ptr + num_all_rows
+    lse_of_splits = tl.load(lse_pointers, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
     scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # where a row sees nothing, exp2(-inf - 0) is 0
-    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, all_rows, parts, META) * LOG2E), 0)
+    rows_of_splits = splits.to(tl.int64) * num_rows + row
+    total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, lost_ptr, rows_of_splits, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
@@ -209,7 +209,7 @@ def sum_of_parts(parts, row, META: tl.constexpr):
         is_split = some < num_splits
         rows = some.to(tl.int64) * num_rows + row
         lse_of_some = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, rows, parts, META) * LOG2E)
+        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, lost_ptr, rows, META) * LOG2E)
         inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
         part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)
@@ -222,7 +222,8 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
     token = row % args.num_tokens_q
     h = row // args.num_tokens_q % args.num_heads
     b = row // args.num_tokens_q // args.num_heads  # 0 of packed sequences
-    out, lse = sum_of_parts(args.parts, row, META)
+    num_all_rows = tl.cast(args.parts.num_splits, tl.int64) * args.parts.num_rows
+    out, lse = sum_of_parts(args.parts, row, num_all_rows, META)
     columns = tl.arange(0, META.COLUMNS)
     pointer = row_pointer(args.out, b, h, token, META)
     tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
@@ -235,7 +236,7 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
     head_dim = out.shape[-1]
     meta = problem.meta(_TILE, (out,))
     args = CombineArguments(
-        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits, num_all=num_splits),
+        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits),
         num_heads=problem.num_heads,
         num_tokens_q=problem.q.shape[-3],
         out=rows(out, meta),

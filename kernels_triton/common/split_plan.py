@@ -285,10 +285,8 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
         num_splits = (begin + count - 1) // share - program + 1
         first_row = first_row_of_part(plan, entry * plan.groups + head + program)
         place = first_row + row % META.QUERIES * META.GROUP + h % META.HEADS
-        own = PartPointers(
-            ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=plan.part_rows, num_splits=num_splits, num_all=parts.num_all
-        )
-        out, lse = sum_of_parts(own, place, META)
+        own = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=plan.part_rows, num_splits=num_splits)
+        out, lse = sum_of_parts(own, place, first_row_of_part(plan, plan.num_parts), META)
         columns = tl.arange(0, META.COLUMNS)
         pointer = row_pointer(args.out, b, h, start + row, META)
         tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
@@ -303,7 +301,7 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
     args = PiecesArguments(
         plan=plan,
         lengths_q=x.lengths_q,
-        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=plan.part_rows, num_splits=0, num_all=plan.num_parts),
+        parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=plan.part_rows, num_splits=0),
         num_heads=x.num_heads,
         out=rows(out, meta),
         lse_ptr=lse,

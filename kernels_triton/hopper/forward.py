@@ -293,6 +293,8 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     of, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
+    if not META.IS_PLANNED:
+        amount = _num_work_tiles(args, META)
     n_block = 0  # counts the blocks of all work tiles
     n_tile = 0
     t = gl.program_id(0)
@@ -302,8 +304,6 @@ def _load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         t = t * share
         amount = gl.minimum(t + share, total)
         entry = entry_at(args.plan, t)
-    else:
-        amount = _num_work_tiles(args, META)
     while t < amount:
         if META.IS_PLANNED:
             tile, entry = _planned_tile(t, amount, entry, args, META)
