@@ -36,7 +36,7 @@ from tests.support.pages import make_pool
 
 BF16 = torch.bfloat16
 HEADS, HEADS_KV, CAPACITY = 4, 2, 500
-LENGTHS_Q, LENGTHS_KV = (1, 3, 0, 1, 2), (0, 480, 20, 1, 130)
+LENGTHS_Q, LENGTHS_KV = (1, 3, 0, 1, 2), (0, 380, 20, 1, 490)  # of which three programs cut two tiles
 SINKS = torch.tensor([-3.0, 0.0, 2.5, float("-inf")])
 
 Call = tuple[AttentionSpec, Operands]
@@ -117,6 +117,7 @@ def check(call: Call, found: list[Tensor]) -> None:
 
 
 def check_twice(call: Call, seed: int | None) -> None:
+    """And on another schedule: the same bits."""
     found = run(call, seed)
     check(call, found)
     for again, once in zip(run(call, seed and seed + 1), found[: 2 + call[0].return_max_logit], strict=False):
@@ -127,14 +128,16 @@ def check_twice(call: Call, seed: int | None) -> None:
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features(name: str) -> None:
-    check_twice(paged(dtype=torch.float32, **CALLS[name]), None)
+    call = paged(dtype=torch.float32, **CALLS[name])
+    check(call, run(call, None))
 
 
 @pytest.mark.sample("name")
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features_emulated(name: str) -> None:
-    check_twice(paged(**CALLS[name]), 1 + list(CALLS).index(name))
+    call = paged(**CALLS[name])
+    check(call, run(call, 1 + list(CALLS).index(name)))
 
 
 @pytest.mark.sample("fmt")
@@ -151,7 +154,8 @@ def test_formats(fmt: str, seed: int | None) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(6, 64), (2, 128), (4, 256)])
 def test_heads_and_head_dims(heads: int, dim: int, seed: int | None) -> None:
     """Three query heads of a key head, whose tile has rows of no head; one; two parts of a head dim."""
-    check_twice(paged(heads=heads, dim=dim, bias_type="alibi"), seed)
+    call = paged(heads=heads, dim=dim, bias_type="alibi")
+    check(call, run(call, seed))
 
 
 @without_gpu
