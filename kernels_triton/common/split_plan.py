@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     """Shares of programs in the blocks of keys of all work tiles."""
 
     before_ptr: Pointer  # int32 [entries + 1]: blocks of keys of all entries before each, and of all
-    blocks: int  # of queries, of the longest sequence
+    blocks: int  # blocks of queries of the longest sequence
     entries: int  # blocks * batch
     groups: int  # work tiles of an entry, one for each so many heads
     programs: int
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class PlannedTile(NamedTuple):
-    """What a family's kernel takes at a time."""
+    """Numbers of heads, queries and keys that a family's kernel takes at a time."""
 
     heads: int
     queries: int

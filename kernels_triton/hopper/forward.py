@@ -280,7 +280,7 @@ def _blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, ME
         QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
         num_blocks, block_range = blocks_of_keys(tile.first_row, tile.b, tile.h, band, args.lists, META, QUERIES)
     if META.IS_PLANNED:
-        end = gl.minimum(tile.split_end, num_blocks)  # of no blocks the plan has one
+        end = gl.minimum(tile.split_end, num_blocks)  # the plan has one where there is none
         first = gl.minimum(tile.split, end)
         num_blocks, block_range = end - first, block_range + first
     elif META.IS_SPLIT:

@@ -359,7 +359,7 @@ FAULTS_IN_GLUON = {
     "all splits take the first one's keys": with_argument("blocks_of_split()", 0, "0"),
     "parts lie in each other's place": with_argument("part_row(tile.split)", 0, "0"),
     "work is handed out once for a tile": assign("amount", "amount", within="_num_work_tiles", nth=-1),
-    "queries past the end leave a part too": with_argument("gl.store(is_query)", "mask", "None"),
+    "queries past the end leave a part too": with_argument("gl.store(is_query)", "mask", "None", within="_compute_partition"),
 }
 
 
