@@ -1,6 +1,6 @@
 """Keys split by the lengths on the device: right for every feature, for other lengths in the same launches, to the bit, in bounds.
 
-Without a GPU the portable kernel is interpreted, and the one of sm_90 emulated; with one both run compiled.
+The portable kernel is interpreted here, and the one of sm_90 emulated; tests/gpu/test_inference.py has such calls on a GPU.
 """
 
 from __future__ import annotations
