@@ -1,4 +1,7 @@
-"""A call on a CUDA device: each launch of its plan becomes a custom call that jaxlib itself runs, with no Python when it runs."""
+"""A call on a CUDA device: each launch of its plan becomes a custom call that jaxlib itself runs, with no Python when it runs.
+
+The backends of `HOSTED` have no plan: torch runs them, in the handlers of `host`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,12 @@ from flexattn import fp8, fp8_ops, ops
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch import plan as plans
 from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
-from flexattn.dispatch.select import BackendError
+from flexattn.dispatch.select import BackendError, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, with_classes
 from flexattn.jax.call import Call, jax_dtype, torch_dtype
 from flexattn.jax.custom_call import TARGET, custom_call
 
-BACKENDS = ("auto", "triton")
-_ON_A_CPU = "on CPUs, as under jax.default_device(jax.devices('cpu')[0]), the eager backend runs"
+HOSTED = ("cudnn", "eager")  # asked for by name
 
 
 class _Thread(threading.local):
@@ -104,17 +106,36 @@ def _spec_on(device: Device, call: Call, x: Operands) -> AttentionSpec:
 
 
 def check(spec: AttentionSpec, backend: str, direction: Direction) -> None:
-    """Raises BackendError for a backend that XLA cannot launch on a CUDA device, and for what Triton's kernels cannot run."""
-    if backend not in BACKENDS:
-        instead = {"cudnn": "jax.nn.dot_product_attention(..., implementation='cudnn') is cuDNN's", "eager": _ON_A_CPU}[backend]
+    """Raises BackendError for a call on a CUDA device that the backend cannot run, or that this process cannot."""
+    if backend in HOSTED:
+        if _thread.device is None and not torch.cuda.is_available():
+            raise BackendError(
+                f"backend, or FLEXATTN_BACKEND, is {backend!r}, which torch runs, and torch {torch.__version__} sees no CUDA "
+                "device; install torch for CUDA (https://pytorch.org/get-started/locally), or ask for 'triton', whose kernels XLA "
+                "launches itself"
+            )
+        select(spec, direction, backend)  # raises it
+    elif reason := triton_backend.unsupported(spec, direction):
         raise BackendError(
-            f"backend, or FLEXATTN_BACKEND, is {backend!r}; accepted from JAX on a CUDA device: 'auto' or 'triton', whose kernels "
-            f"XLA launches itself; {instead}"
+            f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device 'auto' tries no other backend: torch runs "
+            "backend='cudnn' and backend='eager', where they are asked for by name"
         )
-    if reason := triton_backend.unsupported(spec, direction):
-        raise BackendError(
-            f"triton cannot run the {direction}: {reason}; from JAX on a CUDA device there is no other backend; {_ON_A_CPU}"
-        )
+
+
+def checked(call: Call, arrays: Sequence[Any], direction: Direction) -> Call:
+    """Returns a call of one of `HOSTED` as torch is to run it on the device; arrays: its operands, and what follows them.
+
+    Raises BackendError as `check` does.
+    """
+    on = _device()
+    call = call if call.settings.backend == "cudnn" else _for(on, call)
+    spec = _spec_on(on, call, call.operands(_metas(_signature(call, arrays))[: call.num_operands]))
+    if spec.needs_grad or direction == "backward":  # a call without a backward fails here, not after its forward
+        with_dlse = direction == "backward" and len(arrays) > call.num_operands + len(("out", "lse", "dout"))
+        check(spec.of_backward()._replace(needs_lse_grad=with_dlse), call.settings.backend, "backward")
+    if direction == "forward":
+        check(spec, call.settings.backend, "forward")
+    return call
 
 
 def _for(device: Device, call: Call) -> Call:

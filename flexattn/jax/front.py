@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flexattn import functional, ops, validation
 from flexattn.dispatch import explain as explanations
-from flexattn.dispatch.select import Decision
-from flexattn.dispatch.spec import BACKENDS, Operands
+from flexattn.dispatch.select import Decision, unsupported
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
@@ -88,7 +88,8 @@ def attention(
         block_mask: of `flexattn.jax.create_block_mask`.
         fp8_recipe: a `flexattn.fp8.Recipe` with scaling "current" and results in 16 bits.
         fp8_state: None.
-        backend: "auto", "eager", ...: the backend that runs on the platform that JAX compiles for.
+        backend: on a CUDA device "auto" and "triton" are Triton's kernels, which XLA launches itself; torch runs "cudnn" and
+            "eager", in a handler that XLA calls. On a CPU "auto" is "eager".
 
     Returns:
         out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for. First derivatives of out and lse are there in
@@ -127,18 +128,24 @@ def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> expla
         return explanations.explain(spec._replace(device_type="cpu"), settings.backend, x)
     on_cuda = spec._replace(device_type="cuda", capability=device.capability)
     for direction in explanations.directions_of(on_cuda):
-        cuda.check(on_cuda, settings.backend, direction)
+        cuda.check(on_cuda if direction == "forward" else on_cuda.of_backward(), settings.backend, direction)
+    if settings.backend in cuda.HOSTED:
+        return explanations.explain(on_cuda, settings.backend, x)
     found = explanations.explain(on_cuda, "triton", x)
     return found._replace(
         request=settings.backend,
-        forward=_alone(found.forward),
-        backward=None if found.backward is None else _alone(found.backward),
+        forward=_planned(found.forward, on_cuda, "forward"),
+        backward=None if found.backward is None else _planned(found.backward, on_cuda, "backward"),
     )
 
 
-def _alone(decision: Decision) -> Decision:
-    others = tuple((name, "it does not run from JAX on a CUDA device") for name in BACKENDS if name != decision.backend)
-    return decision._replace(why="on a CUDA device XLA launches Triton's kernels alone", rejected=others)
+def _planned(decision: Decision, spec: AttentionSpec, direction: Direction) -> Decision:
+    """Returns the decision for Triton's kernels as JAX takes it on a CUDA device."""
+    others = tuple(
+        (name, unsupported(name, spec, direction, name) or f"torch would run it; ask for it with backend={name!r}")
+        for name in cuda.HOSTED
+    )
+    return decision._replace(why="on a CUDA device XLA launches Triton's kernels itself", rejected=others)
 
 
 class _Given(NamedTuple):

@@ -46,20 +46,32 @@ def _abstract(shapes: Any) -> Any:
 
 
 def _on_host(name: str, shapes: Any) -> Any:
-    direction: Direction = "forward" if name == host.FORWARD else "backward"
+    direction = _direction(name)
 
     def run(*arrays: Any, call: Call) -> Any:
         x = _metas(call, arrays[: call.num_operands])
         spec = with_classes(call.spec(x), x)._replace(device_type="cpu")
         select(spec.of_backward() if direction == "backward" else spec, direction, call.settings.backend)  # BackendError comes here
-        results = shapes(call, arrays)
-        return jax.ffi.ffi_call(name, results)(*arrays, call=call.text)
+        return _handled(name, shapes, call, arrays)
 
     return run
 
 
-def _on_cuda(run: Any) -> Any:
-    return lambda *arrays, call: run(call, arrays)
+def _on_cuda(name: str, shapes: Any, planned: Any) -> Any:
+    def run(*arrays: Any, call: Call) -> Any:
+        if call.settings.backend not in cuda.HOSTED:
+            return planned(call, arrays)
+        return _handled(name, shapes, cuda.checked(call, arrays, _direction(name)), arrays)
+
+    return run
+
+
+def _handled(name: str, shapes: Any, call: Call, arrays: Any) -> Any:
+    return jax.ffi.ffi_call(name, shapes(call, arrays))(*arrays, call=call.text)
+
+
+def _direction(name: str) -> Direction:
+    return "forward" if name == host.FORWARD else "backward"
 
 
 def _elsewhere(*arrays: Any, call: Call) -> Any:
@@ -94,7 +106,7 @@ for _local, _name, _shapes, _planned in (
     (local_backward_p, host.BACKWARD, backward_shapes, cuda.backward),
 ):
     mlir.register_lowering(_local, mlir.lower_fun(_elsewhere, multiple_results=True))
-    mlir.register_lowering(_local, mlir.lower_fun(_on_cuda(_planned), multiple_results=True), platform="cuda")
+    mlir.register_lowering(_local, mlir.lower_fun(_on_cuda(_name, _shapes, _planned), multiple_results=True), platform="cuda")
     mlir.register_lowering(_local, mlir.lower_fun(_on_host(_name, _shapes), multiple_results=True), platform="cpu")
 for _whole, _local, _fold, _is_backward in (
     (forward_p, local_forward_p, fold_forward, False),

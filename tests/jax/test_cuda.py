@@ -3,7 +3,6 @@ compiled program as it is exported."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 from jax.interpreters import mlir  # noqa: E402
 
-from flexattn.jax import cuda, custom_call, host, primitives  # noqa: E402
+from flexattn.jax import cuda, custom_call, ffi, host, primitives  # noqa: E402
 from flexattn.jax.custom_call import CustomCall  # noqa: E402
 
 LENGTHS = [5, 0, 19]
@@ -49,7 +48,7 @@ def _interpret(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [memory[i] for i in results]
 
 
-_HANDLER = host.handler(_interpret)
+_HANDLER = ffi.handler(_interpret, "cpu")
 
 
 @pytest.fixture
@@ -74,16 +73,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(cuda, "_uninitialised", poisoned)
     monkeypatch.setattr(cuda, "custom_call", interpreted_call)
     monkeypatch.setattr(cuda, "TARGET", "interpreted_kernel")
-    jax.ffi.register_ffi_target(
-        "interpreted_kernel", jax.ffi.pycapsule(ctypes.cast(_HANDLER, ctypes.c_void_p).value), platform="cpu"
-    )
+    jax.ffi.register_ffi_target("interpreted_kernel", ffi.capsule(_HANDLER), platform="cpu")
     jax.clear_caches()
     both = (
         (primitives.local_forward_p, host.FORWARD, cuda.forward, primitives.forward_shapes),
         (primitives.local_backward_p, host.BACKWARD, cuda.backward, primitives.backward_shapes),
     )
-    for primitive, _, planned, _ in both:
-        rule = mlir.lower_fun(primitives._on_cuda(planned), multiple_results=True)
+    for primitive, name, planned, shapes in both:
+        rule = mlir.lower_fun(primitives._on_cuda(name, shapes, planned), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
     with cuda.compiled_for((8, 0), processors=4):
         yield _steps
@@ -339,16 +336,11 @@ def test_no_gpu_and_no_kind_named() -> None:
 WIDE = (1, 32, 2, 600)
 DELAYED = flexattn.fp8.Recipe(scaling="delayed")
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "cudnn": ({"backend": "cudnn"}, flexattn.BackendError, r"FLEXATTN_BACKEND, is 'cudnn'; accepted.*implementation='cudnn'"),
-    "eager": (
-        {"backend": "eager"},
-        flexattn.BackendError,
-        r"is 'eager'; accepted from JAX on a CUDA device: 'auto'.*default_device",
-    ),
+    "cudnn": ({"backend": "cudnn", "q": (1, 32, 2, 20)}, flexattn.BackendError, "backend='cudnn' cannot run the forward"),
     "head dim": (
         {"q": WIDE},
         flexattn.BackendError,
-        r"q and k is 600.* there is no other backend; on CPUs, as under jax.default_device",
+        r"q and k is 600.* 'auto' tries no other backend: torch runs backend='cudnn' and backend='eager'",
     ),
     "no state": ({"fp8_recipe": DELAYED}, ValueError, "scaling is 'delayed'; accepted in JAX: 'current'"),
     "a state": (
@@ -380,5 +372,5 @@ def test_what_does_not_run_on_cuda_says_so(arguments: dict[str, Any], error: Any
 def test_a_backend_of_the_environment_is_refused_as_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     q = jnp.zeros((1, 32, 2, 16), jnp.bfloat16)
     monkeypatch.setenv("FLEXATTN_BACKEND", "cudnn")
-    with cuda.compiled_for((9, 0), processors=132), pytest.raises(flexattn.BackendError, match="FLEXATTN_BACKEND, is 'cudnn'"):
-        fj.explain(q, q, q)
+    with cuda.compiled_for((9, 0), processors=132), pytest.raises(flexattn.BackendError, match="backend='cudnn' cannot run the"):
+        fj.explain(q, q, q, bias_type="alibi", dropout_p=0.5, rng_state=jax.random.key(0), softcap=3.0)

@@ -1,0 +1,288 @@
+"""XLA's C API for handlers, by ctypes: the buffers of a call as torch tensors on its stream, and exceptions as XLA's errors.
+
+XLA calls a handler with a frame (https://github.com/openxla/xla/blob/main/xla/ffi/api/c_api.h): operands, results, and here one
+attribute, a text. XLA's threads wait for Python's lock; JAX does not hold it while they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as c
+import math
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import torch
+from torch import Tensor
+
+Platform = Literal["cpu", "cuda"]
+Run = Callable[[bytes, list[Tensor]], Sequence[Tensor]]
+
+# Names and order are those of the C structs; what is not read here is a pointer without a type.
+_HEAD: Any = (("struct_size", c.c_size_t), ("extension", c.c_void_p))
+
+
+class _Buffers(c.Structure):
+    _fields_ = (*_HEAD, ("size", c.c_int64), ("types", c.c_void_p), ("items", c.POINTER(c.c_void_p)))
+
+
+class _Attributes(c.Structure):
+    _fields_ = (
+        *_HEAD,
+        ("size", c.c_int64),
+        ("types", c.c_void_p),
+        ("names", c.POINTER(c.c_void_p)),
+        ("items", c.POINTER(c.c_void_p)),
+    )
+
+
+class _Frame(c.Structure):
+    _fields_ = (
+        *_HEAD,
+        ("api", c.c_void_p),
+        ("context", c.c_void_p),
+        ("stage", c.c_int),
+        ("operands", _Buffers),
+        ("results", _Buffers),
+        ("attributes", _Attributes),
+        ("future", c.c_void_p),
+    )
+
+
+class _Buffer(c.Structure):
+    _fields_ = (*_HEAD, ("dtype", c.c_int), ("data", c.c_void_p), ("rank", c.c_int64), ("dims", c.POINTER(c.c_int64)))
+
+
+class _Text(c.Structure):
+    _fields_ = (("data", c.c_void_p), ("size", c.c_size_t))
+
+
+class _Version(c.Structure):
+    _fields_ = (*_HEAD, ("major", c.c_int), ("minor", c.c_int))
+
+
+class _Metadata(c.Structure):
+    _fields_ = (("struct_size", c.c_size_t), ("version", _Version), ("traits", c.c_uint32), ("state_type", c.c_int64))
+
+
+class _Extension(c.Structure):
+    _fields_ = (("struct_size", c.c_size_t), ("type", c.c_int), ("next", c.c_void_p))
+
+
+class _MetadataExtension(c.Structure):
+    _fields_ = (("base", _Extension), ("metadata", c.POINTER(_Metadata)))
+
+
+class _Api(c.Structure):
+    _fields_ = (
+        *_HEAD,
+        ("version", _Version),
+        ("internal", c.c_void_p),
+        ("error_create", c.c_void_p),
+        ("error_get", c.c_void_p),
+        ("error_destroy", c.c_void_p),
+        ("register", c.c_void_p),
+        ("stream_get", c.c_void_p),
+        *((name, c.c_void_p) for name in ("type_register", "context_get", "state_set", "state_get", "allocate", "free")),
+        *((name, c.c_void_p) for name in ("schedule", "num_threads", "future_create", "future_set", "future_fail", "run_id")),
+        ("ordinal_get", c.c_void_p),
+    )
+
+
+class _Error(c.Structure):
+    _fields_ = (*_HEAD, ("message", c.c_char_p), ("code", c.c_int))
+
+
+class _ErrorGet(c.Structure):
+    _fields_ = (*_HEAD, ("error", c.c_void_p), ("message", c.c_char_p), ("code", c.c_int))
+
+
+class _ErrorDestroy(c.Structure):
+    _fields_ = (*_HEAD, ("error", c.c_void_p))
+
+
+class _Stream(c.Structure):
+    _fields_ = (*_HEAD, ("context", c.c_void_p), ("value", c.c_void_p))
+
+
+class _Ordinal(c.Structure):
+    _fields_ = (*_HEAD, ("context", c.c_void_p), ("value", c.c_int32))
+
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata: XLA asks which version of the API a handler is for
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_DTYPES = {  # XLA_FFI_DataType
+    1: torch.bool,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.uint8,
+    8: torch.uint32,
+    10: torch.float16,
+    11: torch.float32,
+    12: torch.float64,
+    16: torch.bfloat16,
+    19: torch.float8_e5m2,
+    20: torch.float8_e4m3fn,
+}
+
+
+def register(name: str, run: Run) -> None:
+    """Makes `run` what XLA calls for custom calls of this name, on CPUs and on CUDA devices, as `handler` says."""
+    platforms: tuple[tuple[str, Platform], ...] = (("cpu", "cpu"), ("CUDA", "cuda"))
+    for of_jax, platform in platforms:
+        _handlers.append(handler(run, platform))
+        jax.ffi.register_ffi_target(name, capsule(_handlers[-1]), platform=of_jax)
+
+
+_handlers: list[Any] = []  # XLA keeps their addresses
+
+
+def capsule(function: Any) -> Any:
+    """Returns a handler as `jax.ffi.register_ffi_target` takes it; the handler must live as long as the process."""
+    return jax.ffi.pycapsule(c.cast(function, c.c_void_p).value)
+
+
+def handler(run: Run, platform: Platform) -> Any:
+    """Returns a handler that XLA can call on a platform, which writes what `run(text, tensors)` gives into its results.
+
+    text: the custom call's only attribute. tensors: its operands, in XLA's own memory; on a CUDA device XLA's stream is torch's
+    current one meanwhile. An exception is printed, and fails the program with its text.
+    """
+
+    def handle(pointer: Any) -> Any:
+        frame = pointer.contents
+        try:
+            if _is_asked_for_metadata(frame) or frame.stage != _EXECUTE:
+                return None
+            _keep_thread()
+            with contextlib.nullcontext(torch.device("cpu")) if platform == "cpu" else _on_cuda(frame) as device:
+                found = run(_text(frame.attributes), _tensors(frame.operands, device))
+                _write(_tensors(frame.results, device), found)
+            return None
+        except BaseException as e:  # ctypes would print it, and XLA would go on with results that nobody wrote
+            return _failure(frame, e)
+
+    return c.CFUNCTYPE(c.c_void_p, c.POINTER(_Frame))(handle)
+
+
+def _is_asked_for_metadata(frame: Any) -> bool:
+    """Returns whether XLA asks about the handler, not for a call, and answers it."""
+    if not frame.extension:
+        return False
+    extension = c.cast(frame.extension, c.POINTER(_MetadataExtension)).contents
+    if extension.base.type != _METADATA:
+        return False
+    metadata = extension.metadata.contents
+    metadata.version.major, metadata.version.minor = 0, _api(frame).version.minor if frame.api else 1
+    metadata.traits = 0  # among others: not to be captured in a CUDA graph
+    return True
+
+
+def _api(frame: Any) -> Any:
+    return c.cast(frame.api, c.POINTER(_Api)).contents
+
+
+class _Thread(threading.local):
+    is_kept = False
+
+
+_thread = _Thread()
+
+
+def _keep_thread() -> None:
+    """Keeps Python's state of XLA's thread until the thread ends.
+
+    Otherwise Python makes one for each call and drops it afterwards, with all thread-locals: cuDNN's handles are among them.
+    https://docs.python.org/3/c-api/init.html#c.PyGILState_Ensure
+    """
+    if not _thread.is_kept:
+        c.pythonapi.PyGILState_Ensure()  # which nothing releases
+        _thread.is_kept = True
+
+
+@contextlib.contextmanager
+def _on_cuda(frame: Any) -> Iterator[torch.device]:
+    """Makes XLA's stream torch's current one, and gives the device."""
+    device = torch.device("cuda", _asked(frame, "ordinal_get", _Ordinal))
+    stream = torch.cuda.ExternalStream(_asked(frame, "stream_get", _Stream) or 0, device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):  # the device too
+        yield device
+
+
+def _asked(frame: Any, name: str, kind: Any) -> Any:
+    """Returns what a function of XLA's API tells about the frame's context; kind: the function's struct."""
+    api = _api(frame)
+    if api.struct_size < getattr(_Api, name).offset + c.sizeof(c.c_void_p):
+        raise RuntimeError(f"jaxlib {jax.lib.__version__} tells a handler no device; pip install 'jax[cuda13]>=0.11.1'")
+    question = kind(c.sizeof(kind), None, frame.context)
+    error = c.CFUNCTYPE(c.c_void_p, c.POINTER(kind))(getattr(api, name))(c.byref(question))
+    if error:
+        text = _ErrorGet(c.sizeof(_ErrorGet), None, error)
+        c.CFUNCTYPE(None, c.POINTER(_ErrorGet))(api.error_get)(c.byref(text))
+        message = c.string_at(text.message).decode(errors="replace") if text.message else "no text"
+        done = _ErrorDestroy(c.sizeof(_ErrorDestroy), None, error)
+        c.CFUNCTYPE(None, c.POINTER(_ErrorDestroy))(api.error_destroy)(c.byref(done))
+        raise RuntimeError(f"XLA refuses {name}: {message}")
+    return question.value
+
+
+class _Memory:
+    """Bytes of a CUDA device, as `torch.as_tensor` takes them without a copy.
+
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html; without a stream nothing is waited for.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        described = {"data": (address, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = described
+
+
+def _tensor(address: int, device: torch.device) -> Tensor:
+    buffer = c.cast(address, c.POINTER(_Buffer)).contents
+    shape = [buffer.dims[i] for i in range(buffer.rank)]
+    if buffer.dtype not in _DTYPES:
+        raise TypeError(f"a buffer's dtype is number {buffer.dtype} of XLA_FFI_DataType; accepted: {sorted(_DTYPES)}")
+    dtype = _DTYPES[buffer.dtype]
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        raw = torch.frombuffer((c.c_uint8 * size).from_address(buffer.data), dtype=torch.uint8)
+    else:
+        raw = torch.as_tensor(_Memory(buffer.data, size), device=device)
+    return raw.view(dtype).view(shape)
+
+
+def _tensors(buffers: Any, device: torch.device) -> list[Tensor]:
+    return [_tensor(buffers.items[i], device) for i in range(buffers.size)]
+
+
+def _text(attributes: Any) -> bytes:
+    text = c.cast(attributes.items[0], c.POINTER(_Text)).contents
+    return c.string_at(text.data, text.size)
+
+
+def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    for i, (to, t) in enumerate(zip(results, found, strict=True)):
+        if (to.shape, to.dtype) != (t.shape, t.dtype):  # which copy_ would broadcast and cast
+            raise RuntimeError(f"result {i} is {t.dtype} {tuple(t.shape)}, where XLA has room for {to.dtype} {tuple(to.shape)}")
+        to.copy_(t)
+
+
+def _failure(frame: Any, e: BaseException) -> Any:
+    """Returns XLA's error of an exception, and prints the exception with its trace."""
+    with contextlib.suppress(Exception):  # as where there is no stderr
+        traceback.print_exception(e, file=sys.stderr)
+    try:
+        text = f"{type(e).__name__}: {e}"
+    except Exception:  # an exception whose text raises
+        text = type(e).__name__
+    error = _Error(c.sizeof(_Error), None, text.encode(errors="replace"), _INTERNAL)
+    return c.CFUNCTYPE(c.c_void_p, c.POINTER(_Error))(_api(frame).error_create)(c.byref(error))
