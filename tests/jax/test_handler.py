@@ -289,13 +289,15 @@ def _called(name: str) -> Any:
 def test_thread_locals_live_from_call_to_call_in_xlas_threads() -> None:
     """So that cuDNN's handles, one for each thread, are not made anew in each call."""
     _RAN.clear()
-    call = _called("counting")
-    x = jnp.zeros((3,))
-    for _ in range(12):
+    mesh = jax.make_mesh((4,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+    call = jax.jit(jax.shard_map(_called("counting"), mesh=mesh, in_specs=P("device"), out_specs=P("device"), check_vma=False))
+    x = jnp.zeros((4,))
+    for _ in range(20):
         x = call(x)
-    assert (x == 12).all()
-    for one in {thread for thread, _ in _RAN}:
-        counts = [count for thread, count in _RAN if thread == one]
+    assert (x == 20).all()
+    of_thread = {one: [count for thread, count in _RAN if thread == one] for one, _ in _RAN}
+    assert max(len(counts) for thread, counts in of_thread.items() if thread != threading.get_native_id()) > 1
+    for counts in of_thread.values():
         assert counts == list(range(1, len(counts) + 1))
 
 
