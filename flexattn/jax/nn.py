@@ -22,10 +22,10 @@ def dot_product_attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: None = None,
+    implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Returns `attention` by the arguments of `jax.nn.dot_product_attention`, on the backend that flexattn chooses.
+    """Returns `attention` by the arguments of `jax.nn.dot_product_attention`.
 
     A query that sees no key gets 0, not the mean of v; so do those beyond query_seq_lengths.
 
@@ -38,13 +38,13 @@ def dot_product_attention(
         is_causal: whether query i sees keys j <= i alone.
         query_seq_lengths, key_value_seq_lengths: int32 [b]: how many tokens of each sequence count.
         local_window_size: w, or (left, right): query i sees keys i - left to i + right.
-        implementation: None; `flexattn.jax.explain` says what runs.
+        implementation: None, and flexattn chooses (`flexattn.jax.explain` says what runs), or "cudnn" for backend="cudnn".
         return_residual: whether to return lse, float32 [b, sq, h] or [sq, h], as well.
 
     Raises ValueError and TypeError as `attention` does.
     """
-    if implementation is not None:
-        raise ValueError(f"implementation is {implementation!r}; accepted: None, and flexattn's own backends run the call")
+    if implementation not in (None, "cudnn"):
+        raise ValueError(f"implementation is {implementation!r}; accepted: None, and flexattn chooses a backend, or 'cudnn'")
     single = jnp.ndim(query) == 3
     given: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     for name, x in given.items():
@@ -77,6 +77,7 @@ def dot_product_attention(
         softmax_scale=scale,
         mask_mod=None if mask is None else _reads(mask, (batch, q.shape[2], q.shape[1], k.shape[1])),
         return_lse=True,
+        backend=implementation,
         **lengths,
     )
     lse = jnp.swapaxes(lse, 1, 2)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import flexattn
+
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
@@ -57,7 +59,7 @@ def test_signature_is_that_of_the_installed_jax() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"implementation": "cudnn"}, "implementation is 'cudnn'; accepted: None"),
+        ({"implementation": "xla"}, "implementation is 'xla'; accepted: None, and flexattn chooses a backend, or 'cudnn'"),
         ({"mask": jnp.ones((1, 1, 9, 11))}, "mask has dtype float32; accepted: bool"),
         ({"mask": jnp.ones((1, 1, 8, 11), bool)}, "mask has shape (1, 1, 8, 11); accepted: (2, 4, 9, 11)"),
         ({"query": jnp.ones(3)}, "query is of shape (3,); accepted: an array of 4 dims"),
@@ -70,3 +72,9 @@ def test_errors(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         fj.dot_product_attention(**(given | arguments))
     assert text in str(caught.value)
+
+
+def test_implementation_cudnn_asks_for_that_backend() -> None:
+    q = jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
+    with pytest.raises(flexattn.BackendError, match="backend='cudnn' cannot run the forward"):
+        fj.dot_product_attention(q, q, q, implementation="cudnn")

@@ -144,29 +144,61 @@ def check_one_sequence(kind: Any, window: Any, how: str) -> None:
 PACKED_Q, PACKED_KV = [[(0, 3), (3, 2), (6, 4)], [(1, 5), (7, 4)]], [[(0, 2), (4, 5), (9, 4)], [(0, 6), (6, 7)]]
 
 
+def by_offsets() -> Any:
+    """Returns PACKED_Q and PACKED_KV with the end that TransformerEngine's docstring has behind offsets, and -1 for none."""
+
+    def listed(packed: Any, part: int) -> Any:
+        values = [[segment[part] for segment in row] for row in packed]
+        last = [[sum(row[-1])] * (1 - part) for row in packed]
+        return jnp.asarray([(v + e + [-1, -1])[: 4 - part] for v, e in zip(values, last, strict=True)], jnp.int32)
+
+    return SequenceDescriptor.from_seqlens_and_offsets(
+        (listed(PACKED_Q, 1), listed(PACKED_KV, 1)), (listed(PACKED_Q, 0), listed(PACKED_KV, 0))
+    )
+
+
 @pytest.mark.parametrize("how", ["offsets", "ids"])
 @pytest.mark.parametrize("kind", [kind for kind in AttnMaskType if kind.is_padding()], ids=lambda kind: kind.name)
 def test_several_sequences_a_row(kind: Any, how: str) -> None:
     window = WINDOWS[kind.is_causal()]
     q, kv = rows(PACKED_Q, SQ), rows(PACKED_KV, SKV)
     seen = pairs_seen(kind, window, (q[0], kv[0]), (q[1], kv[1]), (q[2], kv[2]))
-
-    def listed(packed: Any, part: int) -> Any:  # the offsets with an end that TransformerEngine's docstring has, and -1 for none
-        values = [[segment[part] for segment in row] for row in packed]
-        last = [[sum(row[-1])] * (1 - part) for row in packed]
-        return jnp.asarray([(v + e + [-1, -1])[: 4 - part] for v, e in zip(values, last, strict=True)], jnp.int32)
-
-    by_offsets = SequenceDescriptor.from_seqlens_and_offsets(
-        (listed(PACKED_Q, 1), listed(PACKED_KV, 1)), (listed(PACKED_Q, 0), listed(PACKED_KV, 0))
-    )
     given = PLAIN | {
         "qkv_layout": QKVLayout.THD_THD_THD,
         "attn_mask_type": kind,
         "window_size": window,
-        "sequence_descriptor": by_offsets if how == "offsets" else by_ids(q, kv),
+        "sequence_descriptor": by_offsets() if how == "offsets" else by_ids(q, kv),
         "max_segments_per_seq": 3,
     }
     compare(dict(zip("qkv", qkv(), strict=True)), lambda x: te.fused_attn((x["q"], x["k"], x["v"]), **given), seen)
+
+
+@pytest.mark.parametrize("what", ["pre-scale bias", "score_mod", "bias and score_mod"])
+@pytest.mark.parametrize("kind", [kind for kind in AttnMaskType if kind.is_padding()], ids=lambda kind: kind.name)
+def test_offsets_beside_what_knows_places_in_rows(kind: Any, what: str) -> None:
+    """A bias and the tensor of a score_mod, [b, h, sq, skv], and their gradients."""
+    q, kv = rows(PACKED_Q, SQ), rows(PACKED_KV, SKV)
+    seen = pairs_seen(kind, WINDOWS[kind.is_causal()], (q[0], kv[0]), (q[1], kv[1]), (q[2], kv[2]))
+    leaves = dict(zip("qkv", qkv(), strict=True))
+    leaves |= {"pre": normal(5, B, H, SQ, SKV)} if "bias" in what else {}
+    leaves |= {"post": normal(6, B, H, SQ, SKV)} if "score_mod" in what else {}
+    given = PLAIN | {
+        "qkv_layout": QKVLayout.THD_THD_THD,
+        "attn_mask_type": kind,
+        "window_size": WINDOWS[kind.is_causal()],
+        "sequence_descriptor": by_offsets(),
+    }
+
+    def call(x: Any) -> Any:
+        more: dict[str, Any] = {}
+        if "pre" in x:
+            more |= {"attn_bias_type": AttnBiasType.PRE_SCALE_BIAS, "bias": x["pre"]}
+        if "post" in x:
+            more["score_mod"] = lambda graph, score, tensors: graph.add(a=score, b=tensors["post"])
+            more["score_mod_tensors"] = {"post": x["post"]}
+        return te.fused_attn((x["q"], x["k"], x["v"]), **given | more)
+
+    compare(leaves, call, seen)
 
 
 def test_tokens_out_of_order() -> None:
@@ -385,11 +417,6 @@ ERRORS += [
         "accepted: SequenceDescriptor.from_seqlens_and_offsets",
     ),
     (THD | {"sequence_descriptor": jnp.ones((2, 1, 11, 14))}, "sequence_descriptor is a mask with a THD layout"),
-    (
-        THD | {"sequence_descriptor": OFFSETS, "attn_bias_type": AttnBiasType.POST_SCALE_BIAS, "bias": jnp.ones((1, 1, 11, 14))},
-        "bias is given with sequences by offsets",
-    ),
-    (THD | {"sequence_descriptor": OFFSETS, "score_mod": lambda graph, score, tensors: score}, "score_mod is given with sequences"),
 ]
 
 

@@ -46,7 +46,7 @@ def fused_attn(
     """Returns attention by the arguments of TransformerEngine's `transformer_engine.jax.attention.fused_attn`.
 
     Works wherever `flexattn.jax.attention` does: jit, grad, vmap, scan, checkpoint, shard_map. A score_mod goes with every other
-    argument but score_mod with sequences by offsets, where TransformerEngine takes it with none.
+    argument, where TransformerEngine takes it with none.
 
     Source of the signature: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/attention.py and, for
     score_mod, https://github.com/NVIDIA/TransformerEngine/pull/2985.
@@ -54,7 +54,8 @@ def fused_attn(
     Args:
         qkv: (qkv [b, s, 3, h, d],), (q [b, sq, h, d], kv [b, skv, 2, h_kv, d]) or (q, k [b, skv, h_kv, d], v [b, skv, h_kv, d_v]),
             as qkv_layout says; of the dtypes that `attention` takes.
-        bias: [b, h, sq, skv], where any dim may be 1, of q's dtype or float32, with a bias type; else None. Differentiable.
+        bias: [b, h, sq, skv] by places in the rows of q and k, where any dim may be 1, of q's dtype or float32, with a bias type;
+            else None. Differentiable.
         sequence_descriptor: where sequences lie, read with a mask type that has PADDING in its name, as in TransformerEngine; None
             otherwise. Or a mask [b, 1, sq, skv], 1 for a hidden pair.
         seed: a key of jax.random, or the integers of one or several, whose first two count; None without dropout.
@@ -91,7 +92,7 @@ def fused_attn(
         accepted = "None" if bias_type is AttnBiasType.NO_BIAS else "an array [b, h, sq, skv]"
         raise ValueError(f"bias is {_named(bias)} with attn_bias_type {bias_type.name}; accepted: {accepted}")
     rows = Rows(q.shape[0], (q.shape[1], k.shape[1]), layout.is_thd(), kind, window_of(window_size, kind))
-    sequences = sequences_of(sequence_descriptor, rows)
+    sequences = sequences_of(sequence_descriptor, rows, has_places=bias is not None or score_mod is not None)
     arguments = sequences.arguments | {
         "q": q,
         "k": k,
@@ -117,12 +118,6 @@ def fused_attn(
                 raise ValueError(f"{name} is given without a score_mod; accepted: None, or a score_mod beside it")
     if not sequences.is_packed:
         return attend(arguments, (context_checkpoint_name,) * 2)[0]
-    for name in ("bias", "score_mod"):
-        if arguments.get(name) is not None:
-            raise ValueError(
-                f"{name} is given with sequences by offsets, whose positions in a row it knows nothing of; accepted: "
-                "SequenceDescriptor.from_segment_ids_and_pos(...)"
-            )
     arguments |= {name: x.reshape(-1, *x.shape[2:]) for name, x in (("q", q), ("k", k), ("v", v))}
     out = attend(arguments | {"qkv_format": "thd"}, (context_checkpoint_name,) * 2)[0]
     return out.reshape(*q.shape[:2], *out.shape[1:])

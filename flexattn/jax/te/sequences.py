@@ -6,6 +6,7 @@ order, with gaps, or striped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,8 +134,11 @@ class Sequences(NamedTuple):
     is_packed: bool = False
 
 
-def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows) -> Sequences:
+def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows, has_places: bool) -> Sequences:
     """Returns the arguments that say what a descriptor, a mask, or None says of a call's rows.
+
+    has_places: whether the call has a bias or a score_mod, which know tokens by their places in the rows; offsets become a mask
+        then.
 
     Raises:
         ValueError: a descriptor that does not belong to the layout and the mask type, or has other shapes than the rows.
@@ -157,7 +161,10 @@ def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows) -> Sequences:
             f"accepted: SequenceDescriptor.{accepted}(...) or .from_segment_ids_and_pos(...)"
         )
     if rows.is_thd:
-        return Sequences(_packed(descriptor.seqlens, descriptor.seq_offsets, rows), is_packed=True)
+        sides = _placed(descriptor.seqlens, descriptor.seq_offsets, rows)
+        if has_places:
+            return Sequences(_by_segments(*_tokens(sides, rows), rows))
+        return Sequences(_packed(sides, rows), is_packed=True)
     arguments = rows.padded_band
     for side, lengths in zip(("q", "kv"), descriptor.seqlens, strict=True):
         lengths = _integers("seqlens", lengths, (rows.batch,))
@@ -176,14 +183,33 @@ def _cumulative(lengths: Any) -> Any:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)])
 
 
-def _packed(seqlens: Pair, seq_offsets: Pair, rows: Rows) -> dict[str, Any]:
-    """Returns arguments for the rows' sequences as those of one row after another."""
+def _placed(seqlens: Pair, seq_offsets: Pair, rows: Rows) -> list[Pair]:
+    """Returns lengths and offsets, [b, n] each, for the queries and for the keys."""
     count = seqlens[0].shape[-1] if seqlens[0].ndim else 0
-    arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
-    for side, lengths, offsets, size in zip(("q", "kv"), seqlens, seq_offsets, rows.sizes, strict=True):
+    sides = []
+    for lengths, offsets in zip(seqlens, seq_offsets, strict=True):
         lengths = _integers("seqlens", lengths, (rows.batch, count))
         beyond = max(count, offsets.shape[-1] if offsets.ndim else 0)
-        offsets = _integers("seq_offsets", offsets, (rows.batch, beyond))[:, :count]
+        sides.append((lengths, _integers("seq_offsets", offsets, (rows.batch, beyond))[:, :count]))
+    return sides
+
+
+def _tokens(sides: Sequence[Pair], rows: Rows) -> tuple[Pair, Pair]:
+    """Returns segment ids and positions of sequences by offsets."""
+    ids, places = [], []
+    for (lengths, offsets), size in zip(sides, rows.sizes, strict=True):
+        behind = jnp.arange(size, dtype=jnp.int32) - offsets[..., None]  # [b, n, s]: tokens since each sequence began
+        is_inside = (behind >= 0) & (behind < lengths[..., None])
+        which = jnp.argmax(is_inside, 1)[:, None]
+        ids.append(jnp.where(is_inside.any(1), which[:, 0] + 1, 0).astype(jnp.int32))
+        places.append(jnp.take_along_axis(behind, which, 1)[:, 0])
+    return (ids[0], ids[1]), (places[0], places[1])
+
+
+def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, Any]:
+    """Returns arguments for the rows' sequences as those of one row after another."""
+    arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
+    for side, (lengths, offsets), size in zip(("q", "kv"), sides, rows.sizes, strict=True):
         starts = jnp.where(lengths > 0, offsets + size * jnp.arange(rows.batch, dtype=jnp.int32)[:, None], 0)
         arguments[f"cu_seqlens_{side}"] = _cumulative(lengths.reshape(-1))
         arguments[f"cu_seqlens_{side}_padded"] = jnp.append(starts.reshape(-1), jnp.int32(rows.batch * size))
