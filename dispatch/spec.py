@@ -247,7 +247,6 @@ class AttentionSpec(NamedTuple):
     results: Results = Results()  # where out, dq, dk and dv lie otherwise than q, k and v
     batch_invariant: bool = False  # the bits of a sequence's out and lse depend on nothing else of the call
     kv_dtype: torch.dtype | None = None  # FP8, of keys and values beside q in `dtype`; None: they are in `dtype` too
-    has_token_descales: bool = False  # keys or values in FP8 beside such q have a descale for each token and head
     page_size: int = 0  # keys of a page, where k and v are pages that a table names; 0: they are not
 
     @property

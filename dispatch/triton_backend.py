@@ -38,11 +38,6 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
             "the kernels read keys in float8_e4m3fn from compute capability 8.9 (Ada) on, and this is "
             f"{spec.capability[0]}.{spec.capability[1]}; keep them in float8_e5m2, or in 16 bits"
         )
-    if spec.has_token_descales:
-        return (
-            "the kernels take descales of k and v for each sequence and head at most, and these are for each token; give them so, "
-            "or use backend='eager', which copies the keys"
-        )
     if spec.fp8 is not None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
@@ -372,7 +367,11 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         **mods,
         block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
         descales=() if spec.kv_dtype else tuple(descale.contiguous() for descale in x.descales),
-        descales_kv=tuple(descale.contiguous() for descale in x.descales) if spec.kv_dtype else (),
+        descales_kv=tuple(
+            as_bshd(descale, spec.kv_format) if descale.dim() == 4 else descale.contiguous() for descale in x.descales
+        )
+        if spec.kv_dtype
+        else (),
         copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, formats_of_copies, strict=False)),
         scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
         is_part=spec.is_part,

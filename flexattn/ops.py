@@ -175,7 +175,6 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         results=results_of(settings),
         batch_invariant=settings.batch_invariant,
         kv_dtype=None if x.k.dtype == x.q.dtype else x.k.dtype,
-        has_token_descales=x.k.dtype != x.q.dtype and any(descale.dim() == 4 for descale in x.descales),
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
     )
 

@@ -112,7 +112,7 @@ class Dropout(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Factors of a tensor in FP8, fp32 [b | 1, h | 1, blocks | 1]."""
+    """Factors of a tensor in FP8, fp32 [b | 1, h | 1, blocks | 1], or [b | pages, s, h], where a block is a token."""
 
     ptr: Pointer
     stride_block: int

@@ -466,6 +466,21 @@ def load_descale(scale, b, h, row, META: tl.constexpr):
 
 
 @triton.jit
+def load_token_descales(scale, pages, b, h, first, num_rows, ROWS: tl.constexpr):
+    # The factors of ROWS keys of a sequence and head, dense or in pages, whose ids are clamped; 0 past the sequence's end.
+    rows = first + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    place = tl.zeros([ROWS], tl.int64) + b
+    row = rows
+    if pages.table_ptr is not None:
+        page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + rows // pages.page_size, mask=is_row, other=0)
+        place = tl.cast(tl.minimum(tl.maximum(page, 0), pages.num_pages - 1), tl.int64)
+        row = rows % pages.page_size
+    offsets = place * scale.stride_b + tl.cast(row, tl.int64) * scale.stride_block + tl.cast(h, tl.int64) * scale.stride_h
+    return tl.load(scale.ptr + offsets, mask=is_row, other=0.0)
+
+
+@triton.jit
 def descaled(qk, descale, softmax_scale, META: tl.constexpr):
     # (product, scale) that make the scaled score. Only a bias that is added before the scale needs the product to be right.
     if META.HAS_PRE_SCALE_BIAS:

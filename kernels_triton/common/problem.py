@@ -165,6 +165,8 @@ class Meta(NamedTuple):
     IS_LATENT: bool  # a forward takes v from the tile of k
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
+    HAS_TOKEN_SCALES_K: bool  # a factor for each token and head of such k, and of such v
+    HAS_TOKEN_SCALES_V: bool
     HAS_BLOCK_SCALES: bool
     SCALE_ROWS: int  # rows of a block with a scale of its own
     NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
@@ -223,7 +225,8 @@ class Problem:
     block_mask: BlockLists | None = None
     # Factors of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
-    descales_kv: tuple[Tensor, ...] = ()  # likewise of k and v, where they are in FP8 and q is not; for a forward alone
+    # Likewise of k and v, where they are in FP8 and q is not, or [b, s, h, 1] and [pages, page_size, h, 1]; for a forward alone.
+    descales_kv: tuple[Tensor, ...] = ()
     scale_rows: int = 0  # rows of a block with a scale of its own; 0: there is one block
     copies16: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
     # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
@@ -374,6 +377,8 @@ class Problem:
             IS_LATENT=False,
             IS_FP8=self.is_fp8,
             IS_KV_FP8=bool(self.descales_kv),
+            HAS_TOKEN_SCALES_K=self.has_token_scales[0],
+            HAS_TOKEN_SCALES_V=self.has_token_scales[1],
             HAS_BLOCK_SCALES=self.has_block_scales,
             SCALE_ROWS=self.scale_rows,
             HAS_SINK=self.has_sink,
@@ -476,6 +481,14 @@ class Problem:
         )
 
     @property
+    def has_token_scales(self) -> tuple[bool, bool]:
+        """Returns whether k, and whether v, has a factor for each token and head."""
+        if not self.descales_kv:
+            return False, False
+        k, v = (descale.dim() == 4 for descale in self.descales_kv)
+        return k, v
+
+    @property
     def scales(self) -> Scales | None:
         """The descales of q, k, v and, for a backward, dout; None where they are not in FP8."""
         if self.descales_kv:
@@ -571,7 +584,10 @@ def _alibi(slopes: Tensor | None) -> Alibi | None:
 
 
 def _scale(descale: Tensor) -> Scale:
-    stride_b, stride_h, stride_block = _strides(descale, 3)
+    if descale.dim() == 4:
+        stride_b, stride_block, stride_h = _strides(descale, 3)
+    else:
+        stride_b, stride_h, stride_block = _strides(descale, 3)
     return Scale(ptr=descale, stride_block=stride_block, stride_b=stride_b, stride_h=stride_h)
 
 

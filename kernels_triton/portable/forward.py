@@ -32,6 +32,7 @@ from flexattn.kernels_triton.common.primitives import (
     load_sequence,
     load_sink,
     load_tile,
+    load_token_descales,
     log_of_sum,
     logits,
     offsets_of_tile,
@@ -151,7 +152,9 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if META.IS_FP8:
             descale_k = load_descale(scales.k, head.b, block.h_kv, n, META)
             qk, score_scale = descaled(qk, block.descale_q * descale_k, score_scale, META)
-        if META.IS_KV_FP8:
+        if META.HAS_TOKEN_SCALES_K:
+            qk *= load_token_descales(scales.k, inputs.pages, head.b, block.h_kv, n, len_kv, BLOCK_N)[None, :]
+        elif META.IS_KV_FP8:
             qk, score_scale = descaled(qk, load_descale(scales.k, head.b, block.h_kv, n, META), score_scale, META)
         s, factor, _, _ = logits(qk, i, j, score_scale, head, MODS, META)
         if IS_MASKED:
@@ -186,17 +189,24 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
                 product = fp8_product(p, block.v_t, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 acc1 = acc1 * correction[:, None] + product * descale_v
         else:
+            descale_v = 1.0
+            if META.HAS_TOKEN_SCALES_V:
+                descale_v = load_token_descales(scales.v, inputs.pages, head.b, block.h_kv, n, len_kv, BLOCK_N)[:, None]
             v0 = k0
             if not META.IS_LATENT:
                 v0 = load_tile(v_tile, v_offsets, n, len_kv, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
                     v0 = v0.to(block.q0.dtype)
+            if META.HAS_TOKEN_SCALES_V:
+                v0 = (v0.to(tl.float32) * descale_v).to(block.q0.dtype)
             p = p.to(v0.dtype)
             acc0 = tl.dot(p, v0, acc0 * correction[:, None], input_precision=META.PRECISION)
             if META.V1 > 0:
                 v1 = load_tile(v_tile, v_offsets, n, len_kv, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
                 if META.IS_KV_FP8:
                     v1 = v1.to(block.q0.dtype)
+                if META.HAS_TOKEN_SCALES_V:
+                    v1 = (v1.to(tl.float32) * descale_v).to(block.q0.dtype)
                 acc1 = tl.dot(p, v1, acc1 * correction[:, None], input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
             k_pointer += BLOCK_N * block.k_step
@@ -375,7 +385,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         row_max = new_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
-    if META.IS_KV_FP8 or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
+    if (META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V) or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
         rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
     if plan.before_ptr is not None:  # to which `rows` are added
         lse_base = lse_ptr + first_row_of_part(plan, pid) + (rows - first_row) * GROUP + (heads - h) - rows

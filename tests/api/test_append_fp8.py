@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import BackendError, PagedKVCache, append_kv, attention
+from flexattn import PagedKVCache, append_kv, attention, ops
 from flexattn.dispatch import triton_backend
+from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable import append as kernels
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
@@ -223,12 +224,30 @@ def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dt
         wide.append((x / scale).to(fp8).double() * scale.double())
     dense = {"attn_mask_type": "padding_causal_bottom_right", "seqused_kv": used, "backend": "eager"}
     exact, eager = attention(q.double(), *wide, **dense), attention(q, *(x.float() for x in wide), **dense)
-    check_close("out", attention(q, *caches, **call, **names), exact, eager)
-    with pytest.raises(BackendError, match="the kernels take descales of k and v for each sequence and head at most"):
-        attention(q, *caches, backend="triton", **call, **names)
+    for backend in ("triton", "eager"):
+        check_close("out", attention(q, *caches, backend=backend, **call, **names), exact, eager)
     if layout == "bshd" and fp8 is E4M3:
         compiled = torch.compile(lambda *x: attention(*x, **call, **names), backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(q, *caches), attention(q, *caches, **call, **names))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("dims", [(DIM, DIM), (160, 96), (256, 128)], ids=str)
+def test_descales_of_tokens_of_one_side_alone(side: str, dims: tuple[int, int]) -> None:
+    """The other one's go by head; head dims in one part and in two, and v in k's storage."""
+    generator = torch.Generator().manual_seed(0)
+    heads = 1 if dims[0] == 256 else HEADS_KV
+    k = torch.randn(2, 40, heads, dims[0], generator=generator).to(E4M3)
+    v = k[..., : dims[1]] if dims[0] == 256 else torch.randn(2, 40, heads, dims[1], generator=generator).to(E4M3)
+    q = torch.randn(2, 3, 4, dims[0], generator=generator, dtype=torch.bfloat16)
+    scales = {"k": torch.rand(heads) + 0.5, "v": torch.rand(heads) + 0.5}
+    scales[side] = 10.0 ** torch.randn(2, 40, heads, generator=generator)
+    wide = [x.double() * scales[name].double()[..., None] for name, x in (("k", k), ("v", v))]
+    call: dict[str, Any] = {"attn_mask_type": "causal_bottom_right"}
+    exact = attention(q.double(), *wide, backend="eager", **call)
+    eager = attention(q, *(x.bfloat16() for x in wide), backend="eager", **call)
+    found = attention(q, k, v, descale_k=scales["k"], descale_v=scales["v"], backend="triton", **call)
+    check_close("out", found, exact, eager)
 
 
 def test_descales_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,3 +427,19 @@ def test_compiled(capability: int, fp8: torch.dtype) -> None:
         kernels.append(pages, pages, new, used, table)
     (report,) = compile_sound([request_for(launches[0], capability)])
     assert report.spill_store_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90, 100])
+@pytest.mark.parametrize("kind", ["head", "token"])
+def test_the_forward_that_reads_them_compiles(kind: str, capability: int) -> None:
+    pages = torch.zeros(64, 16, 8, 128).to(E4M3)
+    lengths, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32)
+    descale = torch.ones(64, 16, 8) if kind == "token" else torch.ones(8)
+    call: dict[str, Any] = {"attn_mask_type": "padding_causal_bottom_right", "descale_k": descale, "descale_v": descale}
+    q = torch.zeros(4, 1, 32, 128, dtype=torch.bfloat16)
+    x, settings = bind_call(q, pages, pages.clone(), page_table=table, seqused_kv=lengths, **call)
+    with pretended_device(capability, 132), recorded_launches() as launches:
+        triton_backend.forward(ops.spec_to_run(x, settings), x)
+    reports = compile_sound([request_for(launch, capability) for launch in launches])
+    assert [report.spill_store_bytes for report in reports] == [0] * len(reports)

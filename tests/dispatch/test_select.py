@@ -648,7 +648,6 @@ fields = {
     "results": st.builds(Results, *[st.sampled_from(("", *FORMATS))] * 3, packing=st.sampled_from(("", *PACKINGS))),
     "batch_invariant": st.booleans(),
     "kv_dtype": st.none() | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
-    "has_token_descales": st.booleans(),
     "page_size": st.sampled_from([0, 1, 16, 48, 256]),
 }
 specs = st.fixed_dictionaries(fields).map(
