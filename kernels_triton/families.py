@@ -164,6 +164,23 @@ HOPPER_FORWARD = Family[Forward](
 )
 
 
+def _wide_splits(call: Forward, tile: Any) -> Splits:
+    group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *_hopper("wide_forward").tiles_and_room(call.problem, tile, group))
+
+
+HOPPER_WIDE_FORWARD = Family[Forward](
+    name="sm_90 wide",
+    direction="forward",
+    unsupported=lambda call: _hopper("conditions").wide_unsupported(call.problem, call.out, call.max_logit is not None),
+    slower=lambda call: _hopper("conditions").wide_slower(call.problem),
+    tile=lambda call: _hopper("conditions").wide_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
+    splits=_wide_splits,
+)
+
+
 def _run_fp8_forward(call: Forward, tile: Any) -> None:
     from flexattn.kernels_triton.hopper.fp8 import empty_transposed, scales_of
     from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward
@@ -302,7 +319,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
 
 # By whether q, k and v are in FP8, in the order that the families are asked: the portable one takes whatever the others leave.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
-    False: (HOPPER_FORWARD, PORTABLE_FORWARD),
+    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, PORTABLE_FORWARD),
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {

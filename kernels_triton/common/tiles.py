@@ -306,6 +306,12 @@ HOPPER_FORWARD = (
     HopperTile(256, 256, 128, 64, 2, 240, 1, 2, 256, 256, NEVER, 1024, 1024, flops_from=2**29, is_lazy=True),
 )
 
+HOPPER_WIDE = (
+    HopperTile(512, 512, 64, 64, 1, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, NEVER, HOPPER_FLOPS, pingpong=False, is_lazy=True),
+    HopperTile(576, 512, 64, 64, 1, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, NEVER, HOPPER_FLOPS, pingpong=False, is_lazy=True),
+)
+"""Rows for head dims above 256, where two warpgroups have half of out's columns each."""
+
 HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {
     64: {"block_m": 128, "block_n": 128, "num_stages": 3, "registers": 240, "q_stages": 2, "pingpong": False, "is_lazy": False},
 }

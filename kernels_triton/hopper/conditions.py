@@ -12,6 +12,7 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_BYTES,
     HOPPER_DROPOUT_FROM,
     HOPPER_SHARED_FROM,
+    HOPPER_WIDE,
     NEVER,
     HopperBackwardTile,
     HopperFusedTile,
@@ -117,15 +118,45 @@ def slower_for_few_keys(problem: Problem, keys: int) -> str | None:
     return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
 
 
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.q.shape[-1], problem.v.shape[-1]) > 256
+
+
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns why the forward cannot run this problem; None: it can."""
+    if capability_of(problem.device) == 90 and _is_wide(problem):
+        return "it takes head dims up to 256"
+    return _unsupported_operands(problem, out) or _unsupported_tile(problem, forward_tile(problem))
+
+
+def wide_tile(problem: Problem) -> HopperTile:
+    """Returns the committed tile for head dims above 256; where v is columns of k there is room for two stages."""
+    x = problem
+    tile = next(tile for tile in HOPPER_WIDE if x.q.shape[-1] <= tile.head_dim_qk)
+    return tile._replace(num_stages=2) if x.is_latent else tile
+
+
+def wide_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
+    """Returns why the forward for head dims above 256 cannot run this problem; None: it can."""
+    if capability_of(problem.device) == 90 and not _is_wide(problem):
+        return "it takes head dims above 256"
+    if has_max_logit:
+        return "it does not return max_logit"
+    return _unsupported_operands(problem, out) or _unsupported_tile(problem, wide_tile(problem))
+
+
+def wide_slower(problem: Problem) -> str | None:
+    """Returns why the forward for head dims above 256 was not measured to be faster than the portable one; None: it was."""
+    return "it was not measured on a GPU"
+
+
+def _unsupported_operands(problem: Problem, out: Tensor) -> str | None:
+    """Returns why the forwards cannot run this problem, whatever its head dims; None: they can."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
-    if max(x.q.shape[-1], x.v.shape[-1]) > 256:
-        return "it takes head dims up to 256"
     if x.descales_kv:
         return "it takes k and v in q's dtype, and they are in FP8"
     if x.softmax_scale == 0:
@@ -133,9 +164,11 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
-    error = next((error for error in errors if error), None)
-    tile = forward_tile(x)
-    return error or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)
+    return next((error for error in errors if error), None)
+
+
+def _unsupported_tile(problem: Problem, tile: HopperTile) -> str | None:
+    return unsupported_block_mask(problem, tile[2:4]) or unsupported_pages(problem, tile.block_n)
 
 
 def forward_slower(problem: Problem) -> str | None:

@@ -34,7 +34,7 @@ def _rescale_constraints(count):
 def rescaled(acc, correction, META: gl.constexpr):
     correction = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
     if META.LAZY:
-        COUNT: gl.constexpr = META.V0 // 2  # elements of a thread
+        COUNT: gl.constexpr = acc.type.shape[1] // 2  # elements of a thread
         assembly: gl.constexpr = _rescale_assembly(COUNT)
         constraints: gl.constexpr = _rescale_constraints(COUNT)
         acc, correction = gl.broadcast(acc, correction)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_tile,
 )
 from flexattn.kernels_triton.hopper import forward as hopper_forward
+from flexattn.kernels_triton.hopper import forward_rows, forward_work
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.portable import forward as forward_kernels
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
@@ -38,7 +40,7 @@ from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_input
 from tests.hopper.test_emulated import HARMLESS, without_gpu
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_calls import make_fp8_call
-from tests.support.inject import assign, copy_with, drop, with_argument
+from tests.support.inject import Fault, assign, copy_with, drop, kernels_with, with_argument
 
 GPU = torch.cuda.is_available()
 HAS_HOPPER = GPU and capability_of(torch.device("cuda")) == 90
@@ -354,12 +356,18 @@ def test_in_a_graph(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(out, wanted)
 
 
-FAULTS_IN_GLUON = {
-    "every split has the sink": drop("gl.where(tile.split == 0)"),
-    "all splits take the first one's keys": with_argument("blocks_of_split()", 0, "0"),
-    "parts lie in each other's place": with_argument("part_row(tile.split)", 0, "0"),
-    "work is handed out once for a tile": assign("amount", "amount", within="_num_work_tiles", nth=-1),
-    "queries past the end leave a part too": with_argument("gl.store(is_query)", "mask", "None", within="_compute_partition"),
+FAULTS_IN_GLUON: dict[str, tuple[ModuleType, Fault]] = {
+    "every split has the sink": (forward_rows, drop("gl.where(tile.split == 0)")),
+    "all splits take the first one's keys": (forward_work, with_argument("blocks_of_split()", 0, "0")),
+    "parts lie in each other's place": (forward_rows, with_argument("part_row(tile.split)", 0, "0")),
+    "work is handed out once for a tile": (
+        forward_work,
+        assign("amount", "amount", within="num_tiles_of_programs", nth=-1),
+    ),
+    "queries past the end leave a part too": (
+        forward_rows,
+        with_argument("gl.store(is_query)", "mask", "None", within="store_part"),
+    ),
 }
 
 
@@ -367,7 +375,7 @@ FAULTS_IN_GLUON = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_IN_GLUON)
 def test_injected_fault_is_found_by_the_emulator(name: str, tmp_path: Path) -> None:
-    kernels = copy_with(hopper_forward, FAULTS_IN_GLUON[name], tmp_path)
+    (kernels,) = kernels_with((hopper_forward,), *FAULTS_IN_GLUON[name], tmp_path)
     call, inputs = EMULATED["thd, learnable sinks"]
     for seed in (0, 1, 5):  # eager, lazy, random
         with pytest.raises(AssertionError):

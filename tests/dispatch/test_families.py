@@ -22,12 +22,13 @@ from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, Policy
 
 MEASURED, FORCED = Policy(), Policy(ignores_measurements=True)
 SEEDS = 40
-WHERE = Where("triton", "cpu", (torch.bfloat16, torch.float32), (64, 128, 40, 192, 256), (270, 300), 2, frozenset(FEATURES))
+WHERE = Where("triton", "cpu", (torch.bfloat16, torch.float32), (64, 128, 40, 192, 256, 512), (270, 300), 2, frozenset(FEATURES))
 
 # The kernels that only this family launches.
 KERNELS = {
     ("forward", "portable"): {"_attn_fwd_kernel"},
     ("forward", "sm_90"): {"_attn_fwd_hopper_kernel"},
+    ("forward", "sm_90 wide"): {"_attn_fwd_wide_hopper_kernel"},
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
@@ -78,6 +79,7 @@ FP8 = {"fp8_recipe": fp8.Recipe()}
         (LONG, {"window_size": (99, 0)}, ["sm_90", "portable"], ["sm_90", "sm_90 fused"]),
         ((2, 4096, 16, 256), CAUSAL, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
         ((2, 64, 16, 128), {}, ["portable", "portable"], ["sm_90", "sm_90 fused"]),
+        ((2, 4096, 16, 512), CAUSAL, ["portable", "portable"], ["sm_90 wide", "portable"]),
         ((2, 64, 16, 256), {}, ["portable", "portable"], ["sm_90", "sm_90 two-kernel"]),
         (LONG, FP8, ["sm_90 FP8", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),
         (LONG, FP8 | {"softcap": 30.0}, ["portable", "sm_90 FP8 fused"], ["sm_90 FP8", "sm_90 FP8 fused"]),

@@ -22,7 +22,15 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import dkdv_consumer, dq_consumer, dq_sums, forward_loader, fused_consumer, tile_scheduler
+from flexattn.kernels_triton.hopper import (
+    dkdv_consumer,
+    dq_consumer,
+    dq_sums,
+    forward_loader,
+    forward_partition,
+    fused_consumer,
+    tile_scheduler,
+)
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -128,6 +136,16 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@without_gpu
+def test_three_heads_that_share_a_tile() -> None:
+    """out leaves from registers, and no column past v's head dim."""
+    inputs = {"lengths_q": [9], "lengths_kv": [100], "num_heads": 6, "num_heads_kv": 2, "head_dim_qk": 40, "head_dim_v": 72}
+    for seed in (1, 5):
+        reports = run(seed, {"attn_mask_type": "causal_bottom_right"}, backwards=(), **inputs)
+        for name, report in reports.items():
+            assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
+
+
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
@@ -192,7 +210,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "forward: the loader waits for the wrong phase of k": (forward_loader, wrong_phase("wait(k_empty)")),
     "forward: a tile is received before it was broadcast": (tile_scheduler, drop("wait(tile_full)")),
-    "forward: too few bytes are expected of v": (hopper_forward, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
+    "forward: too few bytes are expected of v": (forward_partition, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
     "dq: k is read before it has come": (dq_consumer, drop("wait(scores_full)")),
     "dq: k is released before dq has read it": (
         dq_consumer,

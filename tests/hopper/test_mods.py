@@ -22,7 +22,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import conditions
+from flexattn.kernels_triton.hopper import conditions, forward_work
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
@@ -219,7 +219,7 @@ def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     if dims != (64, 64):  # otherwise so few whole blocks are taken with the others
-        monkeypatch.setattr(hopper_forward, "_FEWEST", gl.constexpr(1))
+        monkeypatch.setattr(forward_work, "_FEWEST", gl.constexpr(1))
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
     features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}

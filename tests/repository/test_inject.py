@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.hopper import fp8_forward
 from flexattn.kernels_triton.portable import forward as portable_forward
 from tests.common import test_split_kv
@@ -85,7 +84,7 @@ KERNEL_FAULTS = [
     *((fp8_forward, fault, name) for name, fault in test_fp8_emulated.FAULTS.items()),
     *((module, fault, name) for name, (module, fault) in test_fp8_emulated.FAULTS_OF_THE_BACKWARD.items()),
     *((module, fault, name) for name, (module, fault) in test_fp8_backward.FAULTS.items()),
-    *((hopper_forward, fault, name) for name, fault in test_split_kv.FAULTS_IN_GLUON.items()),
+    *((module, fault, name) for name, (module, fault) in test_split_kv.FAULTS_IN_GLUON.items()),
     *((portable_forward, fault, name) for name, fault in test_split_kv.FAULTS.items()),
 ]
 

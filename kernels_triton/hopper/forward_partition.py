@@ -1,0 +1,108 @@
+"""The loading warp of the forward for sm_90 in 16 bits: it draws work tiles, broadcasts them, and brings their q, k and v."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flexattn.kernels_triton.common.split_plan import (
+    entry_at,
+    share_of_program,
+)
+from flexattn.kernels_triton.hopper.block_ranges import (
+    cut_key_lists,
+    key_block,
+)
+from flexattn.kernels_triton.hopper.descriptors import load_rows
+from flexattn.kernels_triton.hopper.forward_arguments import Arguments, Buffers
+from flexattn.kernels_triton.hopper.forward_loader import LoadedRows, load_keys, load_queries
+from flexattn.kernels_triton.hopper.forward_work import (
+    blocks_of_tile,
+    num_tiles_of_programs,
+    planned_tile,
+    tile_of_work,
+    unmasked_blocks,
+)
+from flexattn.kernels_triton.hopper.masking import band_of_sequence
+from flexattn.kernels_triton.hopper.pages import KeyBlock, load_key_pages, load_value_pages
+from flexattn.kernels_triton.hopper.pairs import (
+    origin_of,
+)
+from flexattn.kernels_triton.hopper.pipeline import (
+    wait_empty,
+)
+from flexattn.kernels_triton.hopper.tile_scheduler import (
+    broadcast_end,
+    broadcast_tile,
+    sequence_of,
+)
+
+
+@gluon.jit
+def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
+    of, steps = args.descriptors, args.steps
+    tiles, barriers = buffers.tiles, buffers.barriers
+    STAGES: gl.constexpr = META.STAGES
+    if not META.IS_PLANNED:
+        amount = num_tiles_of_programs(args, META)
+    n_block = 0  # counts the blocks of all work tiles
+    n_tile = 0
+    t = gl.program_id(0)
+    entry = 0
+    if META.IS_PLANNED:  # t counts the blocks of keys of all work tiles
+        share, total = share_of_program(args.plan)
+        t = t * share
+        amount = gl.minimum(t + share, total)
+        entry = entry_at(args.plan, t)
+    while t < amount:
+        if META.IS_PLANNED:
+            tile, entry = planned_tile(t, amount, entry, args, META)
+            following = t + tile.split_end - tile.split
+        else:
+            drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
+            tile = tile_of_work(t, amount, args, META)
+        sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
+        len_q, len_kv = sequence.len_q, sequence.len_kv
+        band = band_of_sequence(args.band, len_q, len_kv)
+        numbers = (tile.first_row, tile.h, tile.b, tile.split)
+        if META.HAS_LENGTHS:
+            numbers = numbers + (sequence.start_q, len_q, len_kv)
+        if META.IS_PLANNED:
+            numbers = numbers + (tile.split_end, tile.part)
+        cut = ()
+        if META.BLOCK_SIZE_Q > 0:
+            cut = cut_key_lists(tile.first_row, tile.b, tile.h, band, args.lists, META)
+        num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+        if META.BLOCK_SIZE_Q > 0:
+            unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, META)
+            numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
+            numbers = numbers + (unmasked.begin, unmasked.end)
+        broadcast_tile(numbers, n_tile, barriers, META)
+        h_kv = tile.h // args.work.group_size
+        origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
+        queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)
+        load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
+        for n in range(num_blocks):
+            row = key_block(num_blocks - 1 - n, block_range, META)[0]
+            if META.PAGE_ROWS > 0:
+                block = KeyBlock(b=tile.b, h_kv=h_kv, first=row, length=len_kv)
+                load_key_pages(of.k, tiles.k, steps.k, block, args.pages, n_block, barriers, META)
+                if not META.IS_LATENT:
+                    load_value_pages(of.v, tiles.v, steps.v, block, args.pages, n_block, barriers, META)
+            else:
+                stage = n_block % STAGES
+                origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
+                load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
+                if not META.IS_LATENT:
+                    wait_empty(barriers.v_empty, n_block, STAGES)
+                    mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
+                    origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
+                    load_rows(of.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
+            n_block += 1
+        if META.IS_PLANNED:
+            t = following
+        else:
+            t = drawn + gl.num_programs(0)
+        n_tile += 1
+    broadcast_end(n_tile, barriers, META)

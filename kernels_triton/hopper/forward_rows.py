@@ -1,0 +1,166 @@
+"""Rows of a consumer of the forward for sm_90: their scores in sight, what their sums begin with, and where their results go."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.primitives import (
+    LN2,
+    LOG2E,
+    exponent_factor,
+    log_of_sum,
+    logits,
+    row_pointer,
+    scaled_row_max,
+)
+from flexattn.kernels_triton.common.split_kv import part_row
+from flexattn.kernels_triton.common.split_plan import (
+    first_row_of_part,
+)
+from flexattn.kernels_triton.hopper.dropout import DropoutState
+from flexattn.kernels_triton.hopper.forward_arguments import Arguments
+from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, WorkTile
+from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, mask_keys
+from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.softmax import for_threads
+
+
+class Invariants(NamedTuple):
+    """Values that are the same for all blocks of keys that a consumer's queries see."""
+
+    num_blocks: Any
+    block_range: Any  # what `key_block` finds them by
+    m_start: Any  # the first of the consumer's queries
+    rows: Any
+    block_columns: Any
+    band: SequenceBand
+    scale: Any
+    head: Head
+    draws: DropoutState
+    b_h: Any
+    q_slot: Any
+    zeros: Any
+
+
+@gluon.jit
+def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
+    # Hides by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
+    is_cut = column + META.BLOCK_N > band.len_kv
+    if META.HAS_RIGHT:
+        is_cut = is_cut | (column + META.BLOCK_N > m_start + band.shift + 1 + band.right)
+    if META.HAS_LEFT:
+        is_cut = is_cut | (column < m_start + band.shift + ROWS // META.GROUP - 1 - band.left)
+    if is_cut:
+        s = mask_keys(s, rows, columns, band, META)
+    return s
+
+
+@gluon.jit
+def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+    # (scores of the products with the block of keys at `column`, -inf where hidden; their factor in the exponent)
+    columns = column + same.block_columns
+    i, j = same.rows[:, None], columns[None, :]
+    s, factor, _cap_tanh, _score = logits(qk, i, j, same.scale, same.head, MODS, META)
+    if IS_CUT:
+        s = _mask(s, same.rows, columns, column, same.m_start, same.band, META)
+    if IS_CUT or META.BLOCK_SIZE_Q == 0:
+        s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
+    return s, factor
+
+
+@gluon.jit
+def rows_and_heads(m_start, h, len_q, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # (query, head) of each row of a consumer whose first query is m_start; the heads are one number where there is one
+    GROUP: gl.constexpr = META.GROUP
+    rows = m_start + gl.arange(0, ROWS, layout=LAYOUT)
+    if GROUP > 1:
+        in_tile = gl.arange(0, ROWS, layout=LAYOUT)
+        rows = m_start + in_tile // GROUP
+        own_head = in_tile % GROUP
+        if META.HEADS < GROUP:  # rows of no head are as those past the sequence's end
+            rows = gl.where(own_head < META.HEADS, rows, len_q)
+            own_head = gl.minimum(own_head, META.HEADS - 1)
+        return rows, h + own_head
+    else:
+        return rows, h
+
+
+@gluon.jit
+def sink_of_rows(tile: WorkTile, h_of_rows, args: Arguments, META: gl.constexpr):
+    # The sink's logit, in units of log2 unless logits are unbounded; of split keys the first part's
+    sink = 0.0
+    if META.HAS_OFFSET:
+        sink = gl.load(args.softmax_offset_ptr + h_of_rows).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
+    if META.IS_SPLIT:
+        sink = gl.where(tile.split == 0, sink, float("-inf"))
+    return sink
+
+
+@gluon.jit
+def sums_with_sink(row_max, row_sum, sink):
+    row_max = gl.maximum(row_max, sink)
+    row_sum = row_sum + for_threads(gl.where(row_max == float("-inf"), 0.0, 0.25), row_sum)  # a quarter in each thread
+    return row_max, row_sum
+
+
+@gluon.jit
+def statistics_row(received: ReceivedTile, CONSUMER: gl.constexpr, rows, h_of_rows, args: Arguments, META: gl.constexpr):
+    # The place of a sequence's first query, of each row's head, in lse or in a part
+    num_heads = args.work.num_heads
+    num_tokens_q = args.lengths_q.num_tokens
+    batch = args.lengths_q.batch
+    tile = received.tile
+    lse_row = (h_of_rows if META.IS_RAGGED_Q else tile.b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + received.start_q
+    if META.IS_PLANNED:  # to which `rows` are added
+        own_row = CONSUMER * ROWS + gl.arange(0, ROWS, layout=rows.type.layout)
+        lse_row = first_row_of_part(args.plan, tile.part) + own_row - rows
+    elif META.IS_SPLIT:
+        lse_row = lse_row + part_row(tile.split, batch, num_heads, num_tokens_q, META)
+    return lse_row
+
+
+@gluon.jit
+def store_lse(row_max, row_sum_or_1, lse_row, rows, len_q, args: Arguments, META: gl.constexpr):
+    lse_ptr = args.results.lse_ptr
+    num_heads = args.work.num_heads
+    num_tokens_q = args.lengths_q.num_tokens
+    batch = args.lengths_q.batch
+    if META.IS_UNBOUNDED:
+        factor = exponent_factor(row_max)
+        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, 0.0), row_sum_or_1)
+        if META.IS_PLANNED:
+            lost_row = lse_row + first_row_of_part(args.plan, args.plan.num_parts)
+            gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
+        elif META.IS_SPLIT:
+            lost_row = lse_row + part_row(args.num_splits, batch, num_heads, num_tokens_q, META)
+            gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
+        gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
+    else:
+        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
+
+
+@gluon.jit
+def store_part(acc, COLUMN: gl.constexpr, lse_row, rows, len_q, args: Arguments, META: gl.constexpr):
+    # In fp32, for which there is no room in shared memory; few of the rows are queries.
+    OUT: gl.constexpr = acc.type.layout
+    part_rows = gl.convert_layout((lse_row + rows) * META.V0, gl.SliceLayout(1, OUT))[:, None]
+    is_query = gl.convert_layout(rows < len_q, gl.SliceLayout(1, OUT))[:, None]
+    part_columns = COLUMN + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, OUT))[None, :]
+    gl.store(args.results.parts_ptr + part_rows + part_columns, acc, mask=is_query)
+
+
+@gluon.jit
+def store_out_rows(acc, COLUMN: gl.constexpr, received: ReceivedTile, rows, h_of_rows, args: Arguments, META: gl.constexpr):
+    # The columns of out from COLUMN on from registers, each row with a token and a head of its own
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    out = args.results.out
+    pointers = row_pointer(out, received.tile.b, h_of_rows, received.start_q + rows, META)
+    columns = COLUMN + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    is_query = gl.convert_layout(rows < received.band.len_q, ROW)[:, None]
+    inside = is_query & (columns < META.WIDTH_V)[None, :]
+    gl.store(gl.convert_layout(pointers, ROW)[:, None] + columns[None, :], acc.to(out.ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,162 @@
+"""Work tiles of the forward for sm_90: which a program computes, which blocks of keys one sees, and which of these need no mask."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.common.split_plan import (
+    piece_at,
+)
+from flexattn.kernels_triton.hopper.block_ranges import (
+    ListCut,
+    blocks_by_lists,
+    blocks_of_keys,
+    blocks_of_split,
+    key_block,
+)
+from flexattn.kernels_triton.hopper.forward_arguments import Arguments
+from flexattn.kernels_triton.hopper.masking import SequenceBand, band_of_sequence
+from flexattn.kernels_triton.hopper.tile_scheduler import (
+    num_work_tiles,
+    sequence_of,
+    work_tile,
+)
+
+_FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: before it and after it a product runs alone
+
+
+class WorkTile(NamedTuple):
+    first_row: Any
+    h: Any  # the first of HEADS heads
+    b: Any
+    split: Any  # its number; with a plan its first block of keys
+    split_end: Any  # with a plan, the end of its blocks, and the number of its part
+    part: Any
+
+
+class Span(NamedTuple):
+    """A consumer's iterations from `begin` up to `end`."""
+
+    begin: Any
+    end: Any
+
+
+class ReceivedTile(NamedTuple):
+    """A work tile as a consumer knows it."""
+
+    tile: WorkTile
+    start_q: Any
+    band: SequenceBand
+    num_blocks: Any  # blocks of keys that some of its queries see
+    block_range: Any
+
+
+@gluon.jit
+def num_tiles_of_programs(args: Arguments, META: gl.constexpr):
+    amount = num_work_tiles(args.work, args.work.num_heads // META.HEADS, args.lengths_q.batch, META)
+    if META.IS_SPLIT:
+        amount = amount * args.num_splits
+    return amount
+
+
+@gluon.jit
+def tile_of_work(t, amount, args: Arguments, META: gl.constexpr):
+    split = 0
+    if META.IS_SPLIT:
+        split = t % args.num_splits
+        t = t // args.num_splits
+        amount = amount // args.num_splits
+    first_row, h, b = work_tile(t, amount, args.work, args.work.num_heads // META.HEADS, args.lengths_q.batch, META)
+    return WorkTile(first_row=first_row // META.GROUP, h=h * META.HEADS, b=b, split=split, split_end=0, part=0)
+
+
+@gluon.jit
+def planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
+    # (work tile at block t of all blocks of keys, its entry in the plan)
+    plan = args.plan
+    piece = piece_at(plan, gl.program_id(0), t, end, entry)
+    tile = WorkTile(
+        first_row=piece.entry % plan.blocks * (META.BLOCK_M // META.GROUP),
+        h=piece.head * META.HEADS,
+        b=piece.entry // plan.blocks,
+        split=piece.first,
+        split_end=piece.end,
+        part=piece.entry * plan.groups + piece.head + piece.program,
+    )
+    return tile, piece.entry
+
+
+@gluon.jit
+def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
+    # (number of blocks, block range) of the keys of a tile, or of its split. cut: of a block mask, `cut_key_lists`
+    if META.BLOCK_SIZE_Q > 0:
+        num_blocks, block_range = blocks_by_lists(cut, tile.first_row, tile.b, tile.h, args.lists, META)
+    else:
+        QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
+        num_blocks, block_range = blocks_of_keys(tile.first_row, tile.b, tile.h, band, args.lists, META, QUERIES)
+    if META.IS_PLANNED:
+        end = gl.minimum(tile.split_end, num_blocks)  # the plan has one where there is none
+        first = gl.minimum(tile.split, end)
+        num_blocks, block_range = end - first, block_range + first
+    elif META.IS_SPLIT:
+        num_blocks, block_range = blocks_of_split(tile.split, args.num_splits, num_blocks, block_range, META)
+    return num_blocks, block_range
+
+
+@gluon.jit
+def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
+    # The blocks of keys, of those of QUERIES from m_start on, of which the last come first, from which no edge or block mask hides
+    # anything, but the first of all; up to 0 if they are few, others follow, and there is a loop for these.
+    begin = 1
+    end = num_blocks
+    right_end = band.len_kv  # what all queries see ends here, and begins at left_end
+    left_end = 0
+    if META.HAS_RIGHT:
+        right_end = gl.minimum(band.len_kv, m_start + band.shift + 1 + band.right)
+    if META.HAS_LEFT:
+        left_end = gl.maximum(m_start + band.shift + QUERIES - 1 - band.left, 0)
+    if META.BLOCK_SIZE_Q > 0:  # the full ones come first
+        end = gl.maximum(num_blocks - gl.maximum(block_range.num_masked, 0) * (META.BLOCK_SIZE_KV // META.BLOCK_N), 1)
+        while (begin < end) & (key_block(gl.maximum(num_blocks - 1 - begin, 0), block_range, META)[0] + META.BLOCK_N > right_end):
+            begin += 1
+        if META.HAS_LEFT:
+            while (begin < end) & (key_block(gl.minimum(num_blocks - end, num_blocks - 1), block_range, META)[0] < left_end):
+                end -= 1
+    else:
+        if META.HAS_RIGHT:
+            begin = block_range + num_blocks - gl.maximum(right_end, 0) // META.BLOCK_N
+            begin = gl.minimum(gl.maximum(begin, 1), num_blocks)
+        if META.HAS_LEFT:
+            end = gl.maximum(gl.minimum(block_range + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
+    if META.HAS_CUT_LOOP:
+        end = gl.where((end - begin >= _FEWEST) | (end == num_blocks), end, 0)
+    return Span(begin=begin, end=end)
+
+
+@gluon.jit
+def received_tile(numbers, args: Arguments, META: gl.constexpr):
+    # The work tile of the numbers that the loader has broadcast
+    split_end, part = 0, 0
+    if META.IS_PLANNED:
+        split_end, part = numbers[7:9]
+    tile = WorkTile(first_row=numbers[0], h=numbers[1], b=numbers[2], split=numbers[3], split_end=split_end, part=part)
+    if META.HAS_LENGTHS:
+        start_q, len_q, len_kv = numbers[4:7]
+    else:
+        sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
+        start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
+    band = band_of_sequence(args.band, len_q, len_kv)
+    LISTED: gl.constexpr = META.NUMBERS - 6
+    cut = ()
+    if META.BLOCK_SIZE_Q > 0:
+        cut = ListCut(
+            num_masked=numbers[LISTED],
+            num_full=numbers[LISTED + 1],
+            masked_before=numbers[LISTED + 2],
+            full_before=numbers[LISTED + 3],
+        )
+    num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+    return ReceivedTile(tile=tile, start_q=start_q, band=band, num_blocks=num_blocks, block_range=block_range)

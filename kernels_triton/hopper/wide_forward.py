@@ -1,0 +1,326 @@
+"""Forward attention on sm_90 for head dims above 256, in Gluon: two warpgroups share the columns of out, a warp loads by TMA.
+
+A tile is 64 rows, of one or several query heads. Warpgroup 0 computes their scores and weights, and with these the left half of
+out's columns; warpgroup 1 computes the right half, from weights and corrections that the first leaves in shared memory. Where v is
+the first columns of k, in the same memory, as absorbed latent attention (MLA) has it, one tile serves both products, and there is
+room for two of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.common.primitives import head_of
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import rows as rows_of
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_splits, number_of_splits
+from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
+from flexattn.kernels_triton.hopper.block_ranges import key_block
+from flexattn.kernels_triton.hopper.conditions import heads_of_a_tile, wide_tile
+from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, step_of
+from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.hopper.forward_arguments import (
+    Arguments,
+    Buffers,
+    Cut,
+    Descriptors,
+    Results,
+    SplitKeys,
+    Steps,
+    Tiles,
+    forward_arguments,
+    forward_meta,
+    number_of_tiles,
+    with_rows_of,
+)
+from flexattn.kernels_triton.hopper.forward_partition import load_partition
+from flexattn.kernels_triton.hopper.forward_rows import (
+    Invariants,
+    rows_and_heads,
+    sink_of_rows,
+    statistics_row,
+    store_lse,
+    store_out_rows,
+    store_part,
+    sums_with_sink,
+    visible_scores,
+)
+from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, received_tile
+from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.hopper.pairs import allocate_key_pair, allocate_pair, pair_descriptor, score_product
+from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, allocate_barriers, release, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.softmax import rescaled, softmax, sums_of_threads
+from flexattn.kernels_triton.hopper.tile_scheduler import forward_work, receive_tile
+from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
+
+
+class Exchange(NamedTuple):
+    """Tiles that warpgroup 0 leaves for warpgroup 1: both for each block of keys, the factors once more at a tile's end."""
+
+    p: Any  # weights
+    factor: Any  # [rows]: corrections of earlier sums, at the end the factors of out
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def _store_half(acc, COLUMN: gl.constexpr, received: ReceivedTile, args: Arguments, META: gl.constexpr):
+    # The columns of out from COLUMN on
+    tile = received.tile
+    len_q = received.band.len_q
+    rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, len_q, gl.SliceLayout(1, acc.type.layout), META)
+    if META.IS_SPLIT:
+        store_part(acc, COLUMN, statistics_row(received, 0, rows, h_of_rows, args, META), rows, len_q, args, META)
+    else:
+        store_out_rows(acc, COLUMN, received, rows, h_of_rows, args, META)
+
+
+@gluon.jit
+def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS: gl.constexpr, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    DTYPE: gl.constexpr = tiles.k.first.dtype
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    STAGES: gl.constexpr = META.STAGES
+    V0: gl.constexpr = META.V0
+    HALF: gl.constexpr = META.V0 // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    draws = dropout_state(args.dropout, 0, META)
+    n_block = 0
+    n_turn = 0
+    n_tile = 0
+    numbers = receive_tile(n_tile, barriers, META)
+    while numbers[0] >= 0:
+        received = received_tile(numbers, args, META)
+        tile, band = received.tile, received.band
+        rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, band.len_q, ROW_LAYOUT, META)
+        h_of_scores = tile.h
+        if META.GROUP > 1:
+            h_of_scores = h_of_rows[:, None]
+        same = Invariants(
+            num_blocks=received.num_blocks,
+            block_range=received.block_range,
+            m_start=tile.first_row,
+            rows=rows,
+            block_columns=block_columns,
+            band=band,
+            scale=args.scores.scale,
+            head=head_of(args.scores, tile.b, h_of_scores, band.len_q, band.len_kv, band.shift, MODS, META),
+            draws=draws,
+            b_h=tile.b * args.work.num_heads + tile.h,
+            q_slot=0,
+            zeros=zeros,
+        )
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW_LAYOUT)  # in units of log2
+        row_sum = sums_of_threads(zeros, BLOCK_N)
+        if META.HAS_SINK:
+            row_max, row_sum = sums_with_sink(row_max, row_sum, sink_of_rows(tile, h_of_rows, args, META))
+        acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
+        wait_full(barriers.q_full, n_tile, 1)
+        for iteration in range(received.num_blocks):
+            column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
+            wait_full(barriers.k_full, n_block, STAGES)
+            product = score_product(tiles.q, 0, tiles.k, n_block % STAGES, zeros, BLOCK_N, META)
+            drawn = drawn_weights(draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
+            qk = warpgroup_mma_wait(0, deps=[product])
+            if not META.IS_LATENT:
+                release(barriers.k_empty, n_block, STAGES)
+            s, factor = visible_scores(qk, column, is_full, same, True, MODS, META)
+            weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
+            p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
+            wait_empty(exchange.empty, n_turn, 1)
+            exchange.p.store(p)
+            exchange.factor.store(correction)
+            fence_async_shared()
+            mbarrier.arrive(exchange.full.index(0), count=1)
+            acc = rescaled(acc, correction, META)
+            if not META.IS_LATENT:
+                wait_full(barriers.v_full, n_block, STAGES)
+            v = tiles.v.index(n_block % STAGES).reshape([BLOCK_N, V0]).slice(0, HALF, 1)
+            sum_of_v = warpgroup_mma(p, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            keep_pairs(weights)
+            release(barriers.v_empty, n_block, STAGES)
+            n_block += 1
+            n_turn += 1
+        release(barriers.q_empty, n_tile, 1)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
+        rescale = scaled(1.0 / row_sum_or_1, draws, META)
+        wait_empty(exchange.empty, n_turn, 1)
+        exchange.factor.store(rescale)
+        mbarrier.arrive(exchange.full.index(0), count=1)
+        n_turn += 1
+        store_lse(row_max, row_sum_or_1, statistics_row(received, 0, rows, h_of_rows, args, META), rows, band.len_q, args, META)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+        _store_half(acc, 0, received, args, META)
+        n_tile += 1
+        numbers = receive_tile(n_tile, barriers, META)
+
+
+@gluon.jit
+def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META: gl.constexpr):
+    tiles, barriers = buffers.tiles, buffers.barriers
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    STAGES: gl.constexpr = META.STAGES
+    V0: gl.constexpr = META.V0
+    HALF: gl.constexpr = META.V0 // 2
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    n_block = 0
+    n_turn = 0
+    n_tile = 0
+    numbers = receive_tile(n_tile, barriers, META)
+    while numbers[0] >= 0:
+        received = received_tile(numbers, args, META)
+        acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
+        for _ in range(received.num_blocks):
+            wait_full(exchange.full, n_turn, 1)
+            acc = rescaled(acc, exchange.factor.load(gl.SliceLayout(1, OUT)), META)
+            wait_full(barriers.v_full, n_block, STAGES)
+            v = tiles.v.index(n_block % STAGES).reshape([BLOCK_N, V0]).slice(HALF, HALF, 1)
+            sum_of_v = warpgroup_mma(exchange.p, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            mbarrier.arrive(exchange.empty.index(0), count=1)
+            release(barriers.v_empty, n_block, STAGES)
+            n_block += 1
+            n_turn += 1
+        wait_full(exchange.full, n_turn, 1)
+        rescale = exchange.factor.load(gl.SliceLayout(1, OUT))
+        mbarrier.arrive(exchange.empty.index(0), count=1)
+        n_turn += 1
+        _store_half(acc * rescale[:, None], HALF, received, args, META)
+        n_tile += 1
+        numbers = receive_tile(n_tile, barriers, META)
+
+
+@gluon.jit
+def _allocate_wide_barriers(META: gl.constexpr):
+    # Both warpgroups read v, and k where it is v too.
+    STAGES: gl.constexpr = META.STAGES
+    v_full = allocate_barriers(STAGES, 1)
+    v_empty = allocate_barriers(STAGES, 2)
+    k_full, k_empty = v_full, v_empty
+    if not META.IS_LATENT:
+        k_full = allocate_barriers(STAGES, 1)
+        k_empty = allocate_barriers(STAGES, 1)
+    return ForwardBarriers(
+        q_full=allocate_barriers(1, 1),
+        q_empty=allocate_barriers(1, 1),
+        k_full=k_full,
+        k_empty=k_empty,
+        v_full=v_full,
+        v_empty=v_empty,
+        tile_full=allocate_barriers(2, 1),
+        tile_empty=allocate_barriers(2, 2),
+        tile_slots=gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
+
+
+@hopper_kernel
+def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
+    of = args.descriptors
+    REGISTERS: gl.constexpr = META.REGISTERS
+    LOADER_REGISTERS: gl.constexpr = 32 if META.PAGE_ROWS > 0 else 24  # a page's place takes more than a row's
+    q_tiles = allocate_pair(1, of.q, META)
+    k_tiles = allocate_key_pair(of.k, META)
+    v_tiles = k_tiles.first
+    if not META.IS_LATENT:
+        v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)
+    DTYPE: gl.constexpr = of.k.first.dtype
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, META.BLOCK_N], DTYPE)
+    exchange = Exchange(
+        p=gl.allocate_shared_memory(DTYPE, [ROWS, META.BLOCK_N], WEIGHTS),
+        factor=gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        full=allocate_barriers(1, 1),
+        empty=allocate_barriers(1, 1),
+    )
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=q_tiles.first)  # out leaves from registers
+    buffers = Buffers(tiles=tiles, barriers=_allocate_wide_barriers(META))
+    gl.warp_specialize(
+        [
+            (_left_partition, (args, buffers, exchange, MODS, META)),
+            (_right_partition, (args, buffers, exchange, META)),
+            (load_partition, (args, buffers, META)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )
+
+
+def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
+    """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
+    return number_of_tiles(problem, tile, group), num_processors(problem.device)
+
+
+def wide_forward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    tile: HopperTile | None = None,
+    group: int | None = None,
+    splits: int | None = None,
+) -> None:
+    """Launches the forward, of calls that `conditions.wide_unsupported` does not name.
+
+    group: query heads of a tile; None: `heads_of_a_tile`.
+    splits: parts of the keys; None: `number_of_splits`.
+    """
+    x = problem
+    tile = tile or wide_tile(x)
+    group = heads_of_a_tile(x, tile) if group is None else group
+    tiles, processors = tiles_and_room(x, tile, group)
+    splits = number_of_splits(x, tiles, processors) if splits is None else splits
+    slots = slots_of_heads(group)
+    queries = tile.block_m // slots
+    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n)
+    plan, parts = None, None
+    if splits == BY_LENGTHS:
+        plan = make_plan(x, planned, processors)
+        parts = plan.empty_parts(lse, tile.head_dim_v, x.is_unbounded)
+    elif splits > 1:
+        parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
+    launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
+    meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None))._replace(
+        SKIPS=False, UNMASKED_LOOP=False, IS_LATENT=x.is_latent
+    )
+    meta = with_rows_of(meta, x, launch_tile, out)
+    keys = meta.PAGE_ROWS or tile.block_n
+    of_k = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1))
+    of_v = of_k.first if x.is_latent else ragged_descriptor(x.v, keys, tile.head_dim_v)
+    arguments = forward_arguments(
+        x,
+        Descriptors(q=pair_descriptor(x.q, ROWS.value // slots, (meta.QK0, meta.QK1), slots), k=of_k, v=of_v, out=None),
+        Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=None),
+        Results(
+            out=rows_of(out, meta),
+            lse_ptr=lse if parts is None else parts.lse,
+            max_logit_ptr=None,
+            parts_ptr=None if parts is None else parts.out,
+        ),
+        forward_work(x, queries, group, is_planned=plan is not None),
+        SplitKeys(splits if splits > 1 else None, plan),
+    )
+    launch(
+        _attn_fwd_wide_hopper_kernel,
+        processors if plan is not None else min(processors, tiles * splits),
+        out.device,
+        launch_tile,
+        (arguments, x.mods, meta),
+    )
+    if plan is not None and parts is not None:
+        combine_pieces(x, plan, planned, parts, (out, lse))
+    elif parts is not None:
+        combine_splits(x, parts, out, lse)
+    if x.has_lengths and plan is None:
+        zero_padding(x, out, "q", lse)
