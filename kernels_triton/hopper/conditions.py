@@ -142,6 +142,8 @@ def wide_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str 
         return "it takes head dims above 256"
     if has_max_logit:
         return "it does not return max_logit"
+    if problem.is_batch_invariant:  # for these, what is slower is not asked
+        return "it was not run on a GPU"
     return _unsupported_operands(problem, out) or _unsupported_tile(problem, wide_tile(problem))
 
 
