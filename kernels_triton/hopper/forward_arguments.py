@@ -137,7 +137,7 @@ def number_of_tiles(problem: Problem, tile: HopperTile, group: int) -> int:
 
 
 class Cut(NamedTuple):
-    """Whether keys are cut into parts, and whether a plan says where."""
+    """Answers to two questions: are keys cut into parts, and by a plan?"""
 
     is_split: bool
     is_planned: bool
