@@ -17,7 +17,7 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import conditions
+from flexattn.kernels_triton.hopper import conditions, wide_forward
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.runtime.launch import pretended_device
@@ -26,6 +26,7 @@ from tests.fuzz.check import Verdicts, compare
 from tests.hopper.test_emulated import HARMLESS, without_gpu
 
 WHERE = Where("triton", "cpu", HALF, (64, 128, 128, 40, 96, 192, 256), (270, 300), 2, frozenset(FEATURES))
+WIDE = WHERE._replace(head_dims=(320, 512, 264), longest=(130, 200))
 FEW, MANY = 6, 100
 
 
@@ -35,10 +36,10 @@ def rows_and_lse(call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     return torch.full(tuple(dout.shape), float("nan"), dtype=spec.dtype), torch.full(tuple(dlse.shape), float("nan"))
 
 
-def draw_for_hopper(seed: int) -> tuple[Call, AttentionSpec, Operands]:
-    """The first from a seed on that the forward for sm_90 takes."""
+def draw_for_hopper(seed: int, is_wide: bool = False) -> tuple[Call, AttentionSpec, Operands]:
+    """The first from a seed on that the forward for sm_90 takes, or the one for head dims above 256."""
     for own in count(1000 * seed):
-        config = draw_config(own, WHERE)
+        config = draw_config(own, WIDE if is_wide else WHERE)
         if config.kind != "ordinary":
             continue
         layouts = config.layouts | {"dout": "plain", "dlse": "plain"}  # as the backend gives them to kernels
@@ -54,7 +55,10 @@ def draw_for_hopper(seed: int) -> tuple[Call, AttentionSpec, Operands]:
         spec = ops.spec_to_run(x, settings)
         problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
         with pretended_device(90, 132):
-            unsupported = conditions.forward_unsupported(problem, as_bshd(rows_and_lse(call, spec)[0], spec.q_format))
+            rows = as_bshd(rows_and_lse(call, spec)[0], spec.q_format)
+            unsupported = (
+                conditions.wide_unsupported(problem, rows, False) if is_wide else conditions.forward_unsupported(problem, rows)
+            )
         if unsupported is None:
             return call, spec, x
     raise AssertionError
@@ -95,6 +99,22 @@ def test_emulated(seed: int) -> None:
         if doffset is not None:
             gradients["dsoftmax_offset"] = doffset.to(call.tensors["softmax_offset"].dtype)
         compare(verdicts, backward.__name__, call, gradients)
+    wrong = verdicts.failures()
+    assert not wrong, "\n".join(wrong)
+
+
+@without_gpu
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, MANY))])
+def test_wide_emulated(seed: int) -> None:
+    call, spec, x = draw_for_hopper(seed, is_wide=True)
+    verdicts = Verdicts()
+    out, lse = rows_and_lse(call, spec)
+    problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
+    with emulated(seed, wide_forward) as reports:
+        wide_forward.wide_forward(problem, as_bshd(out, spec.q_format), lse, splits=1 + seed % 3)
+    check_reports(reports)
+    compare(verdicts, "forward", call, {"out": out, "lse": lse})
     wrong = verdicts.failures()
     assert not wrong, "\n".join(wrong)
 
