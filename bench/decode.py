@@ -17,6 +17,7 @@ import itertools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 FLUSH_BYTES = 2**28  # written before each replay: empties L2
+HOST_CALLS = 50
 ROUNDS, CALLS = 5, 8  # turns of each implementation, and replays in each
 WORST = 2.0**-6  # |got - exact| / |exact| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
 GARBAGE = 2147480000  # in the entries of the page table that no length reaches
@@ -111,15 +113,19 @@ def exact(dense: Step, cell: Cell) -> Tensor:
     where = {name: t for name, t in dense.where.items() if not name.startswith("descale")}
     one, scales = torch.ones(1, device=dense.q.device), (dense.where.get("descale_k"), dense.where.get("descale_v"))
 
-    def attend(q: Tensor, rows: slice, longest: int, **more: Any) -> Any:
+    def attend(q: Tensor, rows: slice, longest: int, **more: Any) -> Tensor:
         caches = ((t[rows, :longest], one if scale is None else scale) for t, scale in zip((dense.k, dense.v), scales, strict=True))
         k, v = (t.double() * scale.double()[:, None] for t, scale in caches)
-        return attention(q.double(), k, v, **where | more, backend="eager")
+        out = attention(q.double(), k, v, **where | more, backend="eager")
+        assert isinstance(out, Tensor)
+        return out
 
     if len(set(cell.keys)) == 1:
         return attend(dense.q, slice(None), max(cell.keys))
     parts = []
-    for b, (q, length) in enumerate(zip(dense.q.split(cell.queries), cell.keys, strict=True)):
+    starts = itertools.accumulate(cell.queries, initial=0)
+    for b, (start, count, length) in enumerate(zip(starts, cell.queries, cell.keys, strict=False)):
+        q = dense.q[start : start + count]
         own = {"cu_seqlens_q": torch.tensor((0, len(q)), dtype=torch.int32, device=q.device)}
         own["seqused_kv"] = where["seqused_kv"][b : b + 1]
         parts.append(attend(q, slice(b, b + 1), length, **own))
@@ -135,13 +141,14 @@ def _options(cell: Cell, lengths: Tensor) -> dict[str, Any]:
         node = j - (lengths[b] - own)  # a key of the step itself is seen where the tree says so, or is the query's own
         return (node < 0) | (node == i) | nodes[b, i, node.clamp(0, own - 1)]
 
-    return {
+    found: dict[str, dict[str, Any]] = {
         "": {},
         "sinks": sinks,
         "sinks, window": {**sinks, "window_size": (127, 0)},
         "softcap": {"softcap": 30.0},
         "tree": {"mask_mod": tree, "attn_mask_type": "padding"},
-    }[cell.more]
+    }
+    return found[cell.more]
 
 
 def _page_table(cell: Cell) -> tuple[int, Tensor]:
@@ -249,7 +256,7 @@ def flops_of(cell: Cell) -> int:
 
 def captured(call: Call) -> torch.cuda.CUDAGraph:
     """A CUDA graph of the call, after calls that compile and warm what it needs."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
@@ -273,6 +280,36 @@ def time_replays(graph: torch.cuda.CUDAGraph, flush: Tensor, calls: int = CALLS)
     return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
+def host_time(call: Call) -> float:
+    """Microseconds until an ordinary call returns to Python, with nothing before it in the device's queue."""
+    times = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - before))
+    return statistics.median(times)
+
+
+def measure_merge(flush: Tensor) -> dict[str, Any]:
+    """Returns a row for `merge_attention` of the results of two calls, 16384 queries of 32 heads of 128."""
+    from flexattn import merge_attention
+
+    sides = [torch.randn(16384, 32, 128, device="cuda", dtype=DTYPE), torch.randn(32, 16384, device="cuda")]
+    sides += [torch.randn_like(side) for side in sides]
+    call = functools.partial(merge_attention, *sides, qkv_format="thd")
+    wanted = merge_attention(*(side.double() for side in sides), qkv_format="thd")
+    error = float((call()[0].double() - wanted[0]).norm() / wanted[0].norm())
+    row: dict[str, Any] = {"cell": "merge of 16384 queries", "implementation": "flexattn", "error": error}
+    if not error < WORST:
+        return row | {"status": "wrong"}
+    graph = captured(call)
+    times = [us for _ in range(ROUNDS) for us in time_replays(graph, flush)]
+    moved = 3 * sides[0].nbytes + 3 * sides[1].nbytes
+    us = statistics.median(times)
+    return row | {"status": "measured", "us": us, "gb_s": moved / us * 1e-3, "tflops": 0.0, "host_us": host_time(call)}
+
+
 def measure(name: str, cell: Cell, flush: Tensor) -> list[dict[str, Any]]:
     """Returns a row for each implementation of the cell."""
     from flexattn import BackendError
@@ -293,7 +330,7 @@ def measure(name: str, cell: Cell, flush: Tensor) -> list[dict[str, Any]]:
         if not error < WORST:
             rows.append(row | {"status": "wrong", "error": error})
             continue
-        rows.append(row | {"status": "measured", "error": error})
+        rows.append(row | {"status": "measured", "error": error, "host_us": host_time(call)})
         graphs[implementation] = captured(call)
     times: dict[str, list[float]] = {implementation: [] for implementation in graphs}
     for graph in graphs.values():
@@ -332,11 +369,13 @@ def main(argv: list[str] | None = None) -> int:
     }
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     rows: list[dict[str, Any]] = []
-    for name, cell in chosen.items():
-        new = measure(name, cell, flush)
+    for name, cell in [*chosen.items(), ("merge", None)]:
+        if cell is None and options.only != "*":
+            continue
+        new = [measure_merge(flush)] if cell is None else measure(name, cell, flush)
         for row in new:
             said = (
-                f"{row['us']:9.1f} us {row['gb_s']:6.0f} GB/s {row['tflops']:6.1f} TFLOP/s"
+                f"{row['us']:9.1f} us {row['gb_s']:6.0f} GB/s {row['tflops']:6.1f} TFLOP/s, host {row['host_us']:5.1f} us"
                 if row["status"] == "measured"
                 else f"{row['status']}: {row.get('reason', row.get('error'))}"
             )

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flexattn")
+# Those of a group take turns by model. FlexAttention's, which is compiled for minutes, comes when the others are on file.
+GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
 WORST = 2.0
 WARM_UPS, CALLS = 3, 10
 SIZES: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "max_position_embeddings": 32768, "pad_token_id": 0}
@@ -126,36 +129,38 @@ def errors(model: str, implementation: str, tokens: int, device: torch.device) -
     return found
 
 
-def measure(tokens: int, models: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """Returns a row for each model, implementation and batch, measured, wrong or refused."""
-    rows: list[dict[str, Any]] = []
-    for model in models:
-        for implementation in IMPLEMENTATIONS:
+def measure(tokens: int, models: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yields a row for each model, implementation and batch, measured, wrong or refused."""
+    for group, model in itertools.product(GROUPS, models):
+        for implementation in group:
+            torch._dynamo.reset()  # a few shapes are compiled for one function; of more, FlexAttention keeps all scores
             row: dict[str, Any] = {"model": model, "implementation": implementation}
             try:
                 off = errors(model, implementation, 512, device)
                 subject = build(model, LARGE, implementation, torch.bfloat16, device).train()
             except (ImportError, NotImplementedError, RuntimeError, ValueError) as e:
-                rows.append(row | {"status": "refused", "reason": str(e).splitlines()[0]})
+                yield row | {"status": "refused", "reason": str(e).splitlines()[0]}
                 continue
             for name, batch in batches(tokens, device).items():
+                torch._dynamo.reset()
                 cell = row | {"batch": name, "error": off[name]}
                 if off[name] > WORST:
-                    rows.append(cell | {"status": "wrong"})
+                    yield cell | {"status": "wrong"}
                     continue
                 try:
-                    rows.append(cell | {"status": "measured"} | time_steps(subject, batch))
+                    measured = time_steps(subject, batch)
                 except torch.cuda.OutOfMemoryError as e:
-                    rows.append(cell | {"status": "refused", "reason": str(e).splitlines()[0]})
+                    yield cell | {"status": "refused", "reason": str(e).splitlines()[0]}
+                else:
+                    yield cell | {"status": "measured"} | measured
             del subject
             gc.collect()
             torch.cuda.empty_cache()
-    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="where the JSON is written")
+    parser.add_argument("--out", type=Path, help="where the JSON is written, after every row")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step, a multiple of 64")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args(argv)
@@ -165,22 +170,22 @@ def main(argv: list[str] | None = None) -> int:
     from flexattn.integrations.transformers import register
 
     register()
-    rows = measure(options.tokens, options.models, torch.device("cuda"))
-    for row in rows:
+    result = {
+        "command": record.command_line("flexattn.bench.transformers_models", sys.argv[1:], options.out),
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions(),
+        "transformers": record.installed("transformers"),
+        "method": __doc__,
+        "tokens": options.tokens,
+    }
+    rows = []
+    for row in measure(options.tokens, options.models, torch.device("cuda")):
+        rows.append(row)
         what = f"{row['ms']:8.1f} ms {row['peak_gib']:5.1f} GiB" if row["status"] == "measured" else row["status"]
-        print(f"{what:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}")
-    if options.out is not None:
-        result = {
-            "command": record.command_line("flexattn.bench.transformers_models", sys.argv[1:], options.out),
-            "started": record.now(),
-            "device": record.device_facts(),
-            "versions": record.versions(),
-            "transformers": record.installed("transformers"),
-            "method": __doc__,
-            "tokens": options.tokens,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{what:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}", flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
     return int(any(row["status"] == "wrong" and row["implementation"] == "flexattn" for row in rows))
 
 

@@ -84,13 +84,30 @@ def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
 
 
 @triton.jit
-def paged_offsets(pages, x, b, first, num_rows, ROWS: tl.constexpr, META: tl.constexpr):
-    # The offsets of ROWS keys of a sequence from the first key of page 0. Ids of pages are clamped: whatever the table holds, they
-    # are inside the tensor; and no entry beyond the sequence is read.
-    rows = first + tl.arange(0, ROWS)
-    page = tl.load(pages.table_ptr + tl.cast(b, tl.int64) * pages.stride + rows // pages.page_size, mask=rows < num_rows, other=0)
-    page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
-    return (tl.cast(page, tl.int64) * x.stride_b + tl.cast(rows % pages.page_size, tl.int64) * x.stride_s) * META.ALIGN
+def paged_rows(pages, x, base, b, first, num_rows, META: tl.constexpr):
+    # (pointer, offsets) of BLOCK_N keys of a sequence from `first` on, a multiple of BLOCK_N. base: the first key of page 0. Ids of
+    # pages are clamped: whatever the table holds, they are inside the tensor; and no entry beyond the sequence is read. PAGE_ROWS
+    # keys lie one after the other in a page, so that one entry is read for them.
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    PAGE_ROWS: tl.constexpr = META.PAGE_ROWS
+    table_ptr = pages.table_ptr + tl.cast(b, tl.int64) * pages.stride
+    if PAGE_ROWS == BLOCK_N:
+        page = tl.cast(_clamped(tl.load(table_ptr + first // pages.page_size), pages), tl.int64)
+        offset = page * x.stride_b + tl.cast(first % pages.page_size, tl.int64) * x.stride_s
+        return base + offset * META.ALIGN, row_steps(x.stride_s, BLOCK_N, META)[1]
+    else:
+        rows = first + tl.arange(0, BLOCK_N // PAGE_ROWS) * PAGE_ROWS
+        page = _clamped(tl.load(table_ptr + rows // pages.page_size, mask=rows < num_rows, other=0), pages)
+        offsets = tl.cast(page, tl.int64) * x.stride_b + tl.cast(rows % pages.page_size, tl.int64) * x.stride_s
+        if PAGE_ROWS > 1:
+            offsets = offsets[:, None] + tl.arange(0, PAGE_ROWS).to(tl.int64)[None, :] * x.stride_s
+            offsets = tl.reshape(offsets, [BLOCK_N])
+        return base, offsets * META.ALIGN
+
+
+@triton.jit
+def _clamped(page, pages):
+    return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
 
 
 @triton.jit

@@ -163,6 +163,7 @@ class Meta(NamedTuple):
     HEADS: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
     GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
     IS_LATENT: bool  # a forward takes v from the tile of k
+    PAGE_ROWS: int  # keys of a block that lie one after the other in a page; 0: they lie in no pages
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
     HAS_TOKEN_SCALES_K: bool  # a factor for each token and head of such k, and of such v
@@ -375,6 +376,7 @@ class Problem:
             HEADS=1,
             GROUP=1,
             IS_LATENT=False,
+            PAGE_ROWS=0 if self.page_table is None else math.gcd(self.k.shape[1], tile.block_n),
             IS_FP8=self.is_fp8,
             IS_KV_FP8=bool(self.descales_kv),
             HAS_TOKEN_SCALES_K=self.has_token_scales[0],

@@ -327,6 +327,11 @@ Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
 HOPPER_BYTES = 2**23
 """Of k and v, where few queries make loading them all there is to do: of less, both families take the 16 us of two launches."""
 
+HOPPER_UNSHARED_BYTES = 2**30
+"""Of k and v, where queries are few and each query head has a key head of its own: 64 sequences of 2048 keys and 32 such heads take
+518 us instead of 597 (bench/results/decode_paged_h200.json); less was not measured. Over pages, which the portable kernel reads at
+half its speed, `HOPPER_BYTES` serves all calls."""
+
 # As `open_from` and the like, by a row's head dim of q and k (bench/results/dropout_h200.json, decode_h200.json and
 # splits_h200.json).
 HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}

@@ -12,6 +12,7 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_BYTES,
     HOPPER_DROPOUT_FROM,
     HOPPER_SHARED_FROM,
+    HOPPER_UNSHARED_BYTES,
     HOPPER_WIDE,
     NEVER,
     HopperBackwardTile,
@@ -176,12 +177,15 @@ def _unsupported_tile(problem: Problem, tile: HopperTile) -> str | None:
 def forward_slower(problem: Problem) -> str | None:
     """Returns why the forward was not measured to be faster than the portable one for this problem; None: it was."""
     x, tile = problem, forward_tile(problem)
-    if heads_of_a_tile(x, tile) == 1 or x.is_modified or x.dropout_p > 0:
+    is_paged = x.page_table is not None
+    is_few = 2 * x.longest_q <= tile.block_m and x.block_mask is None
+    size = x.num_keys * x.num_heads_kv * (x.k.shape[-1] + x.v.shape[-1]) * x.k.element_size()
+    is_plain = not x.is_modified and x.dropout_p == 0
+    if not is_few or not (is_paged or (is_plain and (heads_of_a_tile(x, tile) > 1 or size >= HOPPER_UNSHARED_BYTES))):
         return slower_by_row(x, tile)
     shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
     if x.longest_kv < shortest:
         return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
-    size = x.num_keys * x.num_heads_kv * (x.k.shape[-1] + x.v.shape[-1]) * x.k.element_size()
     return None if size >= HOPPER_BYTES else "there is too little to load for it to be faster"
 
 

@@ -38,7 +38,7 @@ from flexattn.kernels_triton.common.primitives import (
     offsets_of_tile,
     packed_start,
     padding_rows,
-    paged_offsets,
+    paged_rows,
     positive_factor,
     queries_of_tile,
     row_pointer,
@@ -135,8 +135,9 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             v_pointer = block.v_base + tl.cast(n, tl.int64) * block.v_step
         k_tile, k_offsets, v_tile, v_offsets = k_pointer, block.k_offsets, v_pointer, block.v_offsets
         if inputs.pages.table_ptr is not None:
-            k_tile, k_offsets = block.k_base, paged_offsets(inputs.pages, inputs.k, head.b, n, len_kv, BLOCK_N, META)
-            v_tile, v_offsets = block.v_base, paged_offsets(inputs.pages, inputs.v, head.b, n, len_kv, BLOCK_N, META)
+            k_tile, k_offsets = paged_rows(inputs.pages, inputs.k, block.k_base, head.b, n, len_kv, META)
+            if not META.IS_LATENT:
+                v_tile, v_offsets = paged_rows(inputs.pages, inputs.v, block.v_base, head.b, n, len_kv, META)
         columns = n + tl.arange(0, BLOCK_N)
         j = columns[None, :]
         k0 = load_tile(k_tile, k_offsets, n, len_kv, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)

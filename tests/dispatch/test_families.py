@@ -109,7 +109,7 @@ def calls_of(row: Row) -> Iterator[tuple[AttentionSpec, Operands]]:
         arguments = make_case(row if dtype is None else row._replace(inputs={**row.inputs, "dtype": dtype}), "cpu").arguments
         for name in ("q", "k", "v", "bias"):
             if arguments.get(name) is not None:
-                arguments[name] = arguments[name].detach().requires_grad_()
+                arguments[name] = arguments[name].detach().requires_grad_("page_table" not in arguments)
         yield on_sm_90(**arguments)
 
 
