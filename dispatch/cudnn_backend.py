@@ -60,9 +60,11 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 
 def not_run_yet(spec: AttentionSpec) -> str | None:
-    """None where results on the spec's kind of GPU were checked, else what is not known."""
-    if spec.capability is None or spec.capability in RUN_ON:
+    """None where results of such a spec on its kind of GPU were checked, else what is not known."""
+    if spec.capability is None:
         return None
+    if spec.capability in RUN_ON:
+        return "not run over pages yet: cuDNN's own rules speak for it alone, and no result was checked" if spec.page_size else None
     major, minor = spec.capability
     return f"not run on sm_{major}{minor} yet: cuDNN's own rules speak for it alone, and no result was checked"
 

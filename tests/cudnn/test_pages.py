@@ -241,6 +241,8 @@ def test_auto_falls_back_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         select.select.cache_clear()
     assert decision.backend == "cudnn"
+    assert "not run over pages yet" in str(cudnn_backend.not_run_yet(spec))
+    assert cudnn_backend.not_run_yet(spec._replace(page_size=0)) is None
     assert ("triton", "not today") in decision.rejected
 
 
