@@ -77,6 +77,7 @@ torch.testing.assert_close(torch.export.load(path).module()(q, q, q), Attention(
 
 @pytest.mark.sample
 @pytest.mark.parametrize("step", ["strict", "non-strict"])
+@pytest.mark.slow
 def test_a_mod_that_is_first_traced_in_an_export(step: str, tmp_path: Path, forked_python: FreshPython) -> None:
     """Nothing of the trace is in the program, which loads where it was made and in another process."""
     for now in (step, "load"):

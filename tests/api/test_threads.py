@@ -108,6 +108,7 @@ print("done")
 
 @pytest.mark.sample
 @pytest.mark.parametrize("canary", ["0", "1"], ids=["plain", "canary"])
+@pytest.mark.slow
 def test_any_mix_of_first_calls_from_eight_threads(forked_python, canary: str) -> None:
     run = forked_python("-c", MIX, env={"TRITON_INTERPRET": "1", "FLEXATTN_CANARY": canary})
     assert run.stdout.split() == ["done"], run.stdout[-3000:] + run.stderr[-3000:]

@@ -25,6 +25,7 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_cases_reach_every_kernel_that_attends(forked_python: FreshPython) -> None:
     done = forked_python("-c", LAUNCHED)
     assert done.returncode == 0, done.stderr

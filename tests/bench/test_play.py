@@ -65,6 +65,7 @@ def test_a_tile_is_checked_and_compiled_beside_the_committed_one(capsys: pytest.
     assert "HMMA" in (tmp_path / "_attn_fwd_kernel.sass").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_never_timed(
     own_file: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +256,7 @@ def test_watch_runs_again_on_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "Since the last save:\n-this 239\n+this 238\n" in said
 
 
+@pytest.mark.slow
 def test_a_fork_gives_its_status_and_what_it_printed() -> None:
     code = """if True:
         import sys

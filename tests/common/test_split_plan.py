@@ -194,7 +194,7 @@ def replayed(launches: list[Launch], seed: int | None) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize(("seed", "replays"), [(None, 50), (3, 4)])
+@pytest.mark.parametrize(("seed", "replays"), [pytest.param(None, 50, marks=pytest.mark.slow), (3, 4)])
 def test_the_same_launches_for_other_lengths(seed: int | None, replays: int) -> None:
     """As a CUDA graph replays them: nothing of lengths or tables is in the launches."""
     generator = torch.Generator().manual_seed(1)

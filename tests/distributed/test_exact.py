@@ -11,11 +11,12 @@ from tests.conftest import ROOT, FreshPython
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_feature(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "features", ranks)
 
 
+@pytest.mark.slow
 def test_decoding_layouts_and_wrapped_calls(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "others", 2)
 

@@ -447,6 +447,7 @@ PAGE = (ROOT / "docs" / "transformers.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_example_of_the_page_prints_what_it_shows(number: int, forked_python: Any, tmp_path: Path) -> None:
     """They stand under `py` and not `python`, as they need transformers."""
     examples = re.findall(r"^```py\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)

@@ -227,6 +227,7 @@ def test_threads_that_compile_while_others_trace() -> None:
     in_threads(work)
 
 
+@pytest.mark.slow
 def test_a_mod_that_asks_for_another_mods_trace() -> None:
     inner = lambda b, h, i, j: i >= j  # noqa: E731
 

@@ -13,14 +13,14 @@ from tests.conftest import ROOT, FreshPython
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "docs" / "gallery.md"})  # which test_pictures.py runs
 COMMAND = "$ python -m flexattn "
 
-ALL_BY_DEFAULT = ("README.md",)  # of the other pages the first example runs by default: each is a process, and some compile
+BY_DEFAULT = ("README.md",)  # the other pages' examples are slow: each is a process, and some compile
 
 BLOCKS = [
     pytest.param(
         language,
         text,
         id=f"{page.name}-{language}-{number}",
-        marks=[pytest.mark.slow] if number and page.name not in ALL_BY_DEFAULT else [],
+        marks=[] if page.name in BY_DEFAULT else [pytest.mark.slow],
     )
     for page in PAGES
     for number, (language, text) in enumerate(re.findall(r"^```(python|console)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))

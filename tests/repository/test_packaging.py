@@ -136,6 +136,7 @@ def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path])
     assert not_imported == {"mypy", "ruff", "importlinter", "xdist", *of_site, *CUDNN_LIBRARIES}
 
 
+@pytest.mark.slow
 def test_users_own_modules_do_not_break_an_installed_flexattn(wheel: Path, tmp_path: Path, fresh_python: FreshPython) -> None:
     site, user = tmp_path / "site", tmp_path / "user"
     zipfile.ZipFile(wheel).extractall(site)  # a wheel without compiled code is installed by unpacking it

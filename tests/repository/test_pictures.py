@@ -28,6 +28,7 @@ def changed(one: bytes, other: bytes) -> float:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.picture.stem for example in EXAMPLES])
+@pytest.mark.slow
 def test_picture_is_drawn_by_its_example(example: pictures.Example) -> None:
     png = example.picture.read_bytes()
     assert len(png) < LARGEST

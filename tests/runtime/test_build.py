@@ -78,6 +78,7 @@ flexattn.attention(**calls[0])  # on sm_90: its tensor maps are made by Triton's
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_warmup_compiles_several_at_a_time(forked_python, tmp_path: Path) -> None:
     env = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLEXATTN_KERNELS": str(tmp_path / "kernels")}
     ran = forked_python("-c", WARM, env=env | {"FLEXATTN_HOPPER": "always"})

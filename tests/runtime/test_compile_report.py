@@ -165,6 +165,7 @@ def test_barriers_that_nothing_uses_are_counted():
     assert [report.idle_barriers for report in compile_beside(requests)] == [0, 2]
 
 
+@pytest.mark.slow
 def test_spills_and_warnings_are_seen():
     [report] = compile_many([_request(90, size=TOO_LARGE, inner=16)])
     assert report.registers == 255

@@ -155,6 +155,7 @@ for hopper in ("never", "always"):
 
 
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="the driver that stands in for CUDA's needs a C compiler")
+@pytest.mark.slow
 def test_a_launch_has_the_same_arguments_whoever_makes_it(forked_python) -> None:
     done = forked_python("-c", COMPARE, "thd")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -64,6 +64,7 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved):
 """
 
 
+@pytest.mark.slow
 def test_every_outcome_is_counted(tmp_path: Path, forked_python: FreshPython) -> None:
     for name, text in (
         ("tests/test_flash_attn.py", FILE),
