@@ -53,16 +53,20 @@ def run(batch, sq, skv, fmt, window, scale, offset):
         launch.kernel.warmup(*launch.arguments, grid=(1,), num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages)
     return [launch.kernel for launch in launches]
 
+# The heads of few queries share tiles, by another kernel.
+MANY = [(2, 64, 64, 16, 1.0, 0), (1, 17, 2, 1, 0.3, 1), (16, 33, 1000, 2**20, 1.0, 3), (1, 64, 16, 0, 2.5, 0)]
+MANY += [(31, 255, 129, 7, 0.0, 2)]
+FEW = [(2, 2, 64, 16, 1.0, 0), (1, 3, 2, 1, 0.3, 1), (16, 5, 1000, 2**20, 1.0, 3), (1, 2, 16, 0, 2.5, 0), (31, 16, 129, 7, 0.0, 2)]
 for fmt in ("bhsd", "thd"):
-    kernels = run(2, 64, 64, fmt, 16, 1.0, 0)
-    before = [len(kernel.device_caches[0][0]) for kernel in kernels]
-    for case in [(1, 17, 2, 1, 0.3, 1), (16, 33, 1000, 2**20, 1.0, 3), (1, 2, 16, 0, 2.5, 0), (31, 255, 129, 7, 0.0, 2)]:
-        batch, sq, skv, window, scale, offset = case
-        run(batch, sq, skv, fmt, window, scale, offset)
-    after = [len(kernel.device_caches[0][0]) for kernel in kernels]
-    print(fmt, [kernel.__name__ for kernel in kernels], before, after)
-    assert len(kernels) == 7 and all(before)
-    assert before == after, f"{fmt}: {after} compilations after new lengths, {before} before"
+    for first, *others in (MANY, FEW):
+        counted = []
+        for batch, sq, skv, window, scale, offset in (first, *others):
+            kernels = run(batch, sq, skv, fmt, window, scale, offset)
+            counted.append([len(kernel.device_caches[0][0]) for kernel in kernels])
+        before, after = counted[0], counted[-1]
+        print(fmt, [kernel.__name__ for kernel in kernels], before, after)
+        assert len(kernels) == 7 and all(before)
+        assert before == after, f"{fmt}: {after} compilations after new lengths, {before} before"
 """
 
 
