@@ -31,6 +31,7 @@ class Scores:
     softmax_type: str = "vanilla"
     deterministic: bool | None = None
     backend: str | None = None
+    has_own_rows: bool = False  # whether bias has the rows of this rank's queries, not of the whole's
 
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
@@ -151,7 +152,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared) -> dict[str, Any]:
     if slopes is not None and not call.band.is_exact:
         score_mod, slopes, bias_type = with_alibi(score_mod, slopes, origin), None, "no_bias"
     if bias is not None:
-        bias = bias[bias_index(bias, call.pieces[0])]
+        bias = bias[bias_index(bias, call.pieces[0], scores.has_own_rows)]
     return scores.common() | {
         "qkv_format": "bshd" if call.packing is None else "thd",
         "attn_mask_type": "no_mask" if call.packing is None else "padding",
@@ -167,9 +168,10 @@ def arguments_of(call: Call, scores: Scores, shared: Shared) -> dict[str, Any]:
     }
 
 
-def bias_index(bias: Tensor, piece: Piece) -> tuple[Any, ...]:
-    """Returns the index of a piece's scores in a bias of the whole, whose dims of size 1 stay."""
-    starts = ((piece.q_start, piece.rows.size, 2), (piece.kv_start, piece.keys.size, 3))
+def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...]:
+    """Returns the index of a piece's scores in a bias of the whole, or of this rank's queries; dims of size 1 stay."""
+    first = piece.rows.start if has_own_rows else piece.q_start
+    starts = ((first, piece.rows.size, 2), (piece.kv_start, piece.keys.size, 3))
     return (..., *(slice(None) if bias.shape[dim] == 1 else slice(start, start + size) for start, size, dim in starts))
 
 
@@ -222,7 +224,7 @@ def differentiate(
     sums.dk[keys] += found.dk
     sums.dv[keys] += found.dv
     if found.dbias is not None and bias is not None and sums.shared[0] is not None:
-        sums.shared[0][bias_index(bias, call.pieces[0])] += found.dbias
+        sums.shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
     for leaf, total in zip(leaves.mod_tensors, sums.shared[1:], strict=True):
         for captured, gradient in found.dcaptures:
             if captured is leaf and total is not None:

@@ -102,7 +102,8 @@ def attention(
         qkv_format: "bshd", "sbhd" or "bhsd"; "thd" and nothing else for a plan with documents. None is the one that fits.
         attn_mask_type, window_size, bottom_right_diagonal: None for the plan's mask; else the mask of this call, over the plan's
             tokens: layers with a window and layers without one share a plan.
-        bias: the whole's, on each rank, for a plan without documents.
+        bias: [b, h, sq, skv] of the whole, on each rank, or with the rows of this rank's queries alone ("gather", "halo", "ring"),
+            whose gradients are then complete; for a plan without documents.
         alibi_slopes: of all heads, and for packed documents [documents, h] or [h]. None takes the defaults of all heads.
         softmax_offset: of all heads.
         score_mod, mask_mod: as `flexattn.attention` takes them. They see the batch row (or the document), the head and the
@@ -175,6 +176,11 @@ class _Call:
         scores, shared = _scores(q, plan, options)
         heads = Heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size(), 1 if plan.is_packed else q.shape[0])
         chosen = plan.chosen(heads, strategy)
+        if scores.has_own_rows and chosen.startswith("ulysses"):
+            raise ValueError(
+                f"bias has the rows of this rank's queries with strategy {chosen!r}; accepted: strategy 'gather', 'halo', "
+                "'ring', or a bias of the whole"
+            )
         runner: Strategy
         if chosen == "ulysses+ring":
             inside, between = plan.inside_host()
@@ -194,7 +200,7 @@ class _Call:
             "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
             "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
             "gradients": tuple(bool(t.requires_grad) for t in call.inputs() if t is not None) if torch.is_grad_enabled() else (),
-            "shapes of shared tensors": tuple(None if t is None else tuple(t.shape) for t in call.inputs()[3:]),
+            "shapes of shared tensors": _shapes(call.inputs()[3:], scores.has_own_rows),
         }
         return call
 
@@ -210,6 +216,15 @@ class _Call:
             out, lse = _Attend.apply(self.runner, self.plan, *self.inputs())  # type: ignore[no-untyped-call]
         out = from_bshd(out, self.qkv_format).contiguous()
         return (out, lse) if self.return_lse else out
+
+
+def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, ...]:
+    """Returns the shapes of the tensors that all ranks have, bias first, without the rows of this rank alone."""
+    shapes = [None if t is None else tuple(t.shape) for t in shared]
+    if has_own_rows and shapes[0] is not None:
+        b, h, _, keys = shapes[0]
+        return ((b, h, "own", keys), *shapes[1:])
+    return tuple(shapes)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -237,7 +252,11 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
     if plan.is_packed and bias is not None:
         raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it at the documents' positions")
-    validation.check_bias(bias_type, bias, q, (batch, heads, plan.length, plan.length_kv))
+    own_rows = size_of(plan.q_runs[plan.rank])
+    has_own_rows = (
+        isinstance(bias, torch.Tensor) and bias.dim() == 4 and bias.shape[2] == own_rows and own_rows not in (1, plan.length)
+    )
+    validation.check_bias(bias_type, bias, q, (batch, heads, own_rows if has_own_rows else plan.length, plan.length_kv))
     validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, offset, q, heads)
     if bias_type == "alibi" and slopes is None:
@@ -261,6 +280,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         softmax_type=softmax_type,
         deterministic=options.get("deterministic"),
         backend=options.get("backend"),
+        has_own_rows=has_own_rows,
     )
     return scores, Shared(bias, slopes, offset, values)
 

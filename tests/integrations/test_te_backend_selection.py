@@ -42,6 +42,20 @@ def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_backend, "device_error", lambda *_: "no cuDNN here")
 
 
+OVER_RANKS = {"context_parallel": True, "cp_size": 4}
+
+
+@pytest.mark.usefixtures("on_sm_90")
+def test_over_ranks() -> None:
+    assert answer(**OVER_RANKS) == answer()
+    assert answer(**OVER_RANKS, core_attention_bias_type="post_scale_bias")[2]
+    assert answer(**OVER_RANKS, core_attention_bias_type="post_scale_bias", core_attention_bias_shape="111s", cp_comm_type="a2a")[2]
+    assert answer(**OVER_RANKS, attention_dropout=0.1, is_training=False)[2]
+    assert answer(**OVER_RANKS, qkv_layout="thd_thd_thd", max_seqlen_q=100, attn_mask_type="padding")[2]
+    with pytest.raises(ValueError, match="cp_comm_type is 'tree'"):
+        answer(**OVER_RANKS, cp_comm_type="tree")
+
+
 def answer(**fields: Any) -> tuple[Any, ...]:
     return get_attention_backend(AttentionParams(**fields))
 
@@ -62,7 +76,15 @@ def test_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"context_parallel": True, "cp_size": 2}, "cp_size is 2"),
+        ({**OVER_RANKS, "fp8": True}, "cp_size is 4 with fp8; accepted: 1, or"),
+        ({**OVER_RANKS, "return_max_logit": True}, "with return_max_logit"),
+        ({**OVER_RANKS, "attention_dropout": 0.1}, "with attention_dropout in training"),
+        ({**OVER_RANKS, "attn_mask_type": "arbitrary"}, "with attn_mask_type 'arbitrary'"),
+        ({**OVER_RANKS, "inference_params": object()}, "with inference_params"),
+        ({**OVER_RANKS, "core_attention_bias_type": "post_scale_bias", "attn_mask_type": "padding"}, "with a bias and padding"),
+        ({**OVER_RANKS, "core_attention_bias_type": "post_scale_bias", "cp_comm_type": "a2a"}, "a bias by cp_comm_type 'a2a'"),
+        ({**OVER_RANKS, "num_heads": 2, "num_gqa_groups": 2, "cp_comm_type": "a2a"}, "num_heads 2, fewer than ranks"),
+        ({**OVER_RANKS, "max_seqlen_kv": 124}, "max_seqlen_kv 124, which is no multiple of twice that"),
         ({"qkv_layout": "paged_kv_bshd_bshd_bshd"}, "pages, which have no gradients"),
         ({"inference_params": types.SimpleNamespace(is_paged=True, page_size=64)}, "pages, which have no gradients"),
     ],

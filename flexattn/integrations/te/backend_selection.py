@@ -14,6 +14,7 @@ import torch
 
 from flexattn.dispatch.select import unsupported
 from flexattn.dispatch.spec import AttentionSpec, Direction, Fp8, length_class, make_band
+from flexattn.integrations.te.context_parallel import STRATEGIES
 from flexattn.integrations.te.layouts import parse_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.validation import check_name
@@ -67,8 +68,9 @@ class AttentionParams:
     """A call of DotProductAttention without its tensors, in TransformerEngine's fields and with its defaults.
 
     Lengths are tokens; `core_attention_bias_shape` is one of bhss, 1hss, b1ss, 11ss, 111s. These are accepted and do not decide
-    anything here: qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, cp_comm_type, fp8_meta, num_splits, fp8_output,
+    anything here: qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, fp8_meta, num_splits, fp8_output,
     checkpoint_core_attention, has_score_mod, has_score_mod_bprop (a score_mod is judged when it is called: `flexattn.explain`).
+    With context_parallel and a cp_size above 1, lengths are those of the whole, and the answer is for the call of one part.
     """
 
     qkv_type: Any = torch.Tensor
@@ -202,7 +204,7 @@ def _lacking(p: AttentionParams) -> list[str]:
     """Returns what a call asks for that nothing here has."""
     found = []
     if p.context_parallel and p.cp_size > 1:
-        found.append(f"cp_size is {p.cp_size}, and there is no context parallelism yet; accepted: 1")
+        found += _lacking_over_ranks(p)
     if _page_size_of(p):
         if p.is_training:
             found.append("keys and values are in pages, which have no gradients; accepted: is_training=False")
@@ -213,6 +215,28 @@ def _lacking(p: AttentionParams) -> list[str]:
                 f"k and v are in pages and attn_mask_type is {p.attn_mask_type!r}; accepted: a type with padding in its name"
             )
     return found
+
+
+def _lacking_over_ranks(p: AttentionParams) -> list[str]:
+    """Returns what a call over ranks asks for that context parallelism does not serve."""
+    check_name("cp_comm_type", p.cp_comm_type, tuple(STRATEGIES))
+    has_bias = p.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias")
+    is_dense = parse_layout(p.qkv_layout).q_format != "thd"
+    exchanges_heads = p.cp_comm_type.startswith("a2a")
+    lengths = {"max_seqlen_q": p.max_seqlen_q, "max_seqlen_kv": p.max_seqlen_kv} if is_dense else {}
+    asked = {
+        f"attn_mask_type {p.attn_mask_type!r}": p.attn_mask_type == "arbitrary",
+        "inference_params": p.inference_params is not None,
+        "fp8": p.fp8,
+        "return_max_logit": p.return_max_logit,
+        "attention_dropout in training": p.is_training and p.attention_dropout > 0,
+        "a bias and padding": has_bias and (not is_dense or "padding" in p.attn_mask_type),
+        f"a bias by cp_comm_type {p.cp_comm_type!r}": has_bias and exchanges_heads and p.core_attention_bias_shape != "111s",
+        f"num_heads {p.num_heads}, fewer than ranks": p.cp_comm_type == "a2a" and p.num_heads < p.cp_size,
+    } | {f"{name} {length}, which is no multiple of twice that": length % (2 * p.cp_size) != 0 for name, length in lengths.items()}
+    return [
+        f"cp_size is {p.cp_size} with {what}; accepted: 1, or a call without it" for what, is_asked in asked.items() if is_asked
+    ]
 
 
 def _page_size_of(p: AttentionParams) -> int:

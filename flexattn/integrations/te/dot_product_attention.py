@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flexattn import fp8, ops
 from flexattn.dispatch.spec import Results, parse_format
 from flexattn.in_layout import attend
+from flexattn.integrations.te import context_parallel
 from flexattn.integrations.te.backend_selection import environment
 from flexattn.integrations.te.inference import InferenceParams
 from flexattn.integrations.te.layer_scaling import LayerScaling, is_recomputed
@@ -46,14 +47,14 @@ class DotProductAttention(torch.nn.Module):
             tp_size heads, and without sequence_parallel draws the seed of dropout inside the tracker's `fork()`.
         layer_number: this layer's, for the cache of `InferenceParams`.
         attention_type: "self" or "cross"; accepted, and without effect.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: of context parallelism, which is not there yet: groups of one rank.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as `set_context_parallel_group` takes them.
         softmax_scale: None is 1 / sqrt(head dim of q and k).
         softmax_type: "vanilla", "off-by-one", or "learnable", which makes a parameter softmax_offset, [h], of zeros.
         return_max_logit: whether `forward` returns (out, max_logit).
         name: accepted, and without effect.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning. NotImplementedError: context parallelism over several ranks.
+        ValueError, TypeError: an argument that has no meaning.
     """
 
     softmax_offset: Tensor | None
@@ -143,14 +144,25 @@ class DotProductAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Raises NotImplementedError for a group of more than one rank, as there is no context parallelism yet."""
-        check_name("cp_comm_type", cp_comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
-        groups = cp_group if isinstance(cp_group, (tuple, list)) else [] if cp_group is None else [cp_group]
-        ranks = max((torch.distributed.get_world_size(group) for group in groups), default=1)
-        if ranks > 1:
-            raise NotImplementedError(
-                f"cp_group has {ranks} ranks; accepted: None, or one rank, as there is no context parallelism yet"
-            )
+        """Sets the ranks that sequences lie over; None or a group of one rank: each rank has whole sequences.
+
+        Then `forward` takes this rank's tokens: of 2 * n chunks of a sequence, for n ranks, those with numbers r and 2 * n - 1 - r,
+        one after the other. With thd each sequence is cut so by itself, with its padding; cu_seqlens are those of the whole, and
+        read on the host, once for each tensor. A bias has the rows of this rank's queries, and all keys.
+
+        Args:
+            cp_group: a process group; for "a2a+p2p" a list of two, of a2a and of p2p.
+            cp_global_ranks: for "a2a+p2p" the global ranks of all, ascending, those of an a2a group one after another; else without
+                effect.
+            cp_stream: accepted, and without effect: collectives have streams of their own.
+            cp_comm_type: "p2p", keys travel in a ring; "all_gather", all keys come; "a2a", heads are exchanged for tokens;
+                "a2a+p2p", heads inside of an a2a group, and a ring between.
+
+        Raises:
+            ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
+        """
+        self._ranks = context_parallel.ranks_of(cp_group, cp_global_ranks, cp_comm_type)
+        self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = cp_group, cp_global_ranks, cp_stream, cp_comm_type
 
     def forward(
         self,
@@ -227,6 +239,16 @@ class DotProductAttention(torch.nn.Module):
         self._check_shapes((q, k, v), fmt)
         mask_type = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
         lengths = _Lengths(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+        if self._ranks is not None:
+            self._check_ranks(
+                self._ranks,
+                {
+                    "attn_mask_type 'arbitrary'": mask_type == ARBITRARY,
+                    "inference_params": inference_params is not None,
+                    "attention in FP8": bool(of_fp8) or active_recipe() is not None,
+                    "a core_attention_bias and padding": core_attention_bias is not None and "padding" in mask_type,
+                },
+            )
         if inference_params is not None:
             if packing:
                 raise ValueError("inference_params is given with a packed tensor; accepted: query_layer, key_layer and value_layer")
@@ -255,7 +277,8 @@ class DotProductAttention(torch.nn.Module):
         if inference_params is not None and inference_params.is_paged:
             arguments["page_table"] = inference_params.page_table(k.device)
         if "padding" in mask_type:
-            arguments |= _lengths_given(lengths, attention_mask, (q, k), fmt, pad_between_seqs)
+            sizes = _sizes(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
+            arguments |= _lengths_given(lengths, attention_mask, sizes, fmt, pad_between_seqs)
         elif mask_type == ARBITRARY:
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
         if score_mod is not None:
@@ -264,7 +287,11 @@ class DotProductAttention(torch.nn.Module):
             raise ValueError("score_mod is None and a bprop, or tensors, are given for it; accepted: a score_mod beside them")
         if self.training and self.attention_dropout > 0:
             arguments |= {"dropout_p": self.attention_dropout, "rng_state": self._seed(q.device)}
-        run = functools.partial(_attend, Results(packing=packing), arguments)
+        run: Callable[..., tuple[Any, Tensor | None]]
+        if self._ranks is None:
+            run = functools.partial(_attend, Results(packing=packing), arguments)
+        else:
+            run = functools.partial(_attend_over_ranks, self._ranks, arguments)
         if checkpoint_core_attention and torch.is_grad_enabled():
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
         else:
@@ -295,6 +322,18 @@ class DotProductAttention(torch.nn.Module):
         ):
             if t.dim() != len(fmt) or tuple(t.shape[-2:]) != (heads, dim):
                 raise ValueError(f"{name} is {describe(t)}; accepted in {fmt}: {len(fmt)} dims, the last two {(heads, dim)}")
+
+    def _check_ranks(self, ranks: context_parallel.Ranks, asked: dict[str, bool]) -> None:
+        """Raises NotImplementedError for what context parallelism does not serve, before anything is drawn, kept or sent."""
+        asked |= {
+            "return_max_logit": self.return_max_logit,
+            "attention_dropout in training mode": self.training and self.attention_dropout > 0,
+        }
+        for what, is_asked in asked.items():
+            if is_asked:
+                raise NotImplementedError(
+                    f"cp_group has {ranks.size} ranks in a call with {what}; accepted: a group of one rank, or a call without it"
+                )
 
     def _with_cache(
         self, params: InferenceParams, new: tuple[Tensor, Tensor], fmt: str, mask_type: str
@@ -394,24 +433,31 @@ def _score_shape(q: Tensor, k: Tensor, fmt: str) -> tuple[int, int, int, int]:
     return b, h, sq, k.shape[kv_format.index("s")]
 
 
+def _sizes(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int] | None:
+    """Returns (b, sq, skv) of dense tensors, of the whole where they lie over ranks; None for thd."""
+    q_format, kv_format = parse_format(fmt)
+    if "thd" in (q_format, kv_format):
+        return None
+    return q.shape[q_format.index("b")], q.shape[q_format.index("s")] * ranks, k.shape[kv_format.index("s")] * ranks
+
+
 def _lengths_given(
-    lengths: _Lengths, attention_mask: Any, qk: tuple[Tensor, Tensor], fmt: str, pad_between_seqs: bool | None
+    lengths: _Lengths, attention_mask: Any, sizes: tuple[int, int, int] | None, fmt: str, pad_between_seqs: bool | None
 ) -> dict[str, Any]:
-    """Returns the arguments for lengths of `flexattn.attention`, for a mask type with padding."""
+    """Returns the arguments for lengths of `flexattn.attention`, with a padding mask type; sizes: (b, sq, skv), None for thd."""
     formats = parse_format(fmt)
     cu_seqlens = [lengths.cu_seqlens_q, lengths.cu_seqlens_kv]
     if cu_seqlens[0] is None or cu_seqlens[1] is None:
-        if "thd" in formats or attention_mask is None:
-            also = "" if "thd" in formats else ", or an attention_mask [b, 1, 1, s]"
+        if sizes is None or attention_mask is None:
+            also = "" if sizes is None else ", or an attention_mask [b, 1, 1, s]"
             raise ValueError(
                 f"cu_seqlens_q or cu_seqlens_kv is None with a padding mask type and {fmt}; accepted: int32 tensors [b + 1]{also}"
             )
-        rows, sizes = qk[0].shape[formats[0].index("b")], [t.shape[f.index("s")] for t, f in zip(qk, formats, strict=True)]
-        cu_seqlens = list(lengths_of(attention_mask, rows, (sizes[0], sizes[1])))
+        cu_seqlens = list(lengths_of(attention_mask, sizes[0], sizes[1:]))
     made: dict[str, Any] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
     padded = (lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded)
-    sides = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
-    for side, side_format, plain, starts, longest in sides:
+    each = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
+    for side, side_format, plain, starts, longest in each:
         if side_format != "thd":
             continue
         made[f"max_seqlen_{side}"] = longest
@@ -434,3 +480,9 @@ def _attend(results: Results, arguments: dict[str, Any], q: Tensor, k: Tensor, v
     else:
         out = out.flatten(-2)
     return out, None if max_logit is None else max_logit.to(q.dtype)
+
+
+def _attend_over_ranks(
+    ranks: context_parallel.Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, None]:
+    return context_parallel.attend(ranks, arguments, q, k, v), None
