@@ -1,15 +1,17 @@
-"""Emulation of the functions of gl.nvidia.hopper: TMA, mbarriers, wgmma, by module and name."""
+"""Emulation of the functions of gl.nvidia.hopper: TMA, mbarriers, wgmma, by module and name; and mma.sync of gl.nvidia.ampere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flexattn.emulator.cta import running
 from flexattn.emulator.memory import Descriptor
 from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
-from flexattn.emulator.rules import static, static_shape
+from flexattn.emulator.rules import check_mma_sync, static, static_shape
 from flexattn.emulator.shared import SharedView
 from flexattn.emulator.values import Pointer, Tensor, scalar
 
@@ -88,6 +90,13 @@ def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> An
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def _mma_sync(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) -> Tensor:
+    check_mma_sync(a, b, acc)
+    running().step()
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + acc.data
+    return Tensor(product.astype(np.float32), acc.dtype, acc.layout)
+
+
 def _mma_init(value: Tensor) -> Tensor:
     return value
 
@@ -115,6 +124,7 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
         "warpgroup_mma_init": _mma_init,
         "fence_async_shared": _fence,
     },
+    "ampere": {"mma_v2": _mma_sync},
 }
 """The emulation of each function, by the last part of its module's name and its own."""
 

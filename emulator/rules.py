@@ -99,6 +99,22 @@ def _check_register_operand(own: Layout, accumulator: Any, k_width: int) -> None
         raise GluonError(f"operand a of wgmma has layout {own}; accepted: DotOperandLayout(0, {accumulator}, {k_width})")
 
 
+def check_mma_sync(a: Tensor, b: Tensor, accumulator: Tensor) -> None:
+    """Raises GluonError unless the operands of mma.sync are of one dtype, have its layouts, and fit."""
+    layout = accumulator.layout
+    if not isinstance(layout, layouts.NVMMADistributedLayout) or list(layout.version) != [2, 0]:
+        raise GluonError(f"the accumulator of mma.sync has layout {layout}; accepted: NVMMADistributedLayout of version [2, 0]")
+    for operand, name, index in ((a, "a", 0), (b, "b", 1)):
+        own = operand.layout
+        if not isinstance(own, layouts.DotOperandLayout) or (own.operand_index, own.parent) != (index, layout):
+            raise GluonError(f"operand {name} of mma.sync has layout {own}; accepted: DotOperandLayout({index}, {layout}, k_width)")
+    if a.dtype.name != b.dtype.name or a.layout.k_width != b.layout.k_width:
+        raise GluonError(f"operands of mma.sync are {a!r} and {b!r}, k_width {a.layout.k_width} and {b.layout.k_width}")
+    (*batch, m, k), (*other, b_k, n) = a.shape, b.shape
+    if batch != other or b_k != k or accumulator.shape != [*batch, m, n]:
+        raise GluonError(f"mma.sync of {a.shape} and {b.shape} into {accumulator.shape}")
+
+
 def check_tma(descriptor: Descriptor, coord: Sequence[int], view: SharedView, what: str) -> None:
     """Raises GluonError where shared view and descriptor do not fit."""
     if list(view.shape) != list(descriptor.block_shape) or view.dtype.name != descriptor.dtype.name:
