@@ -181,6 +181,24 @@ HOPPER_WIDE_FORWARD = Family[Forward](
 )
 
 
+def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
+    kernels = _hopper("fp8_cache")
+    group = kernels.heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
+
+
+HOPPER_FP8_CACHE = Family[Forward](
+    name="sm_90 FP8 cache",
+    direction="forward",
+    unsupported=lambda call: _hopper("fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None),
+    slower=lambda call: _hopper("fp8_cache").slower(call.problem),
+    tile=lambda call: _hopper("fp8_cache").TILE,
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _hopper("fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
+    splits=_fp8_cache_splits,
+)
+
+
 def _run_fp8_forward(call: Forward, tile: Any) -> None:
     from flexattn.kernels_triton.hopper.fp8 import empty_transposed, scales_of
     from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward
@@ -319,7 +337,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
 
 # By whether q, k and v are in FP8, in the order that the families are asked: the portable one takes whatever the others leave.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
-    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, PORTABLE_FORWARD),
+    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, PORTABLE_FORWARD),
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {

@@ -28,7 +28,6 @@ from flexattn.kernels_triton.common.primitives import (
     head_of,
     load_descale,
     load_sequence,
-    load_sink,
     log_of_sum,
     logits,
     row_pointer,
@@ -84,7 +83,7 @@ class CacheMeta(NamedTuple):
     HAS_TOKEN_SCALES_K: bool  # a factor for each token and head of k, and of v; else one for each head
     HAS_TOKEN_SCALES_V: bool
     HAS_BLOCK_SCALES: bool  # no: `primitives.load_descale` asks
-    KIND: str  # of FP8, as PTX has it
+    IS_E5M2: bool  # k and v, else e4m3
     IS_BF16: bool  # q and out, else fp16
     IS_PAGED: bool
     IS_POWER: bool  # a page's size is a power of two
@@ -188,14 +187,14 @@ def _value_words(WARPS, KEYS, HEAD_DIM):
 
 
 @gluon.constexpr_function
-def _conversion(KIND, IS_BF16):
-    return (_TO_BF16 if IS_BF16 else _TO_FP16).value.replace("KIND", KIND)
+def _conversion(IS_E5M2, IS_BF16):
+    return (_TO_BF16 if IS_BF16 else _TO_FP16).value.replace("KIND", "e5m2" if IS_E5M2 else "e4m3")
 
 
 @gluon.jit
-def _numbers_of_words(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
+def _numbers_of_words(words, DTYPE: gl.constexpr, META: gl.constexpr):
     # [..., 2, 2]: the numbers of each word in 16 bits, those at 0 and 2 in [0, 0] and [0, 1]
-    assembly: gl.constexpr = _conversion(KIND, DTYPE == gl.bfloat16)
+    assembly: gl.constexpr = _conversion(META.IS_E5M2, gl.bfloat16 == DTYPE)
     low, high = gl.inline_asm_elementwise(assembly, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     low = gl.join(low.to(gl.int16), (low >> 16).to(gl.int16))
     high = gl.join(high.to(gl.int16), (high >> 16).to(gl.int16))
@@ -283,7 +282,7 @@ def _scores(words, queries: _Queries, SCORES: gl.constexpr, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_QK
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
-    k = gl.permute(_numbers_of_words(words, META.KIND, gl.float16), [0, 2, 4, 6, 3, 5, 1])
+    k = gl.permute(_numbers_of_words(words, gl.float16, META), [0, 2, 4, 6, 3, 5, 1])
     k = gl.reshape(k, [WARPS, HEAD_DIM, KEYS])
     k = gl.convert_layout(k, gl.DotOperandLayout(1, SCORES, 2), assert_trivial=True)
     return mma_v2(queries.q, k, gl.zeros([WARPS, BLOCK_M, KEYS], gl.float32, layout=SCORES))
@@ -297,7 +296,7 @@ def _sum_of_values(p, words, factors, acc, SCORES: gl.constexpr, META: gl.conste
     WARPS: gl.constexpr = META.WARPS
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
-    v = gl.permute(_numbers_of_words(words, META.KIND, DTYPE), [0, 1, 2, 4, 6, 5, 3])
+    v = gl.permute(_numbers_of_words(words, DTYPE, META), [0, 1, 2, 4, 6, 5, 3])
     v = gl.reshape(v, [WARPS, KEYS, HEAD_DIM])
     v = gl.convert_layout(v, gl.DotOperandLayout(1, SCORES, 2), assert_trivial=True)
     if META.HAS_TOKEN_SCALES_V:
@@ -434,7 +433,9 @@ def _store_tile(sums: _Sums, work: _Work, start_q, len_q, args: CacheArguments, 
     is_real = i < len_q
     rescale = gl.full([BLOCK_M], 1.0, gl.float32, layout=OF_ROW)
     if META.HAS_SINK:
-        sink = load_sink(inputs.softmax_offset_ptr, heads, 1.0 if META.IS_UNBOUNDED else LOG2E, META)
+        sink = gl.zeros([BLOCK_M], gl.float32, layout=OF_ROW)
+        if META.HAS_OFFSET:
+            sink = gl.load(inputs.softmax_offset_ptr + heads).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
         if META.IS_SPLIT:
             sink = gl.where(work.split == 0, sink, float("-inf"))
         new_max = gl.maximum(row_max, sink)
@@ -442,7 +443,7 @@ def _store_tile(sums: _Sums, work: _Work, start_q, len_q, args: CacheArguments, 
             factor = exponent_factor(new_max)
             scaled_max = scaled_row_max(new_max, factor, OFFSET)
             rescale = gl.exp2(scaled_row_max(row_max, factor, OFFSET) - scaled_max)
-            row_sum = row_sum * rescale + gl.exp2(gl.fma(sink + row_max * 0.0, factor, -scaled_max))
+            row_sum = row_sum * rescale + gl.exp2(gl.fma(sink, factor, -scaled_max))
         else:
             scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)
             rescale = gl.exp2(row_max - scaled_max)
@@ -650,7 +651,7 @@ def fp8_cache_forward(
         HAS_TOKEN_SCALES_K=x.has_token_scales[0],
         HAS_TOKEN_SCALES_V=x.has_token_scales[1],
         HAS_BLOCK_SCALES=False,
-        KIND="e5m2" if x.k.dtype is torch.float8_e5m2 else "e4m3",
+        IS_E5M2=x.k.dtype is torch.float8_e5m2,
         IS_BF16=x.q.dtype is torch.bfloat16,
         IS_PAGED=page_size > 0,
         IS_POWER=page_size & (page_size - 1) == 0,
@@ -678,5 +679,5 @@ def fp8_cache_forward(
         combine_pieces(x, plan, planned, parts, (out, lse))
     elif parts is not None:
         combine_splits(x, parts, out, lse)
-    if x.has_lengths and plan is None:
+    if plan is None and (x.cu_seqlens_q is not None or x.seqused_q is not None):
         zero_padding(x, out, "q", lse)
