@@ -55,13 +55,15 @@ def _cvt_to_fp8(name: str) -> re.Pattern[str]:
     )
 
 
-def _words_of_fp8(kind: str, dtype: DType) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Four numbers of FP8 in 32 bits, as two pairs of 16 bits."""
-    source = tl.float8e4nv if kind == "e4m3" else tl.float8e5
+_FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+
+
+def _pairs_of_fp8(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Four numbers of FP8 in 32 bits as two pairs of fp16."""
 
     def convert(words: Tensor) -> tuple[Tensor, Tensor]:
         numbers = np.ascontiguousarray(words.data)[..., None].view(np.uint8)
-        bits = to_bits(round_to(from_bits(numbers, source), dtype), dtype)
+        bits = to_bits(round_to(from_bits(numbers, _FP8[kind]), tl.float16), tl.float16)
         first, second = (Tensor(_pack(bits[..., i], bits[..., i + 1]), tl.int32, words.layout) for i in (0, 2))
         return first, second
 
@@ -78,12 +80,8 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (_cvt_to_fp8("e4m3"), _packed_cvt(tl.float8e4nv)),
     (_cvt_to_fp8("e5m2"), _packed_cvt(tl.float8e5)),
     *(
-        (re.compile(rf"cvt\.rn\.f16x2\.{kind}x2 \$0, a; cvt\.rn\.f16x2\.{kind}x2 \$1, b; }}$"), _words_of_fp8(kind, tl.float16))
-        for kind in ("e4m3", "e5m2")
-    ),
-    *(
-        (re.compile(rf"cvt\.rn\.f16x2\.{kind}x2 x, a;.*cvt\.rn\.bf16x2\.f32 \$1, g, f; }}$"), _words_of_fp8(kind, tl.bfloat16))
-        for kind in ("e4m3", "e5m2")
+        (re.compile(rf"cvt\.rn\.f16x2\.{kind}x2 \$0, a; cvt\.rn\.f16x2\.{kind}x2 \$1, b; }}$"), _pairs_of_fp8(kind))
+        for kind in _FP8
     ),
     (re.compile(r"^\{ \.reg \.b64 p; mul\.wide\.u32 p, \$2, \$3; mov\.b64 \{\$0, \$1\}, p; \}$"), _wide_product),
     (re.compile(r"and\.b32 b, \$2, \$3; setp\.ne\.b32 p, b, 0; selp\.f32 \$0, \$1, 0f00000000, p; \}$"), _choice),

@@ -5,8 +5,8 @@ want them, converts them in registers, and has a softmax of its own. Warps meet 
 while one is multiplied. A tile is 16 rows: the queries of heads that share a key head.
 
 Products are in fp16, which holds every number of FP8, and q as well, once a row is multiplied by a power of two. Factors of k are
-multiplied with scores. Where v has a factor for each token, weights times these are in bf16, as they may be of any size, for q in
-fp16 in two parts, so that 16 bits of them count.
+multiplied with scores. Where v has a factor for each token, weights are multiplied with it, relative to the power of two below the
+largest so far, and sums with that power at the end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     Keys,
     Work,
     columns_in_order,
+    inverse_power,
     keys_of_warps,
+    largest_exponent,
     load_keys,
     load_queries,
     load_token_factors,
@@ -78,7 +80,7 @@ TILE = Tile(16, 128, 4, 1)
 """Rows of mma.sync, and 32 keys of each of four warps."""
 
 _HEAD_DIMS = (64, 128)
-_OFFSET = gl.constexpr(14.0)  # added to exponents of weights in fp16, whose largest is 2**15.99 and whose smallest 2**-24
+_OFFSET = gl.constexpr(14.0)  # added to exponents of weights: times a factor below 2, in fp16 from 2**-24 up to less than 2**16
 
 
 class _Queries(NamedTuple):
@@ -95,7 +97,8 @@ class _Products(NamedTuple):
     """Products of a block of keys with q."""
 
     qk: Any
-    factors: Any  # k's, where each token has one
+    factors_k: Any  # where each token has one
+    factors_v: Any
     first: Any  # the block's first key
     is_cut: Any  # whether an edge hides some
 
@@ -106,17 +109,12 @@ class _Sums(NamedTuple):
     acc: Any
     row_sum: Any
     row_max: Any  # in units of log2, but for unbounded logits, whose largest is exact
-
-
-@gluon.constexpr_function
-def _weights_offset(HAS_TOKEN_SCALES_V):
-    return 0.0 if HAS_TOKEN_SCALES_V else _OFFSET.value
+    unit: Any  # what acc is to be multiplied with where v's tokens have factors: a power of two for each warp, its bits
 
 
 @gluon.jit
 def _weights(products: _Products, sums: _Sums, queries: _Queries, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
     # (weights of a block of keys, sums with all but its values)
-    OFFSET: gl.constexpr = _weights_offset(META.HAS_TOKEN_SCALES_V)
     head, i = queries.head, queries.i
     j = (products.first + keys_of_warps(gl.SliceLayout(1, scores_layout(META.WARPS)), META))[:, None, :]
     qk = products.qk
@@ -124,7 +122,7 @@ def _weights(products: _Products, sums: _Sums, queries: _Queries, args: CacheArg
         qk = qk * queries.factor[:, :, None]
     score_scale = args.inputs.scores.scale
     if META.HAS_TOKEN_SCALES_K:
-        qk = qk * products.factors[:, None, :]
+        qk = qk * products.factors_k[:, None, :]
     else:
         qk, score_scale = descaled(qk, queries.descale, score_scale, META)
     s, factor, _cap_tanh, _score = logits(qk, i, j, score_scale, head, MODS, META)
@@ -135,16 +133,22 @@ def _weights(products: _Products, sums: _Sums, queries: _Queries, args: CacheArg
     if META.IS_UNBOUNDED:
         new_max = gl.maximum(sums.row_max, gl.max(s, 2))
         factor = exponent_factor(new_max)
-        scaled_max = scaled_row_max(new_max, factor, OFFSET)
-        correction = gl.exp2(scaled_row_max(sums.row_max, factor, OFFSET) - scaled_max)
+        scaled_max = scaled_row_max(new_max, factor, _OFFSET)
+        correction = gl.exp2(scaled_row_max(sums.row_max, factor, _OFFSET) - scaled_max)
         p = gl.exp2(gl.fma(s, factor[:, :, None], -scaled_max[:, :, None]))
     else:
         new_max = gl.maximum(sums.row_max, gl.max(s, 2) * factor)
         scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
         correction = gl.exp2(sums.row_max - scaled_max)
-        p = gl.exp2(gl.fma(s, factor, OFFSET - scaled_max[:, :, None]))
+        p = gl.exp2(gl.fma(s, factor, _OFFSET - scaled_max[:, :, None]))
     row_sum = sums.row_sum * correction + gl.sum(p, 2)
-    return p, _Sums(acc=sums.acc * correction[:, :, None], row_sum=row_sum, row_max=new_max)
+    unit = sums.unit
+    if META.HAS_TOKEN_SCALES_V:
+        unit = gl.maximum(unit, largest_exponent(products.factors_v, 1))
+        p = p * (products.factors_v * inverse_power(unit)[:, None])[:, None, :]
+        change = sums.unit.to(gl.float32, bitcast=True) * inverse_power(unit)
+        correction = correction * gl.convert_layout(change, gl.SliceLayout(1, correction.type.layout))[:, None]
+    return p, _Sums(acc=sums.acc * correction[:, :, None], row_sum=row_sum, row_max=new_max, unit=unit)
 
 
 @gluon.jit
@@ -157,11 +161,13 @@ def _sums_of_blocks(
     for first in range(visible.begin, visible.end, BLOCK_N):
         factors_k, factors_v = load_token_factors(first, keys, args, META)
         is_cut = (first < visible.full_begin) | (first >= visible.full_end)
-        products = _Products(qk=product_with_keys(queries.q, k, META), factors=factors_k, first=first, is_cut=is_cut)
+        products = _Products(
+            qk=product_with_keys(queries.q, k, META), factors_k=factors_k, factors_v=factors_v, first=first, is_cut=is_cut
+        )
         k = load_keys(first + BLOCK_N, keys, args, META)
         p, sums = _weights(products, sums, queries, args, MODS, META)
-        acc = sum_with_values(p, v, factors_v, sums.acc, META)
-        sums = _Sums(acc=acc, row_sum=sums.row_sum, row_max=sums.row_max)
+        acc = sum_with_values(p, v, sums.acc, META)
+        sums = _Sums(acc=acc, row_sum=sums.row_sum, row_max=sums.row_max, unit=sums.unit)
         v = load_values(first + BLOCK_N, keys, args, META)
     return sums
 
@@ -169,40 +175,40 @@ def _sums_of_blocks(
 @gluon.jit
 def _sums_of_warps(sums: _Sums, META: gl.constexpr):
     # The softmax of all warps
-    OFFSET: gl.constexpr = _weights_offset(META.HAS_TOKEN_SCALES_V)
     row_max = gl.max(sums.row_max, 0)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)[None, :]
-        correction = gl.exp2(scaled_row_max(sums.row_max, factor, OFFSET) - scaled_row_max(row_max[None, :], factor, OFFSET))
+        correction = gl.exp2(scaled_row_max(sums.row_max, factor, _OFFSET) - scaled_row_max(row_max[None, :], factor, _OFFSET))
     else:
         correction = gl.exp2(sums.row_max - gl.where(row_max == float("-inf"), 0.0, row_max)[None, :])
-    acc = gl.sum(sums.acc * correction[:, :, None], 0)
-    return _Sums(acc=acc, row_sum=gl.sum(sums.row_sum * correction, 0), row_max=row_max)
+    row_sum = gl.sum(sums.row_sum * correction, 0)
+    if META.HAS_TOKEN_SCALES_V:
+        unit = sums.unit.to(gl.float32, bitcast=True)
+        correction = correction * gl.convert_layout(unit, gl.SliceLayout(1, correction.type.layout))[:, None]
+    return _Sums(acc=gl.sum(sums.acc * correction[:, :, None], 0), row_sum=row_sum, row_max=row_max, unit=0)
 
 
 @gluon.jit
 def _with_sink(row_sum, row_max, sink, META: gl.constexpr):
     # (row sum, row maximum, correction of what was summed before)
-    OFFSET: gl.constexpr = _weights_offset(META.HAS_TOKEN_SCALES_V)
     new_max = gl.maximum(row_max, sink)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(new_max)
-        scaled_max = scaled_row_max(new_max, factor, OFFSET)
-        correction = gl.exp2(scaled_row_max(row_max, factor, OFFSET) - scaled_max)
+        scaled_max = scaled_row_max(new_max, factor, _OFFSET)
+        correction = gl.exp2(scaled_row_max(row_max, factor, _OFFSET) - scaled_max)
         own = gl.exp2(gl.fma(sink, factor, -scaled_max))
     else:
         scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)
         correction = gl.exp2(row_max - scaled_max)
-        own = gl.exp2(sink - scaled_max + OFFSET)
+        own = gl.exp2(sink - scaled_max + _OFFSET)
     return row_sum * correction + own, new_max, correction
 
 
 @gluon.jit
 def _store_lse(row_sum, row_max, place, is_real, args: CacheArguments, META: gl.constexpr):
-    OFFSET: gl.constexpr = _weights_offset(META.HAS_TOKEN_SCALES_V)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
-        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, OFFSET), row_sum)
+        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, _OFFSET), row_sum)
         lengths = args.inputs.lengths_q
         if META.IS_PLANNED:
             gl.store(args.lse_ptr + first_row_of_part(args.plan, args.plan.num_parts) + place, lost, mask=is_real)
@@ -210,7 +216,7 @@ def _store_lse(row_sum, row_max, place, is_real, args: CacheArguments, META: gl.
             num_rows = part_row(args.num_splits, lengths.batch, args.inputs.num_heads, lengths.num_tokens, META)
             gl.store(args.lse_ptr + num_rows + place, lost, mask=is_real)
     else:
-        lse = (row_max - OFFSET + gl.log2(row_sum)) * LN2
+        lse = (row_max - _OFFSET + gl.log2(row_sum)) * LN2
     gl.store(args.lse_ptr + place, lse, mask=is_real)
 
 
@@ -291,6 +297,7 @@ def _attend(work: Work, args: CacheArguments, MODS: gl.constexpr, META: gl.const
         acc=gl.zeros([WARPS, BLOCK_M, HEAD_DIM], gl.float32, layout=SCORES),
         row_sum=gl.zeros([WARPS, BLOCK_M], gl.float32, layout=ROW),
         row_max=gl.full([WARPS, BLOCK_M], float("-inf"), gl.float32, layout=ROW),
+        unit=gl.full([WARPS], 0x00800000, gl.int32, layout=gl.SliceLayout(1, gl.SliceLayout(1, SCORES))),
     )
     if (visible.begin < visible.end) & (first_row < len_q):
         keys = Keys(b=work.b, h_kv=h_kv, start=start_kv, last=visible.end - 1)
@@ -357,7 +364,9 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
 
 def slower(problem: Problem) -> str | None:
     """Returns why the kernel was not measured to be faster than the portable one for this problem; None: it was."""
-    return "it was not measured on a GPU"
+    room = 2 * TILE.block_m  # keys are loaded once for each tile of so many rows
+    needed = problem.longest_q * slots_of_heads(problem.group_size)
+    return None if needed <= room else f"the queries of a key head's heads take {needed} rows, and up to {room} it is faster"
 
 
 def _unaligned(name: str, x: Tensor) -> str | None:

@@ -20,14 +20,6 @@ from flexattn.kernels_triton.common.primitives import row_pointer
 from flexattn.kernels_triton.common.problem import with_features
 from flexattn.kernels_triton.common.split_plan import Plan
 
-# Four numbers of FP8 in 32 bits as two pairs of 16 bits
-_TO_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.KINDx2 $0, a; cvt.rn.f16x2.KINDx2 $1, b; }")
-_TO_BF16 = gl.constexpr(
-    "{ .reg .b16 a, b, c, d; .reg .b32 x, y; .reg .f32 f, g; mov.b32 {a, b}, $2; "
-    "cvt.rn.f16x2.KINDx2 x, a; mov.b32 {c, d}, x; cvt.f32.f16 f, c; cvt.f32.f16 g, d; cvt.rn.bf16x2.f32 $0, g, f; "
-    "cvt.rn.f16x2.KINDx2 y, b; mov.b32 {c, d}, y; cvt.f32.f16 f, c; cvt.f32.f16 g, d; cvt.rn.bf16x2.f32 $1, g, f; }"
-)
-
 
 @with_features
 class CacheMeta(NamedTuple):
@@ -129,18 +121,20 @@ def value_words(WARPS, KEYS, HEAD_DIM):
 
 
 @gluon.constexpr_function
-def _conversion(IS_E5M2, IS_BF16):
-    return (_TO_BF16 if IS_BF16 else _TO_FP16).value.replace("KIND", "e5m2" if IS_E5M2 else "e4m3")
+def _conversion(IS_E5M2):
+    # Four numbers of FP8 in 32 bits as two pairs of fp16
+    cvt = "cvt.rn.f16x2.e5m2x2" if IS_E5M2 else "cvt.rn.f16x2.e4m3x2"
+    return f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $2; {cvt} $0, a; {cvt} $1, b; }}"
 
 
 @gluon.jit
-def _numbers_of_words(words, DTYPE: gl.constexpr, META: gl.constexpr):
-    # [..., 2, 2]: the numbers of each word in 16 bits, those at 0 and 2 in [0, 0] and [0, 1]
-    assembly: gl.constexpr = _conversion(META.IS_E5M2, gl.bfloat16 == DTYPE)
+def _numbers_of_words(words, META: gl.constexpr):
+    # [..., 2, 2]: the numbers of each word in fp16, those at 0 and 2 in [0, 0] and [0, 1]
+    assembly: gl.constexpr = _conversion(META.IS_E5M2)
     low, high = gl.inline_asm_elementwise(assembly, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     low = gl.join(low.to(gl.int16), (low >> 16).to(gl.int16))
     high = gl.join(high.to(gl.int16), (high >> 16).to(gl.int16))
-    return gl.join(low, high).to(DTYPE, bitcast=True)
+    return gl.join(low, high).to(gl.float16, bitcast=True)
 
 
 @gluon.jit
@@ -234,6 +228,18 @@ def load_token_factors(first, keys: Keys, args: CacheArguments, META: gl.constex
 
 
 @gluon.jit
+def largest_exponent(x, AXIS: gl.constexpr):
+    # The bits of the largest power of two, of those that have an inverse, up to the largest number in size
+    largest = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)  # bits are in the order of the numbers
+    return gl.minimum(gl.maximum(largest & 0x7F800000, 0x00800000), 0x7E800000)
+
+
+@gluon.jit
+def inverse_power(exponent):
+    return (0x7F000000 - exponent).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def load_queries(work: Work, start_q, len_q, args: CacheArguments, META: gl.constexpr):
     # (q in fp16 as the operand of products, the factor of each row: of bf16, a power of two, so that none is too large)
     SCORES: gl.constexpr = scores_layout(META.WARPS)
@@ -251,9 +257,8 @@ def load_queries(work: Work, start_q, len_q, args: CacheArguments, META: gl.cons
     factor = gl.full([WARPS, BLOCK_M], 1.0, gl.float32, layout=gl.SliceLayout(2, SCORES))
     if META.IS_BF16:
         q = q.to(gl.float32)
-        largest = gl.max(q.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 2)  # bits are in the order of the numbers
-        exponent = gl.minimum(gl.maximum(largest & 0x7F800000, 0x00800000), 0x7F000000)
-        q = (q * (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, :, None]).to(gl.float16)
+        exponent = largest_exponent(q, 2)
+        q = (q * inverse_power(exponent)[:, :, None]).to(gl.float16)
         factor = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(2, SCORES))
     return q, factor
 
@@ -266,29 +271,22 @@ def product_with_keys(q, words, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_QK
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
-    k = gl.permute(_numbers_of_words(words, gl.float16, META), [0, 2, 4, 6, 3, 5, 1])
+    k = gl.permute(_numbers_of_words(words, META), [0, 2, 4, 6, 3, 5, 1])
     k = gl.convert_layout(gl.reshape(k, [WARPS, HEAD_DIM, KEYS]), gl.DotOperandLayout(1, SCORES, 2), assert_trivial=True)
     return mma_v2(q, k, gl.zeros([WARPS, BLOCK_M, KEYS], gl.float32, layout=SCORES))
 
 
 @gluon.jit
-def sum_with_values(p, words, factors, acc, META: gl.constexpr):
+def sum_with_values(p, words, acc, META: gl.constexpr):
     # acc and the product of weights with values
-    DTYPE: gl.constexpr = gl.bfloat16 if META.HAS_TOKEN_SCALES_V else gl.float16
     SCORES: gl.constexpr = scores_layout(META.WARPS)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WARPS: gl.constexpr = META.WARPS
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
-    v = gl.permute(_numbers_of_words(words, DTYPE, META), [0, 1, 2, 4, 6, 5, 3])
+    v = gl.permute(_numbers_of_words(words, META), [0, 1, 2, 4, 6, 5, 3])
     v = gl.convert_layout(gl.reshape(v, [WARPS, KEYS, HEAD_DIM]), gl.DotOperandLayout(1, SCORES, 2), assert_trivial=True)
-    if META.HAS_TOKEN_SCALES_V:
-        p = p * factors[:, None, :]
-    rounded = p.to(DTYPE)
-    acc = mma_v2(gl.convert_layout(rounded, WEIGHTS), v, acc)
-    if META.HAS_TOKEN_SCALES_V and not META.IS_BF16:
-        acc = mma_v2(gl.convert_layout((p - rounded.to(gl.float32)).to(DTYPE), WEIGHTS), v, acc)
-    return acc
+    return mma_v2(gl.convert_layout(p.to(gl.float16), WEIGHTS), v, acc)
 
 
 @gluon.jit

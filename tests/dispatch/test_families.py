@@ -29,6 +29,7 @@ KERNELS = {
     ("forward", "portable"): {"_attn_fwd_kernel"},
     ("forward", "sm_90"): {"_attn_fwd_hopper_kernel"},
     ("forward", "sm_90 wide"): {"_attn_fwd_wide_hopper_kernel"},
+    ("forward", "sm_90 FP8 cache"): {"_attn_fwd_fp8_cache_kernel"},
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
@@ -102,6 +103,34 @@ def test_families_of_calls(
     for policy, expected in ((MEASURED, measured), (FORCED, forced), (Policy(portable_only="a test"), ["portable"] * 2)):
         monkeypatch.setattr(triton_backend, "policy_of", lambda spec, policy=policy: policy)
         assert names(spec, x) == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "dim", "more", "measured", "forced"),
+    [
+        (1, 128, {}, "sm_90 FP8 cache", "sm_90 FP8 cache"),
+        (8, 64, {"softcap": 30.0}, "sm_90 FP8 cache", "sm_90 FP8 cache"),
+        (9, 128, {}, "portable", "sm_90 FP8 cache"),
+        (1, 256, {}, "portable", "portable"),
+        (1, 128, {"batch_invariant": True}, "portable", "portable"),
+    ],
+)
+def test_families_of_fp8_caches(
+    queries: int, dim: int, more: dict[str, Any], measured: str, forced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.empty(2, queries, 8, dim, dtype=torch.bfloat16, device="meta")
+    k, table = (
+        torch.empty(512, 16, 2, dim, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(2, 256, dtype=torch.int32, device="meta"),
+    )
+    lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    spec, x = on_sm_90(q=q, k=k, v=k, page_table=table, seqused_kv=lengths, attn_mask_type="padding_causal_bottom_right", **more)
+    for policy, expected in ((MEASURED, measured), (FORCED, forced), (Policy(portable_only="a test"), "portable")):
+        monkeypatch.setattr(triton_backend, "policy_of", lambda spec, policy=policy: policy)
+        choice = triton_backend.choice_of(spec, x, "forward")
+        assert choice is not None
+        assert choice.family.name == expected
+        assert launched(spec, x, "forward") & set.union(*KERNELS.values()) == KERNELS["forward", expected]
 
 
 def calls_of(row: Row) -> Iterator[tuple[AttentionSpec, Operands]]:

@@ -1,0 +1,320 @@
+"""The forward for FP8 caches on sm_90, in the emulator: right, with nothing read that is not there; and what it compiles to.
+
+An injected fault must be found.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import attention, ops
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
+from flexattn.functional import bind_call
+from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, request_for
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
+from flexattn.kernels_triton.hopper import fp8_cache, fp8_cache_operands
+from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.testing import check_close
+from tests.hopper.test_emulated import without_gpu
+from tests.support.compiled_kernels import compile_sound
+from tests.support.inject import Fault, assign, kernels_with, with_argument
+from tests.support.pages import make_pool
+
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LENGTHS = (70, 0, 1, 300)
+SCALES = ("none", "tensor", "head", "sequence and head", "token and head")
+
+
+class Case(NamedTuple):
+    """A step over a cache: the tensors of the call, and the same over dense keys and values in fp64."""
+
+    arguments: dict[str, Any]
+    dense: dict[str, Any]
+
+
+def _descales(scales: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor] | None:
+    sizes = {"tensor": (), "head": shape[2:], "sequence and head": shape[::2], "token and head": shape}.get(scales)
+    if sizes is None:
+        return None
+    growing = torch.arange(1.0, 1.0 + shape[1])[:, None] if scales == "token and head" else 1.0
+    return torch.rand(sizes) + 0.5, (torch.rand(sizes) + 0.1) * 0.01 * growing
+
+
+def _stands_for(x: Tensor, descale: Tensor) -> Tensor:
+    sizes = {0: (1, 1, 1, 1), 1: (1, 1, -1, 1), 2: (len(descale) if descale.dim() == 2 else 1, 1, -1, 1)}
+    return x.double() * descale.double().view(sizes[descale.dim()] if descale.dim() < 3 else (*descale.shape, 1))
+
+
+def make_case(
+    dtype: torch.dtype = BF16,
+    fp8: torch.dtype = E4M3,
+    *,
+    page_size: int = 16,
+    scales: str = "head",
+    queries: int | tuple[int, ...] = 1,
+    heads: tuple[int, int] = (8, 2),
+    dims: tuple[int, int] = (128, 128),
+    **call: Any,
+) -> Case:
+    """Returns a case with `LENGTHS` keys. queries: of each sequence, packed where they are several numbers; page_size 0: dense."""
+    torch.manual_seed(0)
+    longest, batch = max(LENGTHS), len(LENGTHS)
+    k, v = (torch.randn(batch, longest, heads[1], dim).to(fp8) for dim in dims)
+    shape = (sum(queries),) if isinstance(queries, tuple) else (batch, queries)
+    arguments: dict[str, Any] = {
+        "q": torch.randn(*shape, heads[0], dims[0]).to(dtype),
+        "attn_mask_type": "padding_causal_bottom_right",
+        "seqused_kv": torch.tensor(LENGTHS, dtype=torch.int32),
+        **call,
+    }
+    if isinstance(queries, tuple):
+        cu_seqlens = torch.tensor([0, *queries]).cumsum(0).int()
+        arguments |= {"qkv_format": "thd_2bshd", "cu_seqlens_q": cu_seqlens, "max_seqlen_q": max(queries)}
+    descales = _descales(scales, (batch, longest, heads[1]))
+    wide = (k.double(), v.double())
+    if descales is not None:
+        wide = (_stands_for(k, descales[0]), _stands_for(v, descales[1]))
+    dense = {**arguments, "k": wide[0], "v": wide[1]}
+    if page_size:
+        pool = make_pool(k.float(), v.float(), LENGTHS, page_size)
+        k, v = pool.k.to(fp8), pool.v.to(fp8)
+        arguments |= {"page_table": pool.page_table, "max_seqlen_kv": longest}
+        if descales is not None and scales == "token and head":
+            of_pages = make_pool(descales[0][..., None], descales[1][..., None], LENGTHS, page_size)
+            descales = of_pages.k[..., 0].contiguous(), of_pages.v[..., 0].contiguous()
+    if descales is not None:
+        arguments |= {"descale_k": descales[0], "descale_v": descales[1]}
+    return Case({**arguments, "k": k, "v": v}, dense)
+
+
+def bound(arguments: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
+    x, settings = bind_call(**arguments)
+    return ops.spec_to_run(x, settings), x
+
+
+def forward(case: Case, splits: int | None = None, kernels: ModuleType = fp8_cache) -> tuple[bool, Tensor, Tensor]:
+    """Returns whether the emulator found anything, out and lse."""
+    spec, x = bound(case.arguments)
+    out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
+    rows, problem = as_bshd(out, spec.q_format), triton_backend.to_problem(spec, x)
+    with pretended_device(90, 132):
+        assert kernels.unsupported(problem, rows, False) is None
+    with emulated(3, kernels) as reports:
+        kernels.fp8_cache_forward(problem, rows, lse, splits=splits)
+    report = reports["_attn_fwd_fp8_cache_kernel"]
+    if kernels is fp8_cache:
+        assert not report.findings, str(report)
+    return bool(report.findings), out, lse
+
+
+def exact(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cast = {name: x.to(dtype) for name, x in case.dense.items() if name in ("q", "k", "v", "bias")}
+    out, lse = attention(**case.dense | cast, return_lse=True, backend="eager")
+    return out, lse
+
+
+def check(splits: int | None = None, **given: Any) -> None:
+    case = make_case(**given)
+    _, out, lse = forward(case, splits)
+    wanted, budget = (exact(case, dtype) for dtype in (torch.float64, case.arguments["q"].dtype))
+    check_close("out", out, wanted[0], budget[0])
+    check_close("lse", lse, wanted[1], budget[1])
+
+
+@without_gpu
+@pytest.mark.sample("scales", "page_size", "dtype", "fp8")
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("page_size", [0, 1, 3, 16, 64])
+@pytest.mark.parametrize("scales", SCALES)
+def test_scales_pages_and_dtypes(scales: str, page_size: int, dtype: torch.dtype, fp8: torch.dtype) -> None:
+    check(scales=scales, page_size=page_size, dtype=dtype, fp8=fp8)
+
+
+@without_gpu
+@pytest.mark.parametrize("splits", [None, 3, BY_LENGTHS])
+@pytest.mark.parametrize("queries", [2, (1, 3, 0, 2)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64)], ids=str)
+def test_queries_head_dims_and_splits(dims: tuple[int, int], queries: int | tuple[int, ...], splits: int | None) -> None:
+    check(splits, dims=dims, queries=queries, scales="token and head" if splits == 3 else "head")
+
+
+@without_gpu
+@pytest.mark.parametrize(("heads", "queries"), [((12, 2), 1), ((4, 4), 3), ((32, 1), 1), ((12, 1), 2), ((6, 2), 20)], ids=str)
+def test_heads_that_share_a_tile(heads: tuple[int, int], queries: int) -> None:
+    check(heads=heads, queries=queries, splits=BY_LENGTHS)
+    check(heads=heads, queries=queries, splits=1)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "off-by-one sinks": {"softmax_type": "off-by-one"},
+    "learnable sinks": {"softmax_type": "learnable", "softmax_offset": torch.linspace(-1, 3, 8)},
+    "softcap": {"softcap": 3.0},
+    "window": {"window_size": (40, 0), "queries": 4},
+    "ALiBi": {"bias_type": "alibi"},
+    "ALiBi and sinks": {"bias_type": "alibi", "softmax_type": "learnable", "softmax_offset": torch.linspace(-1, 3, 8)},
+    "bias": {"bias_type": "pre_scale_bias", "bias": torch.linspace(-2, 2, 300).view(1, 1, 1, 300)},
+    "score_mod": {"score_mod": lambda score, b, h, i, j: score * 0.5 + 0.01 * (j - i) * (h + 1)},
+    "mask_mod": {"mask_mod": lambda b, h, i, j: (j % 3 == 0) | (j < 4)},
+}
+
+
+@without_gpu
+@pytest.mark.parametrize("splits", [1, BY_LENGTHS])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str, splits: int) -> None:
+    check(splits, **FEATURES[name])
+
+
+@without_gpu
+@pytest.mark.parametrize("size", [1e-38, 3e4, 1e30, 3e36])
+def test_queries_of_any_size(size: float) -> None:
+    """Numbers of bf16 that fp16 does not have."""
+    case = make_case(softmax_scale=0.1 / size)
+    case.arguments["q"].clamp_(-4, 4).mul_(size)
+    case.dense["q"].copy_(case.arguments["q"])
+    _, out, lse = forward(case)
+    wanted, budget = (exact(case, dtype) for dtype in (torch.float64, torch.float32))
+    check_close("lse", lse, wanted[1], budget[1])
+    check_close("out", out, wanted[0], wanted[0].to(BF16))
+
+
+@without_gpu
+def test_a_page_has_the_bits_of_dense_rows() -> None:
+    for scales in ("head", "token and head"):
+        for splits in (1, BY_LENGTHS):
+            _, *dense = forward(make_case(scales=scales, page_size=0), splits)
+            for page_size in (1, 16, 48):
+                _, *paged = forward(make_case(scales=scales, page_size=page_size), splits)
+                assert all(torch.equal(got, want) for got, want in zip(paged, dense, strict=True))
+
+
+def test_what_is_not_a_number_shows() -> None:
+    case = make_case()
+    case.arguments["q"][3, 0, 5, 7] = float("nan")
+    case.arguments["q"][0, 0, 2, 9] = float("inf")
+    _, out, _ = forward(case)
+    is_nan = out.isnan().all(-1)
+    assert is_nan[3, 0, 5]
+    assert is_nan[0, 0, 2]
+    assert is_nan.sum() == 2
+
+
+FAULTS: dict[str, tuple[ModuleType, Fault]] = {
+    "keys past the end are read": (fp8_cache_operands, assign("numbers", "numbers", within="_slots")),
+    "ids of pages are not clamped": (fp8_cache_operands, assign("page", "page", within="_slots", nth=1)),
+    "a page's rows are those of the sequence": (
+        fp8_cache_operands,
+        with_argument("gl.load(pages.table_ptr)", 0, "{} * 0 + pages.table_ptr", within="_slots"),
+    ),
+    "edges hide nothing": (fp8_cache, assign("is_cut", "first < 0", within="_sums_of_blocks")),
+    "the next keys come twice": (fp8_cache, with_argument("load_keys(first)", 0, "first", within="_sums_of_blocks")),
+    "the next values come twice": (fp8_cache, with_argument("load_values(first)", 0, "first", within="_sums_of_blocks")),
+    "sums are not corrected": (fp8_cache, assign("row_sum", "sums.row_sum + gl.sum(p, 2)", within="_weights")),
+    "warps' sums have maxima of their own": (
+        fp8_cache,
+        assign("correction", "1.0 + 0.0 * sums.row_max", within="_sums_of_warps", nth=1),
+    ),
+    "rows of q are not scaled back": (fp8_cache, assign("qk", "qk", within="_weights", nth=1)),
+    "k's factors of tokens are v's": (fp8_cache_operands, with_argument("_token_factors(scales.k)", 0, "scales.v")),
+    "sums keep the unit that they had": (fp8_cache, assign("change", "1.0 + 0.0 * inverse_power(unit)", within="_weights")),
+    "sums are left in their unit": (fp8_cache, assign("unit", "1.0 + 0.0 * sums.unit.to(gl.float32)", within="_sums_of_warps")),
+    "columns are in the product's order": (
+        fp8_cache_operands,
+        with_argument("gl.permute(parts)", 1, "[0, 1, 2, 3]", within="columns_in_order"),
+    ),
+}
+
+
+def launch_of(case: Case, splits: int | None = None) -> Launch:
+    spec, x = bound(case.arguments)
+    out, lse, _ = empty_outputs(spec, x)
+    with pretended_device(90, 132), recorded_launches() as launches:
+        fp8_cache.fp8_cache_forward(triton_backend.to_problem(spec, x), as_bshd(out, spec.q_format), lse, splits=splits)
+    return next(launch for launch in launches if "fp8_cache" in launch.kernel.__name__)
+
+
+FAULTY: dict[str, dict[str, Any]] = {
+    "rows of q are not scaled back": {"softmax_scale": 1.0},
+    "k's factors of tokens are v's": {"scales": "token and head"},
+    "sums keep the unit that they had": {"scales": "token and head"},
+    "sums are left in their unit": {"scales": "token and head"},
+}
+
+
+@without_gpu
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
+    module, fault = FAULTS[name]
+    (kernels,) = kernels_with((fp8_cache,), module, fault, tmp_path)
+    case = make_case(**FAULTY.get(name, {}))
+    case.arguments["page_table"][3, 2] = 2147480000
+    _, right_out, right_lse = forward(case, splits=2)
+    found, out, lse = forward(case, 2, kernels)
+    assert found or not (torch.equal(out, right_out) and torch.equal(lse, right_lse))
+
+
+# Tensors of the call, instructions of an iteration at most, and 32-bit numbers in it that registers have no room for
+COMPILED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "pages": ({}, 840, 0),
+    "dense": ({"page_size": 0}, 670, 0),
+    "head dim 64": ({"dims": (64, 64)}, 650, 0),
+    "factors of tokens": ({"scales": "token and head"}, 1280, 0),
+    "factors of tokens, fp16": ({"scales": "token and head", "dtype": FP16}, 1280, 0),
+    "E5M2, pages of 3": ({"fp8": E5M2, "page_size": 3}, 1000, 0),
+    "softcap, sinks": ({"softcap": 3.0, "softmax_type": "off-by-one"}, 1000, 0),
+}
+
+
+def mainloop(report: CompileReport) -> dict[str, int]:
+    return max(report.loops, key=lambda loop: loop.get("HMMA", 0))
+
+
+@pytest.mark.parametrize("name", [name if name == "pages" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
+def test_compiled(name: str) -> None:
+    given, instructions, spills = COMPILED[name]
+    (report,) = compile_sound([request_for(launch_of(make_case(**given), BY_LENGTHS), 90)])
+    loop = mainloop(report)
+    assert set(report.matrix_instructions) == {"HMMA"}
+    assert sum(loop.values()) <= instructions
+    assert loop.get("STL", 0) + loop.get("LDL", 0) <= spills
+    assert report.registers <= 256  # two programs of 128 threads share a multiprocessor's 65536
+    assert not loop.keys() & {"BAR", "STS", "LDS", "LDSM"}  # warps exchange nothing before the end
+    assert not report.warnings
+
+
+def test_bytes_come_by_16() -> None:
+    case = make_case(page_size=0)
+    (report,) = compile_sound([request_for(launch_of(case, 1), 90)])
+    assert mainloop(report)["LDG"] == 2 * 32 * 128 // (32 * 16)  # k and v: keys of a warp, columns; threads, bytes of a load
+
+
+def test_what_it_refuses() -> None:
+    def refusal(case: Case, has_max_logit: bool = False, capability: int = 90) -> str | None:
+        spec, x = bound(case.arguments)
+        rows = as_bshd(empty_outputs(spec, x)[0], spec.q_format)
+        with pretended_device(capability, 132):
+            return fp8_cache.unsupported(triton_backend.to_problem(spec, x), rows, has_max_logit)
+
+    case = make_case()
+    assert refusal(case) is None
+    assert refusal(case, has_max_logit=True) == "it does not return max_logit"
+    assert refusal(case, capability=80) == "it was made for Hopper, sm_90"
+    assert refusal(make_case(torch.float32)) == "it takes q in bf16 and fp16, not float32"
+    assert refusal(make_case(dims=(96, 64))) == "it takes head dims 64 and 128, not 96 and 64"
+    assert "whose bits are then others" in str(refusal(make_case(batch_invariant=True)))
+    assert refusal(make_case(softmax_scale=0.0)) == "it does not do a softmax_scale of 0"
+    wide = {name: torch.zeros(*x.shape[:-1], 136).to(E4M3)[..., :128] for name, x in case.arguments.items() if name in ("k", "v")}
+    assert "not all rows of k begin at multiples of that" in str(refusal(Case(case.arguments | wide, {})))
+    half = {name: case.arguments[name].to(BF16) for name in ("k", "v")}
+    given = {name: x for name, x in case.arguments.items() if not name.startswith("descale")}
+    assert refusal(Case(given | half, {})) == "it takes k and v in FP8 beside q in 16 bits"
