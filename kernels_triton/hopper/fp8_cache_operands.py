@@ -48,7 +48,7 @@ class CacheMeta(NamedTuple):
 
 class CacheArguments(NamedTuple):
     inputs: Inputs  # with k and v as `words_of` has them
-    page_shift: int  # of pages whose size is a power of two: its logarithm
+    page_shift: int  # logarithm of a page's size, where that is a power of two
     out: Rows
     lse_ptr: Pointer
     num_splits: int | None  # parts of the keys, with out and lse as `split_kv.Parts`; None: out and lse are the results, but

@@ -141,6 +141,7 @@ def test_scales_pages_and_dtypes(scales: str, page_size: int, dtype: torch.dtype
 
 
 @without_gpu
+@pytest.mark.sample("dims", "queries", "splits")
 @pytest.mark.parametrize("splits", [None, 3, BY_LENGTHS])
 @pytest.mark.parametrize("queries", [2, (1, 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64)], ids=str)
@@ -169,6 +170,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @without_gpu
+@pytest.mark.sample("name", "splits")
 @pytest.mark.parametrize("splits", [1, BY_LENGTHS])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str, splits: int) -> None:
@@ -176,11 +178,11 @@ def test_features(name: str, splits: int) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("size", [1e-38, 3e4, 1e30, 3e36])
+@pytest.mark.parametrize("size", [1e-38, 3e4, 1e30])
 def test_queries_of_any_size(size: float) -> None:
     """Numbers of bf16 that fp16 does not have."""
     case = make_case(softmax_scale=0.1 / size)
-    case.arguments["q"].clamp_(-4, 4).mul_(size)
+    case.arguments["q"].mul_(size)
     case.dense["q"].copy_(case.arguments["q"])
     _, out, lse = forward(case)
     wanted, budget = (exact(case, dtype) for dtype in (torch.float64, torch.float32))
@@ -263,15 +265,15 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
     assert found or not (torch.equal(out, right_out) and torch.equal(lse, right_lse))
 
 
-# Tensors of the call, instructions of an iteration at most, and 32-bit numbers in it that registers have no room for
-COMPILED: dict[str, tuple[dict[str, Any], int, int]] = {
-    "pages": ({}, 840, 0),
-    "dense": ({"page_size": 0}, 670, 0),
-    "head dim 64": ({"dims": (64, 64)}, 650, 0),
-    "factors of tokens": ({"scales": "token and head"}, 1280, 0),
-    "factors of tokens, fp16": ({"scales": "token and head", "dtype": FP16}, 1280, 0),
-    "E5M2, pages of 3": ({"fp8": E5M2, "page_size": 3}, 1000, 0),
-    "softcap, sinks": ({"softcap": 3.0, "softmax_type": "off-by-one"}, 1000, 0),
+# Tensors of the call, and instructions of an iteration at most
+COMPILED: dict[str, tuple[dict[str, Any], int]] = {
+    "dense": ({"page_size": 0}, 670),
+    "pages": ({}, 840),
+    "head dim 64": ({"dims": (64, 64)}, 650),
+    "factors of tokens": ({"scales": "token and head"}, 1280),
+    "factors of tokens, fp16": ({"scales": "token and head", "dtype": FP16}, 1280),
+    "E5M2, pages of 3": ({"fp8": E5M2, "page_size": 3}, 1000),
+    "softcap, sinks": ({"softcap": 3.0, "softmax_type": "off-by-one"}, 1000),
 }
 
 
@@ -279,23 +281,19 @@ def mainloop(report: CompileReport) -> dict[str, int]:
     return max(report.loops, key=lambda loop: loop.get("HMMA", 0))
 
 
-@pytest.mark.parametrize("name", [name if name == "pages" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
+@pytest.mark.parametrize("name", [name if name == "dense" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
 def test_compiled(name: str) -> None:
-    given, instructions, spills = COMPILED[name]
+    given, instructions = COMPILED[name]
     (report,) = compile_sound([request_for(launch_of(make_case(**given), BY_LENGTHS), 90)])
     loop = mainloop(report)
     assert set(report.matrix_instructions) == {"HMMA"}
     assert sum(loop.values()) <= instructions
-    assert loop.get("STL", 0) + loop.get("LDL", 0) <= spills
+    assert report.loop_spill_share == 0
     assert report.registers <= 256  # two programs of 128 threads share a multiprocessor's 65536
     assert not loop.keys() & {"BAR", "STS", "LDS", "LDSM"}  # warps exchange nothing before the end
     assert not report.warnings
-
-
-def test_bytes_come_by_16() -> None:
-    case = make_case(page_size=0)
-    (report,) = compile_sound([request_for(launch_of(case, 1), 90)])
-    assert mainloop(report)["LDG"] == 2 * 32 * 128 // (32 * 16)  # k and v: keys of a warp, columns; threads, bytes of a load
+    if name == "dense":  # 16 bytes a load
+        assert loop["LDG"] == 2 * 32 * 128 // (32 * 16)  # k and v: keys of a warp, columns; threads, bytes
 
 
 def test_what_it_refuses() -> None:
