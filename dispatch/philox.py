@@ -14,6 +14,9 @@ ROUNDS = 10
 DROPOUT_ROUNDS = 7  # the fewest that pass BigCrush (table 2 of that paper)
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+# Columns of an rng_state that has a row for each sequence of a call. The call draws what one of a whole would: its sequence's first
+# query and first key are at these positions there, and its first head has this index, batch index * heads + head.
+ORIGIN = ("seed", "offset", "first query", "first key", "first head")
 
 
 def philox4x32(
@@ -38,8 +41,8 @@ def rounded_dropout(dropout_p: float) -> float:
 def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: range, cols: range) -> Tensor:
     """Returns which attention weights survive dropout, bool [..., len(rows), len(cols)].
 
-    rng_state: int64 [2], seed and offset; it is never read on the host.
-    head_index: int64 [...], batch index * number of query heads + head.
+    rng_state: int64 [2], seed and offset; it is never read on the host. Or int64 [b, 5], a part of a whole, as `ORIGIN` has it.
+    head_index: int64 [...], batch index * number of query heads + head; [b, h] and the head alone for a part.
     rows, cols: query and key positions within their sequence, step 1.
 
     The key is the seed's low and high word, the counter (j // 8, i, head_index, offset mod 2**32), and key position j takes
@@ -47,15 +50,28 @@ def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: 
     rounded_dropout(dropout_p) * 2**32.
     """
     device = head_index.device
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    if rng_state.dim() == 2:
+        seed, offset, first_row, first_column, first_head = rng_state.unbind(1)
+        start = first_column + cols.start
+        groups = (start // 8)[:, None] + torch.arange((len(cols) + 14) // 8, device=device)  # one more where one is cut at each end
+        seed, offset, i = seed[:, None, None, None], offset[:, None, None, None], i + first_row[:, None, None, None]
+        keep = _kept((seed, offset), dropout_p, (groups[:, None, None], i, (head_index + first_head[:, None])[..., None, None]))
+        places = (start % 8)[:, None] + torch.arange(len(cols), device=device)
+        return keep.gather(-1, places[:, None, None].expand(*keep.shape[:-1], -1))
     seed, offset = rng_state
     groups = torch.arange(cols.start // 8, -(-cols.stop // 8), device=device)
-    i = torch.arange(rows.start, rows.stop, device=device)
-    counter = (groups, i[:, None], head_index[..., None, None], offset & WORD)
-    words = philox4x32((seed & WORD, _high(seed)), counter, DROPOUT_ROUNDS)
-    threshold = int(rounded_dropout(dropout_p) * 2**32)  # with a float torch would compare in fp32
-    keep = torch.stack([half >= threshold for word in words for half in ((word << 16) & WORD, word)], dim=-1).flatten(-2)
+    keep = _kept((seed, offset), dropout_p, (groups, i, head_index[..., None, None]))
     skipped = cols.start % 8
     return keep[..., skipped : skipped + len(cols)]
+
+
+def _kept(state: tuple[Tensor, Tensor], dropout_p: float, counter: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Returns what is kept of eight keys for each group, the first of the counter, in its last dim: bool [..., 8 * groups]."""
+    seed, offset = state
+    words = philox4x32((seed & WORD, _high(seed)), (*counter, offset & WORD), DROPOUT_ROUNDS)
+    threshold = int(rounded_dropout(dropout_p) * 2**32)  # with a float torch would compare in fp32
+    return torch.stack([half >= threshold for word in words for half in ((word << 16) & WORD, word)], dim=-1).flatten(-2)
 
 
 def _high(x: Tensor) -> Tensor:

@@ -138,7 +138,11 @@ def attend(
         assert x.rng_state is not None
         b = torch.arange(sequences.batch.start, sequences.batch.stop, device=block.q.device)
         h = torch.arange(spec.num_heads, device=block.q.device)
-        keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
+        if spec.has_origin:
+            batch = slice(sequences.batch.start, sequences.batch.stop)
+            keep = dropout_keep(x.rng_state[batch], x.dropout_p, h.expand(len(b), -1), rows, cols)
+        else:
+            keep = dropout_keep(x.rng_state, x.dropout_p, b[:, None] * spec.num_heads + h, rows, cols)
         weights = weights.masked_fill(~keep, 0.0) / (1 - rounded_dropout(x.dropout_p))
     out = torch.einsum("bngij,bnjd->bngid", _grouped(spec, weights), block.v).flatten(1, 2)
     return (out / divisor[..., None], lse, row_max) if given_lse is None else (out, total, row_max)

@@ -58,7 +58,7 @@ def sample_operands(
         cu_seqlens_kv=offsets(lengths_kv) if spec.padding else None,
         cu_seqlens_q_padded=starts(spec.q_format, lengths_q),
         cu_seqlens_kv_padded=starts(spec.kv_format, lengths_kv),
-        rng_state=torch.tensor([SEED + seed, OFFSET]).to(device) if spec.dropout else None,
+        rng_state=_rng_state(spec, seed, batch).to(device) if spec.dropout else None,
         seqused_q=None,
         seqused_kv=None,
         page_table=None,
@@ -69,6 +69,15 @@ def sample_operands(
         dropout_p=DROPOUT if spec.dropout else 0.0,
         descales=() if spec.fp8 is None else _descales(spec, batch, (longest_q, longest_kv), device),
     )
+
+
+def _rng_state(spec: AttentionSpec, seed: int, batch: int) -> Tensor:
+    """Returns a seed and offset; for a part of a whole a row for each sequence, at positions that no group of eight begins at."""
+    state = torch.tensor([SEED + seed, OFFSET])
+    if not spec.has_origin:
+        return state
+    first = torch.tensor([[5, 11, 3 * spec.num_heads]]) * torch.arange(1, batch + 1)[:, None]
+    return torch.cat((state.expand(batch, 2), first), 1)
 
 
 def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:

@@ -248,6 +248,7 @@ class AttentionSpec(NamedTuple):
     batch_invariant: bool = False  # the bits of a sequence's out and lse depend on nothing else of the call
     kv_dtype: torch.dtype | None = None  # FP8, of keys and values beside q in `dtype`; None: they are in `dtype` too
     page_size: int = 0  # keys of a page, where k and v are pages that a table names; 0: they are not
+    has_origin: bool = False  # dropout is drawn at positions of a whole, which rng_state has for each sequence
 
     @property
     def group_size(self) -> int:
@@ -282,7 +283,7 @@ class Operands(NamedTuple):
     cu_seqlens_kv: Tensor | None
     cu_seqlens_q_padded: Tensor | None
     cu_seqlens_kv_padded: Tensor | None
-    rng_state: Tensor | None  # int64 [2]: Philox seed and offset
+    rng_state: Tensor | None  # int64 [2]: Philox seed and offset; or [b, 5], `philox.ORIGIN`
     seqused_q: Tensor | None  # int32 [b]: how many tokens of its slot a sequence uses; None: as many as cu_seqlens_q or q says
     seqused_kv: Tensor | None
     page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence, of which k and v are a pool

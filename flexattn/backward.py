@@ -82,7 +82,8 @@ def attention_backward(
             of -1e4, as of a row that a bias hides whole, 5e-4. (The backward of `attention` mends that, as it has whole rows.)
         dlse: the gradient of lse, of its shape and dtype, or None for 0.
         rng_state: needed with dropout_p > 0: what the forward over these keys was given.
-        backend: as `attention` takes it; with dropout_p > 0 a name, the forward's, as cuDNN drops other weights than the rest.
+        backend: as `attention` takes it; with dropout_p > 0 and an rng_state [2] a name, the forward's, as cuDNN drops other weights
+            than the rest.
 
         All others: what the forward over these keys was given. A sink belongs to one part alone, and so does its gradient. Queries
             and keys count from the beginning of what is given: for a causal mask over keys from position n on, give the queries
@@ -223,7 +224,7 @@ def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: 
         return
     if x.rng_state is None:
         raise ValueError("rng_state is None with dropout_p > 0; accepted: the int64 tensor [2] that the forward was given")
-    if settings.backend == "auto":
+    if settings.backend == "auto" and x.rng_state.dim() == 1:  # all backends that draw by positions of a whole draw alike
         raise ValueError(
             "backend is 'auto' with dropout_p > 0; accepted: the name of the backend that the forward ran on, as not all drop the "
             "same weights (give it to both)"

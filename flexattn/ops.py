@@ -176,6 +176,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         batch_invariant=settings.batch_invariant,
         kv_dtype=None if x.k.dtype == x.q.dtype else x.k.dtype,
         page_size=0 if x.page_table is None else x.k.shape[kv_format.index("s")],
+        has_origin=x.rng_state is not None and x.rng_state.dim() == 2,
     )
 
 

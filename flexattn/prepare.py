@@ -109,7 +109,7 @@ def prepare(
     validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
     validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)
-    validation.check_rng_state(rng_state, q)
+    validation.check_rng_state(rng_state, q, batch)
     if bias_type == "alibi" and alibi_slopes is None:
         alibi_slopes = default_alibi_slopes(heads, q)
     needs_grad = is_backward or (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.mod_program import Capture
+from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.quantization import num_blocks
 from flexattn.dispatch.spec import (
     FORMATS,
@@ -196,12 +197,15 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
         raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
 
 
-def check_rng_state(rng_state: Tensor | None, q: Tensor) -> None:
+def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:
+    """Raises for an rng_state of another dtype, device or shape; batch: of a call that may be a part of a whole, else None."""
     if rng_state is not None:
         check_tensor("rng_state", rng_state, (torch.int64,), q.device)
-        if tuple(rng_state.shape) != (2,) or not rng_state.is_contiguous():
+        is_of_part = batch is not None and tuple(rng_state.shape) == (batch, len(ORIGIN))
+        if not (is_of_part or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
+            also = "" if batch is None else f", or [b, 5] = [{batch}, 5], {', '.join(ORIGIN)} of each sequence in a whole"
             raise ValueError(
-                f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset"
+                f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset{also}"
             )
 
 

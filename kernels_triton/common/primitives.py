@@ -764,20 +764,54 @@ def log_of_sum(row_max, factor, scaled_max, row_sum):
 
 
 @triton.jit
-def dropout_keep(dropout, b_h, first_row, first_column, META: tl.constexpr):
-    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 8, i, b_h, offset), a half of its four words for each of eight neighbouring
-    # columns. A lower half is shifted up; an upper one is compared with what is below it, which changes nothing.
+def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
+    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 8, i, b * heads + h, offset), a half of its four words for each of eight
+    # neighbouring columns. A lower half is shifted up; an upper one is compared with what is below it, which changes nothing.
+    dropout = inputs.dropout
+    state = dropout.rng_state_ptr
+    b_h = b * inputs.num_heads + h
+    if META.HAS_ORIGIN:
+        state += tl.cast(b, tl.int64) * 5
+        first_row += tl.load(state + 2).to(tl.int32)
+        first_column += tl.load(state + 3).to(tl.int32)
+        b_h = h + tl.load(state + 4).to(tl.int32)
+    seed = tl.load(state)
+    offset = tl.load(state + 1).to(tl.int32)
+    if META.HAS_ORIGIN:
+        if first_column % 8 == 0:
+            numbers = _numbers_of_groups(seed, offset, b_h, first_row, first_column, META)
+        else:
+            numbers = _numbers_of_columns(seed, offset, b_h, first_row, first_column, META)
+    else:
+        numbers = _numbers_of_groups(seed, offset, b_h, first_row, first_column, META)
+    return numbers >= dropout.threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _numbers_of_groups(seed, offset, b_h, first_row, first_column, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
-    seed = tl.load(dropout.rng_state_ptr)
-    offset = tl.load(dropout.rng_state_ptr + 1)
     zero = tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
     c0 = zero + (first_column // 8 + tl.arange(0, BLOCK_N // 8))[None, :]
     c1 = zero + (first_row + tl.arange(0, BLOCK_M))[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset.to(tl.int32), n_rounds=DROPOUT_ROUNDS)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + b_h, zero + offset, n_rounds=DROPOUT_ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_N // 8, 2, 2], the last two in column order
     halves = tl.join(words << 16, words)
-    return tl.reshape(halves, [BLOCK_M, BLOCK_N]) >= dropout.threshold.to(tl.uint32, bitcast=True)
+    return tl.reshape(halves, [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def _numbers_of_columns(seed, offset, b_h, first_row, first_column, META: tl.constexpr):
+    # Where a tile begins inside of a group of eight: a draw for each number, of which one word is taken.
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    zero = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    columns = zero + (first_column + tl.arange(0, BLOCK_N))[None, :]
+    c1 = zero + (first_row + tl.arange(0, BLOCK_M))[:, None]
+    w0, w1, w2, w3 = tl.philox(seed, columns // 8, c1, zero + b_h, zero + offset, n_rounds=DROPOUT_ROUNDS)
+    place = columns % 8
+    words = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
+    return tl.where(place % 2 == 0, words << 16, words)
 
 
 class ScoreTile(NamedTuple):

@@ -121,7 +121,7 @@ def _attn_bwd_dq_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED:
         products = descaled_products(qk, dp, inputs, head, block.h_kv, first_row, n, META)
         keep = True
         if META.HAS_DROPOUT:
-            keep = dropout_keep(inputs.dropout, head.b * inputs.num_heads + head.h, first_row, n, META)
+            keep = dropout_keep(inputs, head.b, head.h, first_row, n, META)
         tile = ScoreTile(i=i, j=columns[None, :], keep=keep, is_full=is_full, large=block.large)
         MASK: tl.constexpr = "keys" if IS_MASKED else "none"
         gradient = score_gradient(products, block.statistics, tile, head, inputs, MODS, MASK, META)
@@ -377,7 +377,7 @@ def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MA
         products = descaled_products(kq, dp, inputs, head, block.h_kv, m, first_column, META)
         keep = True
         if META.HAS_DROPOUT:
-            keep = tl.trans(dropout_keep(inputs.dropout, head.b * inputs.num_heads + head.h, m, first_column, META))
+            keep = tl.trans(dropout_keep(inputs, head.b, head.h, m, first_column, META))
         tile = ScoreTile(i=rows[None, :], j=j, keep=keep, is_full=is_full, large=own.large)
         MASK: tl.constexpr = "queries" if IS_MASKED else "none"
         gradient = score_gradient(products, by_columns(statistics), tile, head, inputs, MODS, MASK, META)

@@ -131,7 +131,6 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
-            b_h = b * num_heads + h
             q_pointer = row_pointer(inputs.q, b, h, start_q + first_row, META)
             k_pointer = row_pointer(inputs.k, b, h // inputs.group_size, start_kv + first_column, META)
             v_pointer = row_pointer(inputs.v, b, h // inputs.group_size, start_kv + first_column, META)
@@ -156,7 +155,7 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
             products = descaled_products(qk, dp, inputs, head, h // inputs.group_size, first_row, first_column, META)
             keep = True
             if META.HAS_DROPOUT:
-                keep = dropout_keep(inputs.dropout, b_h, first_row, first_column, META)
+                keep = dropout_keep(inputs, b, h, first_row, first_column, META)
             tile = ScoreTile(i=rows[:, None], j=columns[None, :], keep=keep, is_full=is_full, large=large)
             gradient = score_gradient(products, by_rows(statistics), tile, head, inputs, MODS, "keys", META)
             total += gradient.dscore * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else gradient.dlogit

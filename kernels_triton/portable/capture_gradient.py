@@ -60,7 +60,6 @@ def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.cons
     block = blocks - 1 - pid % blocks
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
-    b_h = b * num_heads + h
     start_q, len_q = load_sequence(lengths_q, b, META.IS_RAGGED_Q)
     start_kv, len_kv = load_sequence(lengths_kv, b, META.IS_RAGGED_KV)
     first_row = block * BLOCK_M
@@ -118,7 +117,7 @@ def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.cons
         products = descaled_products(qk, dp, inputs, head, h // inputs.group_size, first_row, n, META)
         keep = True
         if META.HAS_DROPOUT:
-            keep = dropout_keep(inputs.dropout, b_h, first_row, n, META)
+            keep = dropout_keep(inputs, b, h, first_row, n, META)
         tile = ScoreTile(i=rows[:, None], j=columns[None, :], keep=keep, is_full=is_full, large=large)
         gradient = score_gradient(products, by_rows(statistics), tile, head, inputs, MODS, "keys", META)
         dlogit, score, captures = gradient.dlogit, gradient.score, head.captures

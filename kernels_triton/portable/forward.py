@@ -179,8 +179,7 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         row_sum = row_sum * correction + tl.sum(p, 1)
         row_max = new_max
         if META.HAS_DROPOUT:
-            b_h = head.b * inputs.num_heads + head.h
-            p = tl.where(dropout_keep(inputs.dropout, b_h, block.first_row, n, META), p, 0.0)
+            p = tl.where(dropout_keep(inputs, head.b, head.h, block.first_row, n, META), p, 0.0)
         if META.IS_FP8:
             p = p.to(tl.float8e4nv)
             descale_v = load_descale(scales.v, head.b, block.h_kv, n, META) if META.HAS_BLOCK_SCALES else 1.0
