@@ -82,8 +82,8 @@ def attention_backward(
             of -1e4, as of a row that a bias hides whole, 5e-4. (The backward of `attention` mends that, as it has whole rows.)
         dlse: the gradient of lse, of its shape and dtype, or None for 0.
         rng_state: needed with dropout_p > 0: what the forward over these keys was given.
-        backend: as `attention` takes it; with dropout_p > 0 and an rng_state [2] a name, the forward's, as cuDNN drops other weights
-            than the rest.
+        backend: as `attention` takes it; with dropout_p > 0 and an rng_state [2] a name, the forward's, as cuDNN drops other
+            weights than the rest.
 
         All others: what the forward over these keys was given. A sink belongs to one part alone, and so does its gradient. Queries
             and keys count from the beginning of what is given: for a causal mask over keys from position n on, give the queries

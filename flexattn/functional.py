@@ -211,9 +211,10 @@ def attention(
             divided by 1 - dropout_p.
         rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
             whatever the format (the cuDNN backend has its own stream). None draws them from torch's generator of that device, so
-            torch.manual_seed, checkpointing and CUDA graphs apply. Or int64 [b, 5] for a call that is a part of a whole, on the eager
-            and the portable Triton kernels: for each sequence seed, offset, the positions of its first query and its first key in
-            the whole, and the index of its first head, batch index * heads + head. Parts then drop what the whole does.
+            torch.manual_seed, checkpointing and CUDA graphs apply. Or int64 [b, 5] for a call that is a part of a whole: for each
+            sequence seed, offset, the positions of its first query and its first key in the whole, and there the index of its
+            first head, batch index * heads + head. Parts then drop what the whole does, on the eager backend and the portable
+            Triton kernels.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> the modified score, of one query and key, in torch ops on 0-d tensors:
             float32 for the scaled, capped score, int64 for the batch, the query head and the positions within the sequence. It is
             traced once and runs inside the kernel; the backward is derived. Tensors that it captures, or that come in

@@ -220,6 +220,7 @@ def make_call(
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         mods=None if mods is None else mods.program,
         block_size=None if blocks is None else blocks.block_size,
+        has_origin=rng_state is not None and rng_state.dim() == 2,
     )
     operands = Operands(
         q=q,

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexattn.backward import attention_backward
 from flexattn.distributed.layout import Run
 from flexattn.distributed.mask import LocalBand, Piece, local_band
-from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, with_alibi
+from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rng_state_of, with_alibi
 from flexattn.functional import attention, merge_attention
 
 
@@ -32,6 +32,8 @@ class Scores:
     deterministic: bool | None = None
     backend: str | None = None
     has_own_rows: bool = False  # whether bias has the rows of this rank's queries, not of the whole's
+    dropout_p: float = 0.0
+    heads: tuple[int, int] = (0, 0)  # for dropout: the whole's first head that a call has, and how many the whole has
 
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
@@ -41,6 +43,7 @@ class Scores:
         return {
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
             "deterministic": self.deterministic,
             "backend": self.backend,
         }
@@ -52,6 +55,7 @@ class Shared(NamedTuple):
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     softmax_offset: Tensor | None = None
+    rng_state: Tensor | None = None  # int64 [2], of the whole
     mod_tensors: tuple[Tensor, ...] = ()
 
     def zeros(self) -> list[Tensor | None]:
@@ -142,8 +146,8 @@ def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
     return (..., index[-1])
 
 
-def arguments_of(call: Call, scores: Scores, shared: Shared) -> dict[str, Any]:
-    """Returns what `attention` takes beside q, k and v, with no sink."""
+def arguments_of(call: Call, scores: Scores, shared: Shared, batch: int) -> dict[str, Any]:
+    """Returns what `attention` takes beside q, k and v, with no sink; batch: of a dense call."""
     origin, slopes = call.origin, shared.alibi_slopes
     score_mod = moved_mod(scores.score_mod, 1, origin)
     bias_type, bias = scores.bias_type, shared.bias
@@ -164,6 +168,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared) -> dict[str, Any]:
         "bias_type": bias_type,
         "bias": bias,
         "alibi_slopes": slopes,
+        "rng_state": None if shared.rng_state is None else rng_state_of(shared.rng_state, call.origin, batch, scores.heads),
         **(call.packing or {}),
     }
 
@@ -177,7 +182,7 @@ def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...
 
 def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it."""
-    arguments = arguments_of(call, scores, shared)
+    arguments = arguments_of(call, scores, shared, part.q.shape[0])
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
     out, lse = attention(*part, **arguments, return_lse=True)
@@ -210,7 +215,7 @@ def differentiate(
     if bias is not None:
         leaves = leaves._replace(bias=bias.detach().requires_grad_(bias.requires_grad))
     with torch.enable_grad():
-        arguments = arguments_of(call, scores, leaves)
+        arguments = arguments_of(call, scores, leaves, local.q.shape[0])
     at = lse_index(rows)
     found = attention_backward(
         dout[rows],
@@ -297,6 +302,7 @@ def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -
             first = torch.tensor(heads.start, dtype=torch.int32).to(device)
         moved = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
         scores = dataclasses.replace(scores, score_mod=moved[0], mask_mod=moved[1])
+    scores = dataclasses.replace(scores, heads=(scores.heads[0] + heads.start, scores.heads[1]))
     own = shared._replace(
         bias=bias if bias is None or bias.shape[1] == 1 else bias[:, part].detach().requires_grad_(bias.requires_grad),
         alibi_slopes=None if slopes is None else slopes[..., part].contiguous(),

@@ -67,6 +67,13 @@ def all_gather(received: Tensor, own: Tensor, group: Any) -> Any:
     return gather(received, own, group=group, async_op=True)
 
 
+def of_first_rank(t: Tensor, group: Any) -> Tensor:
+    """Returns rank 0's tensor on each rank of the group; t is written to."""
+    with waiting("the exchange of rank 0's rng_state", group):
+        dist.broadcast(t, dist.get_global_rank(group, 0), group=group)
+    return t
+
+
 class Pending(NamedTuple):
     """A tensor that is on its way, and what to wait for; `what` names it in an error."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn import validation
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
-from flexattn.distributed import agreement
+from flexattn.distributed import agreement, exchange
 from flexattn.distributed.calls import Results, Scores, Shared, Sums, offset_gradient
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
@@ -19,6 +19,7 @@ from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
 from flexattn.mods.captures import find_captures
+from flexattn.ops import new_rng_state
 from flexattn.prepare import default_alibi_slopes
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Options(TypedDict, total=False):
     softmax_offset: Tensor | None
     softmax_scale: float | None
     softcap: float
+    dropout_p: float
+    rng_state: Tensor | None
     score_mod: Mod | None
     mask_mod: Mod | None
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
@@ -50,8 +53,6 @@ class Options(TypedDict, total=False):
 
 
 NOT_TAKEN = {
-    "dropout_p": "0, as each rank would drop weights by the positions in its own part",
-    "rng_state": "none, as there is no dropout",
     "block_mask": "mask_mod=block_mask.mask_mod, whose blocks are then found in each call",
     "return_max_logit": "False",
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
@@ -106,6 +107,9 @@ def attention(
             whose gradients are then complete; for a plan without documents.
         alibi_slopes: of all heads, and for packed documents [documents, h] or [h]. None takes the defaults of all heads.
         softmax_offset: of all heads.
+        dropout_p: as `flexattn.attention` takes it. A weight is dropped by its place in the whole, so that any number of ranks,
+            and any strategy, drops what one process does, on the eager backend or the portable Triton kernels.
+        rng_state: int64 [2], the same on each rank; None: each draws one, and all take that of rank 0, which waits for it.
         score_mod, mask_mod: as `flexattn.attention` takes them. They see the batch row (or the document), the head and the
             positions of the whole. Tensors that they capture are the same on each rank; one that requires a gradient is to come in
             score_mod_tensors.
@@ -114,7 +118,7 @@ def attention(
         return_lse: whether to return (out, lse), lse as `flexattn.attention` has it, of this rank's queries. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning or that cannot be split (dropout, FP8, block masks), before anything
+        ValueError, TypeError: an argument that has no meaning or that cannot be split (FP8, block masks), before anything
             is sent; on all ranks if all were given the same, and in any case under FLEXATTN_CHECK=1, which compares the ranks'
             calls first.
         RuntimeError: a collective failed, or its group's timeout passed, because another rank does not take part.
@@ -143,7 +147,7 @@ class _Call:
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
         self.summary_of: dict[str, Any] = {}
-        self.qkv_format, self.return_lse = "bshd", False
+        self.qkv_format, self.return_lse, self.dropout_p = "bshd", False, 0.0
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> _Call:
@@ -190,7 +194,7 @@ class _Call:
         else:
             runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)
         call = cls(runner, plan, (q, k, v), shared)
-        call.qkv_format, call.return_lse = fmt, return_lse
+        call.qkv_format, call.return_lse, call.dropout_p = fmt, return_lse, scores.dropout_p
         call.summary_of = {
             "plan": plan.digest,
             "strategy": chosen,
@@ -198,6 +202,7 @@ class _Call:
             "dtype": str(q.dtype),
             "qkv_format": fmt,
             "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
+            "dropout": (scores.dropout_p, shared.rng_state is None),
             "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
             "gradients": tuple(bool(t.requires_grad) for t in call.inputs() if t is not None) if torch.is_grad_enabled() else (),
             "shapes of shared tensors": _shapes(call.inputs()[3:], scores.has_own_rows),
@@ -205,13 +210,16 @@ class _Call:
         return call
 
     def inputs(self) -> tuple[Tensor | None, ...]:
-        bias, slopes, offset, mod_tensors = self.shared
-        return (*self.qkv, bias, slopes, offset, *mod_tensors)
+        *shared, mod_tensors = self.shared
+        return (*self.qkv, *shared, *mod_tensors)
 
     def summary(self) -> dict[str, Any]:
         return self.summary_of
 
     def run(self) -> Any:
+        if self.dropout_p > 0 and self.shared.rng_state is None:
+            state = exchange.of_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
+            self.shared = self.shared._replace(rng_state=state)
         with torch.autocast(self.qkv[0].device.type, enabled=False):
             out, lse = _Attend.apply(self.runner, self.plan, *self.inputs())  # type: ignore[no-untyped-call]
         out = from_bshd(out, self.qkv_format).contiguous()
@@ -248,7 +256,10 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("deterministic", options.get("deterministic"), optional=True)
-    scale, softcap, _ = validation.check_scalars(options.get("softmax_scale"), options.get("softcap", 0.0), 0.0)
+    numbers = (options.get(name, default) for name, default in (("softmax_scale", None), ("softcap", 0.0), ("dropout_p", 0.0)))
+    scale, softcap, dropout_p = validation.check_scalars(*numbers)
+    rng_state = options.get("rng_state")
+    validation.check_rng_state(rng_state, q)
     bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
     if plan.is_packed and bias is not None:
         raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it at the documents' positions")
@@ -281,8 +292,10 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         deterministic=options.get("deterministic"),
         backend=options.get("backend"),
         has_own_rows=has_own_rows,
+        dropout_p=dropout_p,
+        heads=(0, heads),
     )
-    return scores, Shared(bias, slopes, offset, values)
+    return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, values)
 
 
 def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
@@ -314,11 +327,11 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, slopes, offset, *mod_tensors = tensors
+        q, k, v, bias, slopes, offset, rng_state, *mod_tensors = tensors
         assert q is not None
         assert k is not None
         assert v is not None
-        shared = Shared(bias, slopes, offset, tuple(t for t in mod_tensors if t is not None))
+        shared = Shared(bias, slopes, offset, rng_state, tuple(t for t in mod_tensors if t is not None))
         results, saved = runner.forward(q, k, v, shared)
         ctx.runner, ctx.plan, ctx.count = runner, plan, len(saved)
         ctx.like_out = results.out.new_empty(0), results.out.shape
@@ -334,10 +347,10 @@ class _Attend(torch.autograd.Function):
         saved, rest = tensors[: ctx.count], tensors[ctx.count :]
         out, lse, *shared_tensors = rest
         wanted = ctx.needs_input_grad[5:]
-        bias, slopes, offset, *mod_tensors = (
+        bias, slopes, offset, rng_state, *mod_tensors = (
             None if t is None else t.detach().requires_grad_(wants) for t, wants in zip(shared_tensors, wanted, strict=True)
         )
-        shared = Shared(bias, slopes, offset, tuple(t for t in mod_tensors if t is not None))
+        shared = Shared(bias, slopes, offset, rng_state, tuple(t for t in mod_tensors if t is not None))
         empty, shape = ctx.like_out
         dout = empty.new_zeros(shape) if dout is None else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
@@ -349,6 +362,6 @@ class _Attend(torch.autograd.Function):
         q_like = (sums.dq.to(dout.dtype), sums.dk.to(dout.dtype), sums.dv.to(dout.dtype))
         of_shared = [
             None if total is None or t is None else total.to(t.dtype)
-            for total, t in zip((of_bias, None, of_offset, *of_mods), shared_tensors, strict=True)
+            for total, t in zip((of_bias, None, of_offset, None, *of_mods), shared_tensors, strict=True)
         ]
         return (None, None, *q_like, *of_shared)

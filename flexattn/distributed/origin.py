@@ -1,10 +1,11 @@
-"""Mods of a part: wrapped so that they see the whole's batch row, head and positions, whatever part of it is attended."""
+"""Mods and dropout of a part: both see the whole's batch row, head and positions, whatever part of it is attended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 Mod = Callable[..., Any]
@@ -55,6 +56,18 @@ def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None
         return mod(*first, b, h + first_head, *rest, **named)
 
     return moved
+
+
+def rng_state_of(rng_state: Tensor, origin: Origin, batch: int, heads: tuple[int, int]) -> Tensor:
+    """Returns the rng_state of a call, int64 [b, 5], by which it drops what the whole does; see `attention`.
+
+    rng_state: the whole's, int64 [2]. batch: of a dense call. heads: the first one of the call, and how many the whole has.
+    """
+    document, q_start, kv_start, _ = origin
+    if document is None:
+        document = torch.arange(batch, device=rng_state.device)
+    columns = (*rng_state, q_start, kv_start, document * heads[1] + heads[0])
+    return torch.stack([column.to(torch.int64).expand(document.shape[0]) for column in columns], 1)
 
 
 def with_alibi(mod: Mod | None, slopes: Tensor, origin: Origin) -> Mod:

@@ -55,7 +55,8 @@ class Ring(NamedTuple):
 
     def _steps(self, shared: Shared, device: torch.device) -> tuple[list[Call], ...]:
         has_slopes, has_mods = shared.alibi_slopes is not None, (self.scores.score_mod or self.scores.mask_mod) is not None
-        return _steps(self.plan, has_slopes, has_slopes or has_mods or shared.bias is not None, device)
+        wants_positions = has_slopes or has_mods or shared.bias is not None or shared.rng_state is not None
+        return _steps(self.plan, has_slopes, wants_positions, device)
 
     def _rows_of_step(self, step: int) -> int:
         return size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks])

@@ -215,7 +215,10 @@ def weighted(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 WEIGHT = torch.ones((), requires_grad=True)
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "dropout_p is given to flexattn.distributed.attention; accepted: 0": {"dropout_p": 0.1},
+    r"rng_state is .*; accepted: a contiguous tensor of shape \[2\], the Philox seed and offset$": {
+        "dropout_p": 0.1,
+        "rng_state": torch.zeros(1, 5, dtype=torch.int64),
+    },
     "block_mask is given .* accepted: mask_mod=block_mask.mask_mod": {"block_mask": object()},
     "cu_seqlens_q is given .* `documents` of the plan": {"cu_seqlens_q": torch.zeros(2)},
     "fp8_recipe is given": {"fp8_recipe": object()},

@@ -177,6 +177,8 @@ def compare(problem: Problem, layouts: Sequence[str | None], ways: Sequence[str]
 
 DOCUMENTS = tuple((n, n) for n in (5, 0, 20, 1, 11))
 
+DROPOUT = {"dropout_p": 0.3, "rng_state": torch.tensor([2**40 + 17, 2**33 + 5])}
+
 FEATURES = {
     "causal": Problem(),
     "no mask": Problem(mask="no_mask", dims=(8, 4), qkv_format="sbhd"),
@@ -201,6 +203,11 @@ FEATURES = {
     ),
     "documents with mods and a sink": Problem(DOCUMENTS, None, score="table", sees="some", options={"softmax_type": "learnable"}),
     "documents without a mask": Problem(DOCUMENTS, None, mask="no_mask", score="place"),
+    "dropout": Problem(options=DROPOUT),
+    "dropout with a bias for each head": Problem(mask="no_mask", window=(9, 4), options=DROPOUT | {"bias_type": "post_scale_bias"}),
+    "dropout of documents with mods and a sink": Problem(
+        DOCUMENTS, None, (5, 1), score="table", options=DROPOUT | {"softmax_type": "learnable"}
+    ),
     "fewer tokens than ranks": Problem(((1, 1),), batch=1),
     "no tokens": Problem(((0, 0),)),
     "no tokens in documents": Problem(((0, 0), (0, 0)), None),

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import flexattn
-from flexattn import distributed
+from flexattn import distributed, ops
 from flexattn.distributed.plans import STRATEGIES
 from tests.support import context_parallel_calls as calls
 
@@ -164,6 +164,20 @@ def wrapped() -> None:
     assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in leaves)
 
 
+def dropout_without_an_rng_state() -> None:
+    """All ranks drop what one process does with the state that rank 0 draws."""
+    problem = calls.FEATURES["dropout"]
+    plan = distributed.plan(dist.group.WORLD, **problem.plan_arguments)
+    q, k, v = (calls.tensors_of(problem, torch.float64)[name] for name in "qkv")
+    torch.manual_seed(0)
+    state = ops.new_rng_state(q.device)
+    whole = flexattn.attention(q, k, v, attn_mask_type="causal", dropout_p=0.3, rng_state=state, backend="eager")
+    torch.manual_seed(dist.get_rank())
+    own = (distributed.shard(plan, t) for t in (q, k, v))
+    out = distributed.attention(*own, plan=plan, dropout_p=0.3, backend="eager")
+    torch.testing.assert_close(out, distributed.shard(plan, whole), rtol=0.0, atol=calls.EXACT)
+
+
 def repeated() -> None:
     """Runs are equal to the bit, in each strategy."""
     problem = calls.FEATURES["documents"]
@@ -213,7 +227,15 @@ def left_alone() -> None:
 
 def others() -> None:
     """Everything that is no comparison of strategies."""
-    for case in (decoding, pages, layouts, one_plan_for_layers_with_and_without_a_window, wrapped, repeated):
+    for case in (
+        decoding,
+        pages,
+        layouts,
+        one_plan_for_layers_with_and_without_a_window,
+        wrapped,
+        repeated,
+        dropout_without_an_rng_state,
+    ):
         case()
 
 
@@ -309,7 +331,11 @@ def on_triton() -> None:
     """Triton's kernels, interpreted: rows that a call has not, keys of others, the whole's statistics in a backward."""
     os.environ["RANKS_BACKEND"] = "triton"
     small = {
-        name: calls.FEATURES[name] for name in ("causal", "a sink and a softcap", "documents", "documents with mods and a sink")
+        name: calls.FEATURES[name]
+        for name in (
+            *("causal", "a sink and a softcap", "documents", "documents with mods and a sink"),
+            *("dropout", "dropout with a bias for each head", "dropout of documents with mods and a sink"),
+        )
     }
     for number, problem in enumerate(small.values()):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
