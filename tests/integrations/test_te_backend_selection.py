@@ -50,7 +50,9 @@ def test_over_ranks() -> None:
     assert answer(**OVER_RANKS) == answer()
     assert answer(**OVER_RANKS, core_attention_bias_type="post_scale_bias")[2]
     assert answer(**OVER_RANKS, core_attention_bias_type="post_scale_bias", core_attention_bias_shape="111s", cp_comm_type="a2a")[2]
-    assert answer(**OVER_RANKS, attention_dropout=0.1, is_training=False)[2]
+    assert answer(**OVER_RANKS, attention_dropout=0.1)[2]
+    assert spec_of(AttentionParams(**OVER_RANKS, attention_dropout=0.1)).has_origin
+    assert not spec_of(AttentionParams(**OVER_RANKS, attention_dropout=0.1, is_training=False)).has_origin
     assert answer(**OVER_RANKS, qkv_layout="thd_thd_thd", max_seqlen_q=100, attn_mask_type="padding")[2]
     with pytest.raises(ValueError, match="cp_comm_type is 'tree'"):
         answer(**OVER_RANKS, cp_comm_type="tree")
@@ -78,7 +80,6 @@ def test_on_a_gpu() -> None:
     [
         ({**OVER_RANKS, "fp8": True}, "cp_size is 4 with fp8; accepted: 1, or"),
         ({**OVER_RANKS, "return_max_logit": True}, "with return_max_logit"),
-        ({**OVER_RANKS, "attention_dropout": 0.1}, "with attention_dropout in training"),
         ({**OVER_RANKS, "attn_mask_type": "arbitrary"}, "with attn_mask_type 'arbitrary'"),
         ({**OVER_RANKS, "inference_params": object()}, "with inference_params"),
         ({**OVER_RANKS, "core_attention_bias_type": "post_scale_bias", "attn_mask_type": "padding"}, "with a bias and padding"),

@@ -51,7 +51,8 @@ DENSE = {
     "other keys": Case("causal_bottom_right", keys=12, module={"softmax_scale": 0.2}),
     "padding": Case("padding_causal", is_padded=True, module={"softmax_type": "learnable"}),
     "padding without a mask": Case("padding", (6, 6), is_padded=True),
-    "one for all layers": Case(call={"checkpoint_core_attention": True}),
+    "computed again": Case(call={"checkpoint_core_attention": True}, module={"attention_dropout": 0.25}),
+    "dropout and padding": Case("padding_causal", is_padded=True, module={"attention_dropout": 0.25}),
 }
 MODIFIED = {
     "dense": ("sbhd", Case("no_mask", call={"score_mod": by_distance})),
@@ -66,6 +67,7 @@ PACKED = {
     "causal": Case("padding_causal"),
     "no mask": Case("padding", module={"kv_channels": (DIM, DIM_V)}),
     "a window, a sink": Case("padding_causal", (4, 0), {"softmax_type": "learnable"}),
+    "dropout": Case("padding_causal", module={"attention_dropout": 0.25}),
     "ALiBi": Case("padding", (6, 2), call={"core_attention_bias_type": "alibi"}),
 }
 
@@ -164,7 +166,9 @@ def results(module: te.DotProductAttention, qkv: list[Tensor], dout: Tensor, cal
 def compare(name: str, case: Case, fmt: str, cp_comm_type: str) -> None:
     """Asserts that each rank has its tokens of what one process gets."""
     qkv, dout, call, dim, (own_q, own_k) = whole_of(case, fmt)
+    torch.manual_seed(0)
     expected = results(module_of(case, fmt), qkv, dout, call)
+    torch.manual_seed(dist.get_rank())  # rank 0 draws what all drop by
     group, ranks = groups_of(cp_comm_type)
     module = module_of(case, fmt, cp_group=group, cp_global_ranks=ranks, cp_comm_type=cp_comm_type)
     own = {"out": own_q, "dq": own_q, "dk": own_k, "dv": own_k}
@@ -232,7 +236,6 @@ def refused() -> None:
     of_odd = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 4, 4 * dist.get_world_size())}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("a call with attention_dropout in training mode", {"attention_dropout": 0.1}, {}),
         ("a call with return_max_logit", {"return_max_logit": True}, {}),
         ("a call with attn_mask_type 'arbitrary'", {"attn_mask_type": "arbitrary"}, {}),
         ("a call with inference_params", {"attn_mask_type": "padding", "layer_number": 1}, {"inference_params": object()}),

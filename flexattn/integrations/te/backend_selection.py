@@ -229,7 +229,6 @@ def _lacking_over_ranks(p: AttentionParams) -> list[str]:
         "inference_params": p.inference_params is not None,
         "fp8": p.fp8,
         "return_max_logit": p.return_max_logit,
-        "attention_dropout in training": p.is_training and p.attention_dropout > 0,
         "a bias and padding": has_bias and (not is_dense or "padding" in p.attn_mask_type),
         f"a bias by cp_comm_type {p.cp_comm_type!r}": has_bias and exchanges_heads and p.core_attention_bias_shape != "111s",
         f"num_heads {p.num_heads}, fewer than ranks": p.cp_comm_type == "a2a" and p.num_heads < p.cp_size,
@@ -295,6 +294,7 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
         dropout_in_sixteenths=p.attention_dropout * 16 % 1 == 0,
         fp8=of_fp8 if p.fp8 else None,
         page_size=_page_size_of(p),
+        has_origin=p.is_training and p.attention_dropout > 0 and p.context_parallel and p.cp_size > 1,
     )
 
 

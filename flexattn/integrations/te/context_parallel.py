@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from flexattn.distributed.plans import Plan
 
 STRATEGIES = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses", "a2a+p2p": "ulysses+ring"}
-_SAME_ON_ALL = ("bias_type", "softmax_type", "softmax_scale", "deterministic", "backend", "score_mod")
+_SAME_ON_ALL = (
+    *("bias_type", "softmax_type", "softmax_scale", "deterministic", "backend", "score_mod"),
+    *("dropout_p", "rng_state"),
+)
 
 _READ: Any = WeakIdKeyDictionary()  # offsets -> (their version, their values)
 
@@ -39,6 +42,12 @@ class Ranks(NamedTuple):
     @property
     def size(self) -> int:
         return int(self.group.size())
+
+    def shared(self, rng_state: Tensor) -> Tensor:
+        """Returns rank 0's on each rank, by which all drop the weights of one whole."""
+        from flexattn.distributed.exchange import of_first_rank
+
+        return of_first_rank(rng_state, self.group)
 
 
 def ranks_of(cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_comm_type: str) -> Ranks | None:

@@ -286,7 +286,10 @@ class DotProductAttention(torch.nn.Module):
         elif any(given is not None for given in (score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)):
             raise ValueError("score_mod is None and a bprop, or tensors, are given for it; accepted: a score_mod beside them")
         if self.training and self.attention_dropout > 0:
-            arguments |= {"dropout_p": self.attention_dropout, "rng_state": self._seed(q.device)}
+            state = self._seed(q.device)
+            if self._ranks is not None:
+                state = self._ranks.shared(state)
+            arguments |= {"dropout_p": self.attention_dropout, "rng_state": state}
         run: Callable[..., tuple[Any, Tensor | None]]
         if self._ranks is None:
             run = functools.partial(_attend, Results(packing=packing), arguments)
@@ -325,11 +328,7 @@ class DotProductAttention(torch.nn.Module):
 
     def _check_ranks(self, ranks: context_parallel.Ranks, asked: dict[str, bool]) -> None:
         """Raises NotImplementedError for what context parallelism does not serve, before anything is drawn, kept or sent."""
-        asked |= {
-            "return_max_logit": self.return_max_logit,
-            "attention_dropout in training mode": self.training and self.attention_dropout > 0,
-        }
-        for what, is_asked in asked.items():
+        for what, is_asked in (asked | {"return_max_logit": self.return_max_logit}).items():
             if is_asked:
                 raise NotImplementedError(
                     f"cp_group has {ranks.size} ranks in a call with {what}; accepted: a group of one rank, or a call without it"
