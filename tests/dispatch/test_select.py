@@ -649,6 +649,7 @@ fields = {
     "batch_invariant": st.booleans(),
     "kv_dtype": st.none() | st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
     "page_size": st.sampled_from([0, 1, 16, 48, 256]),
+    "has_origin": st.booleans(),
 }
 specs = st.fixed_dictionaries(fields).map(
     lambda given: AttentionSpec(**given | ({} if given["fp8"] is None else {"dtype": torch.float8_e4m3fn}))

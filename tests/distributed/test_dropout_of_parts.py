@@ -23,7 +23,8 @@ from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_la
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs
 from tests.support.compiled_kernels import compile_sound
 
-STATE = torch.tensor([2**40 + 17, 2**33 + 5])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton is interpreted
+STATE = torch.tensor([2**40 + 17, 2**33 + 5], device=DEVICE)
 P = 0.3
 BATCH, LENGTH, HEADS, DIM = 2, 40, 4, 16
 
@@ -31,13 +32,13 @@ BATCH, LENGTH, HEADS, DIM = 2, 40, 4, 16
 def state_of(first_query: int, first_key: int, first_head: int = 0) -> Tensor:
     """Returns the rng_state of a part of BATCH sequences, which begins at these places in each of them."""
     rows = [[first_query, first_key, b * HEADS + first_head] for b in range(BATCH)]
-    return torch.cat((STATE.expand(BATCH, 2), torch.tensor(rows)), 1)
+    return torch.cat((STATE.expand(BATCH, 2), torch.tensor(rows, device=DEVICE)), 1)
 
 
 @pytest.mark.parametrize("first_key", [0, 3, 7, 8, 21])
 def test_what_is_kept_of_a_part_is_the_wholes(first_key: int) -> None:
-    heads = torch.arange(HEADS)
-    whole = dropout_keep(STATE, P, torch.arange(BATCH)[:, None] * HEADS + heads, range(30), range(40))
+    heads, rows_of_batch = torch.arange(HEADS, device=DEVICE), torch.arange(BATCH, device=DEVICE)
+    whole = dropout_keep(STATE, P, rows_of_batch[:, None] * HEADS + heads, range(30), range(40))
     for first, rows, cols in itertools.product((0, 5), (range(6), range(2, 11)), (range(1), range(8), range(3, 17))):
         part = dropout_keep(state_of(first, first_key, 1), P, heads[:-1].expand(BATCH, -1), rows, cols)
         of_rows, of_cols = (slice(t.start + start, t.stop + start) for t, start in ((rows, first), (cols, first_key)))
@@ -62,7 +63,7 @@ def tensors_of(dtype: torch.dtype) -> dict[str, Tensor]:
         "bias": (1, HEADS, LENGTH, LENGTH),
         "table": (HEADS,),
     }
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for name, shape in shapes.items()}
 
 
 def whole_of(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
@@ -99,7 +100,7 @@ def in_parts(dtype: torch.dtype, backend: str, cut: int) -> dict[str, Tensor]:
         "dq": backwards[0].dq + backwards[1].dq,
         **{f"d{name}": torch.cat([getattr(part, f"d{name}") for part in backwards], 1) for name in "kv"},
         "dbias": torch.cat([part.dbias for part in backwards if part.dbias is not None], -1),
-        "dtable": sum((part.dcaptures[0][1] for part in backwards), torch.zeros(HEADS, dtype=dtype)),
+        "dtable": sum((part.dcaptures[0][1] for part in backwards), torch.zeros(HEADS, dtype=dtype, device=DEVICE)),
     }
 
 
@@ -135,7 +136,7 @@ def test_packed_sequences_each_have_their_own_place() -> None:
         state = torch.stack((state_of(0, 9)[0], state_of(33, 0)[1]))
         ends = {"cu_seqlens_q": torch.tensor([0, 40, 47]), "cu_seqlens_kv": torch.tensor([0, 31, 71])}
         packed = (torch.cat((q[0], q[1, 33:])), *(torch.cat((t[0, 9:], t[1])) for t in (k, v)))
-        lengths = {name: t.to(torch.int32) for name, t in ends.items()} | {"max_seqlen_q": 40, "max_seqlen_kv": 40}
+        lengths = {name: t.to(DEVICE, torch.int32) for name, t in ends.items()} | {"max_seqlen_q": 40, "max_seqlen_kv": 40}
         out, _ = flexattn.attention(*packed, qkv_format="thd", attn_mask_type="padding", **lengths, **call, rng_state=state)
         torch.testing.assert_close(out, torch.cat((whole[0][0][0], whole[1][0][1, 33:])))
 
@@ -154,12 +155,14 @@ def test_compiled(capability: int) -> None:
 
 
 def test_kernels_that_draw_at_positions_of_their_own_refuse() -> None:
-    q = torch.zeros(BATCH, 512, HEADS, 64, dtype=torch.bfloat16)
+    q = torch.zeros(BATCH, 512, HEADS, 64, dtype=torch.bfloat16, device=DEVICE)
     problem = Problem(q, q, q, softmax_scale=0.1, dropout_p=P, rng_state=state_of(0, 0))
     with pretended_device(90, 132):
         assert "it draws dropout at the call's own positions" in str(forward_unsupported(problem, q))
         assert forward_unsupported(dataclasses.replace(problem, rng_state=STATE), q) is None
-    spec, x = make_call(make_inputs("bshd", lengths_q=[64, 64], dtype=torch.bfloat16), dropout_p=P, rng_state=state_of(0, 0))
+    spec, x = make_call(
+        make_inputs("bshd", lengths_q=[64, 64], dtype=torch.bfloat16, device=DEVICE), dropout_p=P, rng_state=state_of(0, 0)
+    )
     assert "at no positions of a whole" in str(cudnn_backend._dropout_error(spec))
     assert x.rng_state is not None
     assert canary.mismatch("eager", spec, "forward", x.q.device) is None
@@ -171,4 +174,4 @@ def test_states_of_another_shape_are_refused(state: Tensor) -> None:
     with pytest.raises(
         ValueError, match=r"rng_state is .*; accepted: .* \[2\], the Philox .*, or \[b, 5\] = \[2, 5\], seed, offset, first q"
     ):
-        flexattn.attention(q, k, v, dropout_p=P, rng_state=state.to(torch.int64))
+        flexattn.attention(q, k, v, dropout_p=P, rng_state=state.to(DEVICE, torch.int64))
